@@ -1,0 +1,57 @@
+# `make` lists the targets. Everything runs in .venv; nothing outside this folder is touched.
+
+PYTHON ?= python3
+# Where to take torch from; empty: the default registry. On machines where the default build is the
+# CUDA one and no GPU is at hand, give the address of PyTorch's CPU wheel index.
+TORCH_INDEX_URL ?=
+# Which vLLM `make setup` installs: cpu (real vLLM, for the tests), gpu, none.
+VLLM ?= cpu
+TEST_PROCS ?= 2
+TESTS ?=
+ARGS ?=
+
+BIN := .venv/bin
+export TORCH_INDEX_URL VLLM
+# No model hub is asked for anything; tokenizers must not fork-warn in the workers' processes.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format schema clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "  Variables: PYTHON TORCH_INDEX_URL VLLM=cpu|gpu|none TEST_PROCS TESTS=path ARGS (see the Makefile)"
+
+setup: ## Fill .venv for development: torch, sluice, the tools, vLLM (about 5 minutes, then nothing)
+	@$(PYTHON) scripts/bootstrap.py dev
+
+demo: ## Run the demo; installs only what it needs (ARGS="--help" for its options)
+	@$(PYTHON) scripts/bootstrap.py demo
+	@$(BIN)/sluice demo $(ARGS)
+
+test: setup ## Run the tests (TESTS=tests/unit for a part)
+	@$(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadfile $(TESTS)
+
+check: setup ## Lint, format, types, import contracts, configs, house rules
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+	@$(BIN)/sluice config check configs/*.yaml
+	@$(BIN)/sluice config schema --check docs/config.schema.json
+	@$(BIN)/python -m pytest -q tests/unit/test_house_rules.py
+
+format: setup ## Format and sort imports
+	@$(BIN)/ruff check --fix-only -q .
+	@$(BIN)/ruff format -q .
+
+schema: setup ## Write docs/config.schema.json from the types
+	@$(BIN)/sluice config schema > docs/config.schema.json
+
+clean: ## Remove .venv, caches and build output; runs and their data (.sluice) stay
+	@rm -rf .venv .venv.lock build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

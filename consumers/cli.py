@@ -1,0 +1,18 @@
+"""`sluice consume`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.config import load_config
+
+
+def consume(*, config: ConfigPath = None, partition: int = 0, overrides: Overrides = ()) -> None:
+    """Parse, match and batch results; one process per partition (0 … consumer.count - 1).
+
+    Example: `sluice consume -c configs/text.yaml --partition 0`
+    """
+    from consumers.role import consume as run
+
+    asyncio.run(run(load_config(config, overrides), partition))

@@ -1,0 +1,39 @@
+"""Boxes: xyxy, integers 0-999 of the image's width and height, x2 >= x1 and y2 >= y1; arrays are float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Box = tuple[int, int, int, int]
+MAX_COORD = 999
+
+
+def is_box(values: Sequence[object]) -> bool:
+    """Four integers in range and in order; a bool is no integer."""
+    if len(values) != 4 or not all(type(value) is int and 0 <= value <= MAX_COORD for value in values):
+        return False
+    x1, y1, x2, y2 = values
+    return x2 >= x1 and y2 >= y1  # type: ignore[operator]
+
+
+def _array(boxes: Sequence[Box]) -> np.ndarray:
+    return np.asarray(boxes, dtype=np.float64).reshape(len(boxes), 4)
+
+
+def iou_matrix(left: Sequence[Box], right: Sequence[Box]) -> np.ndarray:
+    """IoU float64 [P, G]. Two boxes without area have IoU 1 when they are equal, else 0."""
+    a, b = _array(left)[:, None], _array(right)[None]
+    sides = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2])
+    inter = np.clip(sides, 0, None).prod(axis=-1)
+    union = (a[..., 2:] - a[..., :2]).prod(axis=-1) + (b[..., 2:] - b[..., :2]).prod(axis=-1) - inter
+    same = (a == b).all(axis=-1).astype(np.float64)
+    return np.where(union > 0, inter / np.where(union > 0, union, 1), same)
+
+
+def centre_distances(left: Sequence[Box], right: Sequence[Box]) -> np.ndarray:
+    """Distance of the centres, float64 [P, G], in coordinate units."""
+    a, b = _array(left)[:, None], _array(right)[None]
+    centres = (a[..., :2] + a[..., 2:] - b[..., :2] - b[..., 2:]) / 2
+    return np.sqrt((centres**2).sum(axis=-1))

@@ -1,0 +1,75 @@
+"""What the model wrote: objects in order of appearance, each valid or dropped for one counted reason.
+
+- The answer ends at the first turn terminator; the literal must start it (white space aside).
+- The kept prefix ends with the last complete object, valid or not; with nothing valid, nothing is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from consumers.detection.grammar import Scan, scan
+from consumers.detection.objects import ParsedObject, read_object
+from consumers.rollout import rollout_metrics
+from consumers.spans import answer_ids, clean_cut
+from consumers.task import Parsed, TaskContext
+from pipeline.messages import SequenceResult
+from pipeline.metrics import DROP_REASONS
+
+
+@dataclass(frozen=True)
+class DetectionParse:
+    """`text` is the answer up to its terminator; `cut` the character after the last complete object."""
+
+    text: str
+    objects: tuple[ParsedObject, ...]
+    truncated: bool
+    cut: int
+    kept_chars: int  # characters of the `prefix_len` kept tokens; < cut when a token straddles the cut
+
+    @property
+    def valid(self) -> list[ParsedObject]:
+        """Objects without a drop reason."""
+        return [item for item in self.objects if item.reason is None]
+
+    @property
+    def next_index(self) -> int:
+        """The number of the next object: one more than the highest so far."""
+        return 1 + max((item.index or 0 for item in self.objects), default=0)
+
+
+def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
+    """Read the rollout; never raises on what a model wrote."""
+    ids = answer_ids(result, ctx.codec)
+    text = ctx.codec.decode(ids)
+    found = scan(text[: ctx.options.max_text_chars], ctx.options.max_objects)
+    objects = _objects(text, found, bool(ctx.codec.coord_token_ids))
+    valid = any(item.reason is None for item in objects)
+    cut = objects[-1].end if valid else 0
+    prefix_len, kept_chars = clean_cut(ctx.codec, ids, text, cut)
+    value = DetectionParse(text, objects, not found.closed, cut, kept_chars)
+    metrics = rollout_metrics(result, ctx.options) | _metrics(value)
+    return Parsed(result, value, prefix_len, valid, metrics)
+
+
+def _objects(text: str, found: Scan, coord_tokens: bool) -> tuple[ParsedObject, ...]:
+    objects: list[ParsedObject] = []
+    taken: set[str] = set()
+    for member in found.members:
+        objects.append(read_object(text, member, taken, coord_tokens))
+    return tuple(objects)
+
+
+def _metrics(value: DetectionParse) -> dict[str, float]:
+    dropped = [item.reason for item in value.objects if item.reason is not None]
+    kept = len(value.objects) - len(dropped)
+    counts = {
+        "rollout/parse_dropped_invalid": len(dropped),
+        "rollout/parse_truncated": int(value.truncated),
+        "rollout/parse_obj_total": len(value.objects),
+        "rollout/valid_pred_objects": kept,
+        "rollout/valid_samples": int(kept > 0),
+        "stage2/invalid_rollout": int(kept == 0),
+    }
+    reasons = {f"strict_drop/reason/{reason}": dropped.count(reason) for reason in DROP_REASONS}
+    return {key: float(count) for key, count in (counts | reasons).items()}

@@ -1,0 +1,126 @@
+"""Text task: the answer is right or wrong.
+
+Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds the answer in what the model
+wrote (last match; group 1 when there is one). Both sides are compared without white space around them.
+
+- Right: reward 1, trained on the sampled tokens. Wrong: reward 0, trained on the truth's answer.
+- Refusing nested quantifiers would leave the polynomial patterns, so the search itself is bounded: the last
+  2000 characters, and a deadline that the `regex` engine keeps. A search that hits it counts as wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from consumers.rollout import Response, rollout_metrics, training_sample
+from consumers.segments import Segment
+from consumers.spans import answer_ids
+from consumers.task import Matched, Parsed, TaskContext
+from pipeline.errors import TaskError
+from pipeline.messages import SequenceResult, TrainingSample
+
+SEARCHED_CHARS = 2000
+SEARCH_TIMEOUT_S = 0.2
+_MAX_PATTERN = 1000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The truth, checked."""
+
+    text: str
+    pattern: regex.Pattern[str] | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the rollout says the answer."""
+
+    answer: Answer
+    right: bool
+
+
+def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
+    """The sampled text before the turn terminator; valid when it is not blank."""
+    ids = answer_ids(result, ctx.codec)
+    text = ctx.codec.decode(ids)[: ctx.options.max_text_chars]
+    valid = bool(text.strip())
+    metrics = rollout_metrics(result, ctx.options) | {
+        "rollout/parse_truncated": float(len(ids) == len(result.token_ids)),
+        "rollout/valid_samples": float(valid),
+        "stage2/invalid_rollout": float(not valid),
+    }
+    return Parsed(result, text, len(ids), valid, metrics)
+
+
+def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
+    """Compare with the truth; raises TaskError for a truth that cannot be used."""
+    answer = read_answer(truth, parsed.result.seq_id)
+    right = parsed.valid and extract(parsed.value, answer.pattern) == answer.text.strip()
+    return Matched(parsed, Verdict(answer, right), {})
+
+
+def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+    """Sampled tokens or the truth's answer, then the turn terminator; every token has weight 1."""
+    parsed, verdict = matched.parsed, matched.value
+    if verdict.right:
+        kept, code = parsed.prefix_len, Segment.matched_desc
+        ids, stop = list(parsed.result.token_ids[:kept]), list(parsed.result.token_ids[kept : kept + 1])
+        kept += len(stop)
+    else:
+        kept, code = 0, Segment.appended_desc
+        ids, stop = _encode(verdict.answer.text, parsed.result.seq_id, ctx), []
+    token_ids = ids + (stop or [ctx.codec.eos_token_ids[0]])
+    response = Response(
+        token_ids=token_ids,
+        labels=token_ids,
+        weights=[1.0] * len(token_ids),
+        segments=[*[int(code)] * len(ids), int(Segment.closing)],
+        kept=kept,
+    )
+    metrics = parsed.metrics | matched.metrics
+    return training_sample(parsed.result, response, metrics, reward=float(verdict.right))
+
+
+def read_answer(truth: Any, where: str) -> Answer:
+    """Check the truth; raises TaskError that says where and what to do."""
+    fields = {"answer": truth} if isinstance(truth, str) else truth
+    if not isinstance(fields, dict) or not set(fields) <= {"answer", "pattern"}:
+        raise TaskError(f"{where}: truth is {truth!r:.80}; give a string or {{answer, pattern}}")
+    text, pattern = fields.get("answer"), fields.get("pattern")
+    if not isinstance(text, str) or not text.strip():
+        raise TaskError(f"{where}: truth.answer is {text!r:.80}; give a non-empty string")
+    if pattern is None:
+        return Answer(text, None)
+    if not isinstance(pattern, str) or len(pattern) > _MAX_PATTERN:
+        raise TaskError(f"{where}: truth.pattern must be a string of at most {_MAX_PATTERN} characters")
+    try:
+        return Answer(text, regex.compile(pattern))
+    except regex.error as error:
+        raise TaskError(
+            f"{where}: truth.pattern {pattern!r:.80} is no regular expression ({error})"
+        ) from error
+
+
+def extract(text: str, pattern: regex.Pattern[str] | None) -> str | None:
+    """The answer in the text, stripped; None when the pattern does not match in time."""
+    if pattern is None:
+        return text.strip()
+    try:
+        matches = list(pattern.finditer(text[-SEARCHED_CHARS:], timeout=SEARCH_TIMEOUT_S))
+    except TimeoutError:
+        return None
+    return (matches[-1].group(1 if pattern.groups else 0) or "").strip() if matches else None
+
+
+def _encode(text: str, where: str, ctx: TaskContext) -> list[int]:
+    try:
+        ids = ctx.codec.encode(text)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise TaskError(f"{where}: truth.answer is no valid Unicode; remove the lone surrogate") from error
+    if set(ids) & set(ctx.codec.eos_token_ids):
+        raise TaskError(f"{where}: truth.answer {text!r:.80} spells a turn terminator; remove it")
+    return ids

@@ -1,0 +1,167 @@
+"""The consumer: results → groups → samples → batches.
+
+    results:{partition} ─▶ Assembler ─▶ parse · match · target ─▶ pending samples ─▶ hand_off ─▶ batches
+
+| waits for                | unblocked by                     |
+|--------------------------|----------------------------------|
+| results                  | workers                          |
+| the rest of a group      | workers, or a tombstone          |
+| a full batch             | further results, or the end of the source |
+
+- Every step up to hand_off is pure and repeatable; hand_off is one script call, fenced by the partition's owner.
+- A dropped group gives its credit back at once, not with the next batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+
+from consumers.group import Assembler, Group
+from consumers.pack import pack_rows
+from consumers.task import Task, TaskContext
+from pipeline import metrics
+from pipeline.errors import MessageError, TaskError
+from pipeline.lifecycle import Role
+from pipeline.logs import get_logger
+from pipeline.messages import DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.streams import Entry, hand_off, result_reader
+
+_READ = 128
+_UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
+
+
+class Consumer:
+    """Owns one partition of results."""
+
+    def __init__(
+        self, role: Role, partition: int, owner: Ownership, task: Task, context: TaskContext
+    ) -> None:
+        self._role, self._owner, self._task, self._context = role, owner, task, context
+        self._reader = result_reader(role.client, role.keys, partition, role.name)
+        self._groups = Assembler()
+        self._samples: list[TrainingSample] = []
+        self._entry_ids: list[str] = []
+        self._letters: list[DeadLetter] = []
+        self._batch_size = role.config.producer.samples_per_version // role.config.consumer.count
+        self._handed = 0
+
+    async def run(self) -> None:
+        """Consume until asked to stop or until the run is over."""
+        await self._take(await self._reader.open())
+        while not self._role.stop.is_set():
+            entries = await self._reader.read(_READ, block_ms=200)
+            await self._take(entries)
+            if not entries and await self._at_the_end():
+                return
+
+    async def _take(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            group = await self._assemble(entry)
+            if group is not None:
+                await self._finish_group(group)
+                if len(self._samples) >= self._batch_size:
+                    await self._hand_off_batch()
+        self._report()
+
+    async def _assemble(self, entry: Entry) -> Group | None:
+        try:
+            if b"r" in entry.fields:
+                return self._groups.add_result(entry.entry_id, decode(SequenceResult, entry.fields[b"r"]))
+            letter = decode(DeadLetter, entry.fields[b"d"])
+            return self._groups.add_dead(entry.entry_id, entry.fields[b"g"].decode(), letter)
+        except (MessageError, KeyError, UnicodeDecodeError, ValueError) as error:
+            await self._drop([entry.entry_id], [_letter(entry.entry_id, "malformed_result", str(error))])
+            return None
+
+    async def _finish_group(self, group: Group) -> None:
+        samples, letters = [], []
+        for result in group.living:
+            try:
+                samples.append(self._sample(result))
+            except TaskError as error:
+                letters.append(_letter(result.seq_id, "invalid_truth", str(error)))
+            except _Untrained as ending:
+                letters.append(_letter(result.seq_id, str(ending), f"decode ended with {ending}"))
+        incomplete = len(samples) < len(group.members)
+        if incomplete and self._role.config.consumer.on_incomplete_group == "drop":
+            letters += [_letter(s.seq_id, "incomplete_group", f"group {group.group_id}") for s in samples]
+            samples = []
+        if samples:
+            # Its drops leave with the group's samples, or a consumer killed in between would record them twice.
+            self._samples += samples
+            self._entry_ids += group.entry_ids
+            self._letters += letters
+        else:
+            await self._drop(group.entry_ids, letters)
+
+    def _sample(self, result: SequenceResult) -> TrainingSample:
+        if result.finish_reason in _UNTRAINED_ENDINGS:
+            raise _Untrained(result.finish_reason)
+        parsed = self._task.parse(result, self._context)
+        matched = self._task.match(parsed, result.truth, self._context)
+        return self._task.target(matched, self._context)
+
+    async def _hand_off_batch(self) -> None:
+        lengths = [len(sample.token_ids) for sample in self._samples]
+        batch = TrainingBatch(
+            batch_id=_batch_id(self._entry_ids),
+            samples=self._samples,
+            rows=pack_rows(lengths, self._role.config.consumer.row_tokens),
+            metrics=metrics.reduce([sample.metrics for sample in self._samples]),
+        )
+        await self._out(batch, self._entry_ids, self._letters)
+        self._handed += len(self._samples)
+        self._samples, self._entry_ids, self._letters = [], [], []
+
+    async def _drop(self, entry_ids: list[str], letters: list[DeadLetter]) -> None:
+        for letter in letters:
+            get_logger().warning(
+                "dropped", sequence=letter.seq_id, reason=letter.reason, detail=letter.detail
+            )
+        identity = _batch_id([*entry_ids, *(letter.seq_id for letter in letters)])
+        await self._out(TrainingBatch(batch_id=identity, samples=[]), entry_ids, letters)
+
+    async def _out(self, batch: TrainingBatch, entry_ids: list[str], letters: list[DeadLetter]) -> None:
+        await hand_off(
+            self._role.scripts,
+            self._role.keys,
+            reader=self._reader,
+            owner_key=self._owner.key,
+            nonce=self._owner.nonce,
+            batch=batch,
+            result_ids=entry_ids,
+            drops=letters,
+        )
+
+    async def _at_the_end(self) -> bool:
+        """Hand on what is left once no more results can come; True when the whole run is over."""
+        now = await snapshot(self._role.client, self._role.keys)
+        if now.exhausted and now.queued_jobs == 0 and not self._groups and await self._nothing_unread():
+            if self._samples:
+                await self._hand_off_batch()
+            return now.complete
+        return False
+
+    async def _nothing_unread(self) -> bool:
+        return await self._reader.depth() == len(self._entry_ids)
+
+    def _report(self) -> None:
+        role = self._role
+        role.status.fact(handed=self._handed, pending=len(self._samples), open_groups=len(self._groups))
+        role.status.waiting("results from the workers")
+
+
+class _Untrained(Exception):
+    """A decode that ended in a way that is not trained on."""
+
+
+def _letter(seq_id: str, reason: str, detail: str) -> DeadLetter:
+    return DeadLetter(seq_id=seq_id, reason=reason, state="dropped", detail=detail[:500], at=time.time())
+
+
+def _batch_id(parts: Sequence[str]) -> str:
+    return sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -1,0 +1,109 @@
+"""Packing: many short samples in one row of tokens, without any of them seeing another.
+
+- Best-fit decreasing; the same lengths give the same rows. A sample over the budget has a row of its own.
+- `labels[i]` is the target AT position i, predicted from positions < i of the same sample; the loss does the
+  shift. The first position of every sample is therefore off: only its neighbour could predict it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.messages import TrainingSample
+
+IGNORED = -100
+
+
+class Place(NamedTuple):
+    """Where a sample lies: columns [start, start + length) of `row`."""
+
+    sample: int
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """R rows of L columns; L is the longest row, shorter rows are padded on the right.
+
+    `input_ids` int64 [R, L]; `labels` int64 [R, L], -100 where off; `weights` float32 [R, L], 0 where off;
+    `position_ids` int64 [R, L], from 0 in every sample; `segment_ids` int32 [R, L], 0.. per row, padding -1.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    position_ids: np.ndarray
+    segment_ids: np.ndarray
+    places: list[Place]
+
+
+def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Sample indices per row, every index once; no row of several samples holds more than `budget` tokens."""
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending
+    for index in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
+        fit = bisect_left(open_rows, (lengths[index], -1))
+        if fit == len(open_rows):
+            rows.append([index])
+            free, row = budget - lengths[index], len(rows) - 1
+        else:
+            free, row = open_rows.pop(fit)
+            rows[row].append(index)
+            free -= lengths[index]
+        if free > 0:
+            insort(open_rows, (free, row))
+    return rows
+
+
+def collate(samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]], pad_id: int) -> PackedRows:
+    """Lay the samples out as the rows say."""
+    widths = [sum(len(samples[index].token_ids) for index in row) for row in rows]
+    shape = (len(rows), max(widths, default=0))
+    packed = PackedRows(
+        input_ids=np.full(shape, pad_id, dtype=np.int64),
+        labels=np.full(shape, IGNORED, dtype=np.int64),
+        weights=np.zeros(shape, dtype=np.float32),
+        position_ids=np.zeros(shape, dtype=np.int64),
+        segment_ids=np.full(shape, -1, dtype=np.int32),
+        places=[],
+    )
+    for row, indices in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(indices):
+            length = len(samples[index].token_ids)
+            _lay(packed, samples[index], Place(index, row, start, length), segment)
+            start += length
+    return packed
+
+
+def _lay(packed: PackedRows, sample: TrainingSample, place: Place, segment: int) -> None:
+    packed.places.append(place)
+    if not place.length:
+        return
+    at = (place.row, slice(place.start, place.start + place.length))
+    weights = np.asarray(sample.weights, dtype=np.float32)
+    weights[0] = 0.0
+    packed.input_ids[at] = sample.token_ids
+    packed.labels[at] = np.where(weights != 0, np.asarray(sample.labels, dtype=np.int64), IGNORED)
+    packed.weights[at] = weights
+    packed.position_ids[at] = np.arange(place.length)
+    packed.segment_ids[at] = segment
+
+
+def attention_mask(segment_ids: np.ndarray) -> np.ndarray:
+    """bool [R, 1, L, L], True where query i may see key j: same sample and j <= i. From `segment_ids` [R, L].
+
+    Padding sees itself only, so that no softmax runs over nothing.
+    """
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    real = (segment_ids >= 0)[:, :, None]
+    length = segment_ids.shape[1]
+    causal = np.tril(np.ones((length, length), dtype=bool))
+    return ((same & real & causal) | np.eye(length, dtype=bool))[:, None]

@@ -1,0 +1,98 @@
+"""What every task takes from a rollout: its counters, and the per-token arrays of the kept tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from consumers.segments import Segment
+from pipeline.config.types import RolloutMatchingConfig
+from pipeline.messages import GeometryTarget, SequenceResult, TrainingSample
+from pipeline.tokens import FloatArray, Runs, TokenArray
+
+
+@dataclass(frozen=True)
+class Response:
+    """The target after the prompt; arrays have shape (len(token_ids),), the first `kept` tokens are sampled.
+
+    `geometry` positions count from the start of the response.
+    """
+
+    token_ids: list[int]
+    labels: list[int]
+    weights: list[float]
+    segments: list[int]
+    kept: int
+    geometry: list[GeometryTarget] = field(default_factory=list)
+
+
+def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> dict[str, float]:
+    """Counters of one sequence that do not depend on the task."""
+    guard = result.triggers
+    triggered = bool(guard.get("repeat_terminate"))
+    at_token = int(guard.get("at_token") or len(result.token_ids))
+    saved = max(0, result.sampling.max_new_tokens - at_token) if triggered else 0
+    active = options.repeat_terminate.enabled and "repeat_terminate" in guard
+    metrics = {
+        "rollout/samples": 1.0,
+        "rollout/gen_new_tokens": float(len(result.token_ids)),
+        "rollout/prompt_len": float(len(result.prompt_token_ids)),
+        "rollout/rollout_len": float(len(result.token_ids)),
+        "rollout/repeat_terminate_active": float(active),
+        "rollout/repeat_terminate_triggered_sequences": float(triggered),
+        "rollout/repeat_terminate_tokens_saved": float(saved),
+        "rollout/backend_hf": float(result.backend == "hf"),
+        "rollout/backend_vllm": float(result.backend == "vllm"),
+    }
+    decode_s = result.timings.get("decode_s")
+    return metrics if decode_s is None else metrics | {"rollout/decode_s": decode_s}
+
+
+def training_sample(
+    result: SequenceResult, response: Response, metrics: dict[str, float], reward: float | None = None
+) -> TrainingSample:
+    """Prompt (weight 0) + response, with behaviour and proximal arrays of the kept sampled tokens."""
+    prompt = list(result.prompt_token_ids)
+    start, length = len(prompt), len(prompt) + len(response.token_ids)
+    mask = result.response_mask.expand() or [1] * len(result.token_ids)
+    weights = [0.0 if at < response.kept and not mask[at] else w for at, w in enumerate(response.weights)]
+
+    def spread(values: Sequence[float], empty: float) -> list[float]:
+        tail = length - start - response.kept
+        return [empty] * start + list(values[: response.kept]) + [empty] * tail if values else []
+
+    return TrainingSample(
+        seq_id=result.seq_id,
+        group_id=result.group_id,
+        task=result.task,
+        token_ids=TokenArray(prompt + response.token_ids),
+        labels=TokenArray(prompt + response.labels),
+        weights=FloatArray([0.0] * start + weights),
+        segments=Runs.of([Segment.prompt] * start + response.segments),
+        prompt_len=start,
+        geometry=[_shifted(target, start) for target in response.geometry],
+        logprobs=FloatArray(spread(list(result.logprobs), 0.0) or [0.0] * length),
+        versions=Runs.of(int(v) for v in spread(result.versions.expand(), -1) or [-1] * length),
+        proximal_logprobs=FloatArray(spread(list(result.proximal_logprobs), 0.0)),
+        proximal_versions=Runs.of(int(v) for v in spread(result.proximal_versions.expand(), -1)),
+        response_mask=Runs.of(int(v) for v in spread(mask, 0) or [0] * length),
+        reward=reward,
+        enqueued_at=result.timings.get("enqueued_at", 0.0),
+        metrics=metrics | _lengths(start, response) | _rewards(reward),
+    )
+
+
+def _shifted(target: GeometryTarget, by: int) -> GeometryTarget:
+    x1, y1, x2, y2 = target.positions
+    return GeometryTarget(positions=(x1 + by, y1 + by, x2 + by, y2 + by), box=target.box)
+
+
+def _lengths(prompt_len: int, response: Response) -> dict[str, float]:
+    return {
+        "rollout/train_len": float(prompt_len + len(response.token_ids)),
+        "rollout/append_len": float(len(response.token_ids) - response.kept),
+    }
+
+
+def _rewards(reward: float | None) -> dict[str, float]:
+    return {} if reward is None else {"rollout/rewards": reward, "rollout/rewarded_samples": 1.0}

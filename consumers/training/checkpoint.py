@@ -1,0 +1,100 @@
+"""Checkpoints: model, optimiser, random state and place in the batch stream; whole or absent.
+
+    checkpoints/step-000012/   model.safetensors config.json …   trainer_optimizer.safetensors trainer_state.json
+
+The state names the batches whose effect the weights hold. They are acked only after the rename, so a trainer that
+is killed anywhere trains each batch once: acked twice is harmless, trained twice impossible.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, load_model, save_file
+
+from consumers.training.model import write_model
+from pipeline.errors import ModelError
+from pipeline.files import fsync_directory, fsync_tree, write_atomic
+
+_STATE = "trainer_state.json"
+_OPTIMIZER = "trainer_optimizer.safetensors"
+_RECENT_IDS = 8192
+
+
+class TrainerState(msgspec.Struct, kw_only=True):
+    """Everything that is not a tensor."""
+
+    step: int = 0
+    version: int = 0
+    unacked: list[tuple[str, int]] = []  # (stream id, samples) inside these weights, ack perhaps not yet sent
+    recent: list[str] = []  # newest trained sequence ids
+    samples: int = 0
+    tokens: int = 0
+
+    def remember(self, seq_ids: list[str]) -> None:
+        """Keep the newest ids, to discard a batch that a broker brings again after a power loss."""
+        self.recent = (self.recent + seq_ids)[-_RECENT_IDS:]
+
+
+def save(
+    root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: TrainerState, source: Path
+) -> Path:
+    """Write step `state.step`; returns its directory once it is durable."""
+    target = root / f"step-{state.step:06d}"
+    aside = root / f".{target.name}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    write_model(model, source, aside)
+    save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER))
+    write_atomic(aside / _STATE, msgspec.json.encode(state))
+    fsync_tree(aside)
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+    fsync_directory(root)
+    return target
+
+
+def newest(root: Path) -> Path | None:
+    """The newest whole checkpoint."""
+    found = sorted(root.glob("step-*"))
+    return found[-1] if found else None
+
+
+def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Fill model, optimiser and random state; raises ModelError for a damaged checkpoint."""
+    try:
+        state = msgspec.json.decode((directory / _STATE).read_bytes(), type=TrainerState)
+        load_model(model, str(directory / "model.safetensors"))
+        _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"{directory}: damaged checkpoint ({error}); delete it to go on from the one before"
+        ) from error
+    return state
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep`."""
+    for directory in sorted(root.glob("step-*"))[:-keep]:
+        shutil.rmtree(directory)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    tensors = {"rng": torch.get_rng_state()}
+    for index, entries in optimizer.state_dict()["state"].items():
+        for name, value in entries.items():
+            tensors[f"{index}.{name}"] = value.detach().clone()
+    return tensors
+
+
+def _fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(tensors.pop("rng"))
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,92 @@
+"""Teacher-forced losses. Each returns a sum and what to divide it by.
+
+- Micro-batches are combined by adding sums and totals over the optimiser batch; the loss is sum / total, so
+  the split into micro-batches and rows has no effect on it.
+- `labels[:, i]` is the target at position i: its logits are those of position i - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from consumers.pack import IGNORED
+
+_EPS = 1e-7
+
+
+class Weighed(NamedTuple):
+    """Scalars: `total` is without gradient; loss = sum / total over the optimiser batch."""
+
+    sum: Tensor
+    total: Tensor
+
+
+def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Weighed:
+    """sum_i w_i * CE_i in nats and sum_i w_i.
+
+    `logits` float [R, L, V]; `labels` int64 [R, L], -100 off; `weights` float [R, L]. Computed in float32 at
+    least, over the supervised positions only (a full float32 copy of the logits would not fit).
+    """
+    target, weight = labels[:, 1:], weights[:, 1:]
+    on = (target != IGNORED) & (weight != 0)
+    picked = _at_least_float32(logits[:, :-1][on])
+    weight = weight[on].to(picked.dtype)
+    losses = F.cross_entropy(picked, target[on], reduction="none")
+    return Weighed((losses * weight).sum(), weight.sum())
+
+
+def expected_coordinates(logits: Tensor, rows: Tensor, positions: Tensor, coord_ids: Tensor) -> Tensor:
+    """sum_k p(k) * k / (K - 1) with p over the K coordinate tokens alone; float [N, 4] in 0..1.
+
+    `logits` [R, L, V]; `rows` int64 [N]; `positions` int64 [N, 4] of the coordinate tokens (> 0); `coord_ids`
+    int64 [K], in the order of the values.
+    """
+    picked = _at_least_float32(logits[rows[:, None], positions - 1][..., coord_ids])
+    steps = torch.arange(len(coord_ids), device=picked.device, dtype=picked.dtype) / (len(coord_ids) - 1)
+    return picked.softmax(dim=-1) @ steps
+
+
+def geometry_loss(
+    predicted: Tensor, truth: Tensor, smooth_l1_weight: float = 1.0, ciou_weight: float = 1.0
+) -> Weighed:
+    """Over boxes the sum of smooth_l1_weight * SmoothL1 (mean of 4) + ciou_weight * (1 - CIoU); their number.
+
+    `predicted`, `truth` float [N, 4], xyxy in 0..1.
+    """
+    truth = truth.to(predicted)
+    smooth = F.smooth_l1_loss(predicted, truth, reduction="none").mean(dim=-1)
+    losses = smooth_l1_weight * smooth + ciou_weight * (1 - complete_iou(predicted, truth))
+    return Weighed(losses.sum(), torch.tensor(float(len(losses)), device=losses.device, dtype=losses.dtype))
+
+
+def complete_iou(predicted: Tensor, truth: Tensor) -> Tensor:
+    """CIoU (Zheng et al., 2020) of xyxy boxes, float [N]; boxes without area or out of order give no NaN."""
+    size, true_size = _size(predicted), _size(truth)
+    low = torch.maximum(predicted[:, :2], truth[:, :2])
+    high = torch.minimum(predicted[:, 2:], truth[:, 2:])
+    inter = (high - low).clamp(min=0).prod(dim=-1)
+    iou = inter / (size.prod(dim=-1) + true_size.prod(dim=-1) - inter + _EPS)
+    hull = torch.maximum(predicted[:, 2:], truth[:, 2:]) - torch.minimum(predicted[:, :2], truth[:, :2])
+    centres = (predicted[:, :2] + predicted[:, 2:] - truth[:, :2] - truth[:, 2:]) / 2
+    apart = centres.square().sum(dim=-1) / (hull.square().sum(dim=-1) + _EPS)
+    shape = (4 / math.pi**2) * (_angle(true_size) - _angle(size)).square()
+    with torch.no_grad():
+        alpha = shape / (1 - iou + shape + _EPS)
+    return iou - apart - alpha * shape
+
+
+def _size(boxes: Tensor) -> Tensor:
+    return (boxes[:, 2:] - boxes[:, :2]).clamp(min=0)
+
+
+def _angle(size: Tensor) -> Tensor:
+    return torch.atan(size[:, 0] / (size[:, 1] + _EPS))
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()

@@ -1,0 +1,45 @@
+"""The composition root of the trainer process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from consumers.codec import HFTextCodec
+from consumers.training.model import load_policy
+from consumers.training.step import TrainStep
+from consumers.training.trainer import Trainer
+from pipeline.config.types import Config
+from pipeline.lifecycle import default_name, role_process
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+
+
+async def train(config: Config) -> None:
+    """Run the trainer to the end of the run."""
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(config.trainer.torch_threads)
+    source = Path(config.model.path)
+    async with role_process(config, "trainer", default_name("trainer")) as role:
+        owner = Ownership(role.client, role.keys, "trainer")
+        await owner.acquire(deadline_s=60, waiting=role.status.waiting)
+        role.spawn(owner.keep())
+        role.status.waiting(f"the model to load from {source}")
+        model = await asyncio.to_thread(load_policy, source, config.model)
+        codec = HFTextCodec(source)
+        pad_id = codec.eos_token_ids[0] if codec.eos_token_ids else 0
+        step = TrainStep(
+            model,
+            config.trainer,
+            pad_id=pad_id,
+            row_tokens=config.consumer.row_tokens,
+            coord_ids=codec.coord_token_ids,
+        )
+        await Trainer(role, owner, step, source).run()
+        if (await snapshot(role.client, role.keys)).complete:
+            await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
+        await owner.release()

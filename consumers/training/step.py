@@ -1,0 +1,131 @@
+"""One optimiser step over a list of samples: packed micro-batches, one loss over all of them.
+
+- loss = Σ w·CE / Σ w  (+ Σ geometry / boxes), the sums over the whole optimiser batch, so that the split into
+  micro-batches does not change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from consumers.pack import PackedRows, attention_mask, collate, pack_rows
+from consumers.training.losses import expected_coordinates, geometry_loss, weighted_cross_entropy
+from pipeline.config.types import TrainerConfig
+from pipeline.messages import TrainingSample
+
+
+class TrainStep:
+    """Model, optimiser and how a step is made."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: TrainerConfig,
+        *,
+        pad_id: int,
+        row_tokens: int,
+        coord_ids: Sequence[int] = (),
+    ) -> None:
+        self.model, self._config, self._pad_id, self._row_tokens = model, config, pad_id, row_tokens
+        self._coord_ids = torch.tensor(list(coord_ids), dtype=torch.long, device=model.device)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def run(self, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
+        """Train once on the samples; returns loss, gradient norm and learning rate under `train/` keys.
+
+        A gradient that is not finite skips the update and is counted.
+        """
+        total = max(sum(sum(sample.weights) for sample in samples), 1e-8)
+        boxes = max(1, sum(len(sample.geometry) for sample in samples))
+        learning_rate = self._learning_rate(step)
+        ce_sum = geometry_sum = 0.0
+        for packed, members in self._micro_batches(samples):
+            ce, geometry = self._losses(packed, members)
+            loss = ce / total + geometry / boxes
+            if loss.requires_grad:
+                loss.backward()
+            ce_sum += float(ce.detach())
+            geometry_sum += float(geometry.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm))
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {
+            "train/loss": ce_sum / total,
+            "train/geometry_loss": geometry_sum / boxes,
+            "train/grad_norm": norm if finite else 0.0,
+            "train/skipped_updates": float(not finite),
+            "train/learning_rate": learning_rate,
+            "train/tokens": float(sum(len(sample.token_ids) for sample in samples)),
+        }
+
+    def _learning_rate(self, step: int) -> float:
+        rate = self._config.learning_rate * min(1.0, step / max(1, self._config.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _micro_batches(
+        self, samples: Sequence[TrainingSample]
+    ) -> Iterator[tuple[PackedRows, list[TrainingSample]]]:
+        rows = pack_rows([len(sample.token_ids) for sample in samples], self._row_tokens)
+        chunk: list[list[int]] = []
+        width = 0
+        for row in rows:
+            length = sum(len(samples[index].token_ids) for index in row)
+            wider = max(width, length)
+            if chunk and wider * (len(chunk) + 1) > self._config.micro_batch_tokens:
+                yield collate(samples, chunk, self._pad_id), list(samples)
+                chunk, wider = [], length
+            chunk.append(row)
+            width = wider
+        if chunk:
+            yield collate(samples, chunk, self._pad_id), list(samples)
+
+    def _losses(self, packed: PackedRows, samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.model.device
+        logits = self.model(
+            input_ids=torch.from_numpy(packed.input_ids).to(device),
+            position_ids=torch.from_numpy(packed.position_ids).to(device),
+            attention_mask=torch.from_numpy(attention_mask(packed.segment_ids)).to(device),
+            use_cache=False,
+        ).logits
+        labels = torch.from_numpy(packed.labels).to(device)
+        weights = torch.from_numpy(packed.weights).to(device)
+        ce = weighted_cross_entropy(logits, labels, weights).sum
+        return ce, self._geometry(logits, packed, samples)
+
+    def _geometry(
+        self, logits: torch.Tensor, packed: PackedRows, samples: list[TrainingSample]
+    ) -> torch.Tensor:
+        rows: list[int] = []
+        positions: list[list[int]] = []
+        boxes: list[tuple[int, ...]] = []
+        for place in packed.places:
+            for target in samples[place.sample].geometry:
+                rows.append(place.row)
+                positions.append([place.start + position for position in target.positions])
+                boxes.append(target.box)
+        if not rows:
+            return logits.new_zeros(())
+        expected = expected_coordinates(
+            logits,
+            torch.tensor(rows, device=logits.device),
+            torch.tensor(positions, device=logits.device),
+            self._coord_ids,
+        )
+        truth = torch.from_numpy(np.asarray(boxes, dtype=np.float32) / 999.0).to(logits.device)
+        config = self._config
+        return geometry_loss(expected, truth, config.smooth_l1_weight, config.ciou_weight).sum

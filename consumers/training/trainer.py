@@ -1,0 +1,197 @@
+"""The trainer: batches → optimiser steps → checkpoint → ack → new weight version.
+
+    batches ─▶ samples_per_version samples ─▶ TrainStep ─▶ checkpoint durable ─▶ ack ─▶ write_version ─▶ register
+
+| waits for            | unblocked by            |
+|----------------------|-------------------------|
+| the trainer's role   | its last holder's end   |
+| batches              | consumers               |
+
+- Exactly once: acks follow the checkpoint that holds their effect; what a dead trainer had read is read again.
+- A version is registered only from a durable checkpoint that holds exactly those weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from consumers.training import checkpoint
+from consumers.training.ledger import StepLog
+from consumers.training.model import probe_score, probe_tokens
+from consumers.training.step import TrainStep
+from pipeline import metrics, weights
+from pipeline.errors import DeadlineExceeded, MessageError
+from pipeline.lifecycle import Role
+from pipeline.logs import get_logger
+from pipeline.messages import TrainingBatch, TrainingSample, WeightVersion, decode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.streams import Entry, ack_batches, batch_reader
+from pipeline.tokens import TokenArray
+
+
+class Trainer:
+    """The one trainer of a run."""
+
+    def __init__(self, role: Role, owner: Ownership, step: TrainStep, source: Path) -> None:
+        self._role, self._owner, self._step, self._source = role, owner, step, source
+        self._config = role.config
+        run_dir = Path(role.config.run_dir) / role.config.run
+        self._checkpoints, self._versions = run_dir / "checkpoints", run_dir / "weights"
+        self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / "trained.jsonl")
+        self._reader = batch_reader(role.client, role.keys, role.name)
+        self._registry = weights.WeightsRegistry(role.client, role.keys)
+        self._unread: deque[Entry] = deque()
+        self._state = checkpoint.TrainerState()
+        vocab = int(self._step.model.config.vocab_size)
+        self._probe = probe_tokens(vocab, role.config.weights.probe_tokens, role.config.seed)
+
+    async def run(self) -> None:
+        """Train until the run is complete, `max_versions` is reached, or a stop is asked for."""
+        await self._resume()
+        self._unread.extend(await self._reader.open())
+        while not self._role.stop.is_set() and not self._enough_versions():
+            batches = await self._next_batches()
+            if not batches:
+                break
+            await self._train(batches)
+
+    def _enough_versions(self) -> bool:
+        limit = self._config.trainer.max_versions
+        return limit is not None and self._state.version >= limit
+
+    async def _resume(self) -> None:
+        found = checkpoint.newest(self._checkpoints)
+        if found is None:
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            await self._publish(self._source)
+        else:
+            self._role.status.waiting(f"checkpoint {found.name} to load")
+            model, optimizer = self._step.model, self._step.optimizer
+            self._state = await asyncio.to_thread(checkpoint.load, found, model, optimizer)
+            await self._ack()
+            await self._publish(found)
+            get_logger().info("resumed", step=self._state.step, version=self._state.version)
+        self._metrics.cut_after(self._state.step)
+        self._trained.cut_after(self._state.step)
+
+    async def _next_batches(self) -> list[tuple[str, TrainingBatch]]:
+        """Batches worth one optimiser step; fewer at the end of the run; none when it is over or stopped."""
+        wanted = self._config.producer.samples_per_version
+        taken: list[tuple[str, TrainingBatch]] = []
+        until = time.monotonic() + self._config.trainer.batch_wait_s
+        while sum(len(batch.samples) for _, batch in taken) < wanted:
+            if self._role.stop.is_set():
+                return []
+            if not self._unread:
+                self._role.status.waiting("training batches from the consumers")
+                self._unread.extend(await self._reader.read(8, block_ms=200))
+            if self._unread:
+                taken += await self._open(self._unread.popleft())
+            elif await self._source_is_dry():
+                break
+            elif time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"no training batch for {self._config.trainer.batch_wait_s:.0f} s: are workers and consumers "
+                    "alive? See `sluice status`"
+                )
+        self._role.status.waiting(None)
+        return taken
+
+    async def _source_is_dry(self) -> bool:
+        now = await snapshot(self._role.client, self._role.keys)
+        return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
+
+    async def _open(self, entry: Entry) -> list[tuple[str, TrainingBatch]]:
+        try:
+            batch = decode(TrainingBatch, entry.fields[b"b"])
+        except (MessageError, KeyError) as error:
+            # Nothing but our consumer writes here: losing samples silently is worse than stopping.
+            raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
+        known = set(self._state.recent)
+        if batch.samples and all(sample.seq_id in known for sample in batch.samples):
+            get_logger().warning("batch was trained before; acked only", batch=batch.batch_id)
+            pairs = [(entry.entry_id, 0)]
+            await ack_batches(self._role.scripts, self._role.keys, self._owner.key, self._owner.nonce, pairs)
+            return []
+        return [(entry.entry_id, batch)]
+
+    async def _train(self, batches: list[tuple[str, TrainingBatch]]) -> None:
+        samples = [sample for _, batch in batches for sample in batch.samples]
+        state = self._state
+        state.step += 1
+        started = time.monotonic()
+        record = await asyncio.to_thread(self._step.run, samples, state.step)
+        record["train/step_s"] = time.monotonic() - started
+        state.unacked += [(entry_id, len(batch.samples)) for entry_id, batch in batches]
+        state.samples += len(samples)
+        state.tokens += int(record["train/tokens"])
+        state.remember([sample.seq_id for sample in samples])
+        record |= _combined(batches)
+        self._log(samples, record)
+        last = state.step % self._config.trainer.checkpoint_every == 0 or await self._source_is_dry()
+        if last:
+            await self._checkpoint()
+        await self._show(record)
+
+    def _log(self, samples: list[TrainingSample], record: dict[str, float]) -> None:
+        """Before the checkpoint: a restart cuts lines of steps that it will redo, and misses none."""
+        state = self._state
+        self._metrics.append(state.step, version=state.version, at=time.time(), **record)
+        self._trained.append(state.step, seq_ids=[sample.seq_id for sample in samples])
+
+    async def _checkpoint(self) -> None:
+        self._state.version += 1
+        directory = await asyncio.to_thread(
+            checkpoint.save,
+            self._checkpoints,
+            self._step.model,
+            self._step.optimizer,
+            self._state,
+            self._source,
+        )
+        await self._ack()
+        await self._publish(directory)
+        checkpoint.prune(self._checkpoints, self._config.trainer.keep_checkpoints)
+
+    async def _ack(self) -> None:
+        pairs = self._state.unacked
+        if pairs:
+            await ack_batches(self._role.scripts, self._role.keys, self._owner.key, self._owner.nonce, pairs)
+        self._state.unacked = []
+
+    async def _publish(self, directory: Path) -> None:
+        version = self._state.version
+        retention = self._config.weights.retention
+        score = await asyncio.to_thread(probe_score, self._step.model, self._probe)
+        manifest = WeightVersion(
+            version=version,
+            path="",
+            digest="",
+            probe_token_ids=TokenArray(self._probe),
+            probe_score=score,
+            step=self._state.step,
+            published_at=time.time(),
+        )
+        full = await asyncio.to_thread(weights.write_version, directory, self._versions, manifest)
+        await self._registry.register(full, self._owner.key, self._owner.nonce, retention)
+        await asyncio.to_thread(weights.retire, self._versions, version, retention)
+        get_logger().info("published", version=version, digest=full.digest[:12])
+
+    async def _show(self, record: dict[str, float]) -> None:
+        state = self._state
+        self._role.status.fact(step=state.step, version=state.version, samples=state.samples)
+        line = msgspec.json.encode(record).decode()
+        await cast("Awaitable[bool]", self._role.client.set(self._role.keys.metrics, line))
+        get_logger().info("step", step=state.step, loss=round(record["train/loss"], 4))
+
+
+def _combined(batches: list[tuple[str, TrainingBatch]]) -> dict[str, float]:
+    return metrics.reduce([sample.metrics for _, batch in batches for sample in batch.samples])

@@ -1,0 +1,11 @@
+"""Reading handwritten digits: the demo's task, small enough to be learnt on one CPU core.
+
+    load_digits ──▶ scenes ──▶ patches ──▶ data (JSONL: id, messages, truth)
+                                 │           │
+                    tokenizer ◀──┘           ├──▶ warm_start ──▶ model directory (transformers, vLLM)
+                        └──▶ model ──────────┘
+    answers of any engine ──▶ evaluate.detection_f1
+
+- Train and held-out scenes show different handwriting.
+- Everything follows from seeds: scenes, codebook, weights, warm start.
+"""

@@ -1,0 +1,64 @@
+"""Scenes as the JSONL the pipeline reads: `{"id": ..., "messages": [...], "truth": [...]}` a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from demo.digits.patches import patch_text
+from demo.digits.scenes import Scene, SceneObject, Split, scenes
+
+
+class Record(TypedDict):
+    """One line of the data: a stable id, a chat of one user turn, and the objects to find."""
+
+    id: str
+    messages: list[dict[str, str]]
+    truth: list[SceneObject]
+
+
+def messages_of(scene: Scene) -> list[dict[str, str]]:
+    """The scene as a chat: one user turn of patch tokens."""
+    return [{"role": "user", "content": patch_text(scene.pixels)}]
+
+
+def answer_text(objects: Sequence[Mapping[str, Any]]) -> str:
+    """`{"object_1": {"desc": "seven", "bbox_2d": [120, 40, 480, 400]}, ...}`, without the turn terminator."""
+    numbered = {
+        f"object_{number}": {"desc": item["desc"], "bbox_2d": list(item["bbox_2d"])}
+        for number, item in enumerate(objects, start=1)
+    }
+    return json.dumps(numbered, ensure_ascii=False)
+
+
+def records(split: Split, count: int, seed: int) -> Iterator[Record]:
+    """`count` records; the id names (split, seed, index), so it survives a longer or shorter rewrite."""
+    for index, scene in enumerate(scenes(split, count, seed)):
+        yield {
+            "id": f"digits-{split}-{seed}-{index:06d}",
+            "messages": messages_of(scene),
+            "truth": scene.objects,
+        }
+
+
+def write_jsonl(path: Path, split: Split, count: int, seed: int) -> Path:
+    """Write `count` records to `path`: a complete file or, when interrupted, none."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    aside = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            for record in records(split, count, seed):
+                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.chmod(0o644)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,118 @@
+"""Read a configuration: `--set` > the listed environment variables > YAML > defaults.
+
+- An unknown key is an error that names the file, the path and the nearest valid key.
+- Override values are parsed as YAML, so `--set trainer.learning_rate=1e-3` is a number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import yaml
+
+from pipeline.config import rules, suggest
+from pipeline.config.types import Config
+from pipeline.config.yaml_loader import parse_yaml
+from pipeline.errors import ConfigError
+
+ENVIRONMENT = {
+    "REDIS_URL": "broker.url",
+    "SLUICE_RUN_DIR": "run_dir",
+    "SLUICE_MODEL": "model.path",
+    "SLUICE_DATA": "data.path",
+}
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The resolved configuration; raises ConfigError with file, path and remedy."""
+    tree = _read(Path(path)) if path else {}
+    origin = str(path) if path else "defaults"
+    for name, dotted in ENVIRONMENT.items():
+        value = (os.environ if environ is None else environ).get(name)
+        if value:
+            _put(tree, dotted, value, f"environment variable {name}")
+    for item in overrides:
+        dotted, sep, text = item.partition("=")
+        if not sep:
+            raise ConfigError(f"--set {item!r}: write it as --set path.to.key=value")
+        _put(tree, dotted.strip(), parse_yaml(text, f"--set {item}"), f"--set {item}")
+    _adopt_custom_subtree(tree, origin)
+    suggest.refuse_unknown_keys(Config, tree, origin)
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
+    rules.check(config, origin)
+    return config
+
+
+def resolved_yaml(config: Config, *, secrets: bool = False) -> str:
+    """The whole configuration as YAML, defaults filled in; a broker URL with a password is left out."""
+    tree = msgspec.to_builtins(config)
+    if not secrets and hide_password(config.broker.url) != config.broker.url:
+        tree["broker"]["url"] = None
+    return yaml.safe_dump(tree, sort_keys=False, width=110)
+
+
+def hide_password(url: str | None) -> str | None:
+    """`redis://:secret@host` → `redis://:***@host`."""
+    if url is None or "@" not in url:
+        return url
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://:***@{rest.rpartition('@')[2]}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give an existing YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    tree = parse_yaml(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping of sections, got {type(tree).__name__}")
+    return cast("dict[str, Any]", tree)
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
+    parts = dotted.split(".")
+    suggest.refuse_unknown_path(Config, parts, origin)
+    node = tree
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{origin}: {part!r} is {child!r} in the file, not a mapping")
+        node = cast("dict[str, Any]", child)
+    node[parts[-1]] = value
+
+
+def _adopt_custom_subtree(tree: dict[str, Any], origin: str) -> None:
+    """`custom.extra.rollout_matching` is an accepted place for `rollout_matching`; both at once are an error."""
+    custom = cast("dict[str, Any]", tree.get("custom") or {})
+    extra = cast("dict[str, Any]", custom.get("extra") or {}) if isinstance(tree.get("custom"), dict) else {}
+    if not isinstance(extra, dict) or "rollout_matching" not in extra:
+        return
+    if tree.get("rollout_matching") is not None:
+        raise ConfigError(
+            f"{origin}: rollout_matching and custom.extra.rollout_matching are both given; keep one of them"
+        )
+    tree["rollout_matching"] = extra.pop("rollout_matching")
+
+
+def _readable(message: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.a.b`" with the path first."""
+    text, sep, where = message.partition(" - at `$.")
+    return f"{where.rstrip('`')}: {text}" if sep else text

@@ -1,0 +1,85 @@
+"""Rules between keys. Each says which keys, why, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+from pipeline.config.types import Config
+from pipeline.errors import ConfigError
+
+
+def check(config: Config, origin: str) -> None:
+    """Raise ConfigError at the first rule that does not hold."""
+    for holds, complaint in (*_identity(config), *_numbers(config), *_flow(config)):
+        if not holds:
+            raise ConfigError(f"{origin}: {complaint}")
+
+
+def _identity(config: Config) -> list[tuple[bool, str]]:
+    guard = config.rollout_matching.repeat_terminate
+    return [
+        (
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", config.run)),
+            f"run {config.run!r}: use 1-64 letters, digits, '.', '_' or '-'",
+        ),
+        (
+            not guard.enabled,
+            "rollout_matching.repeat_terminate.enabled: this release has no guard, and a worker never starts "
+            "without one that is asked for; set it to false",
+        ),
+    ]
+
+
+def _numbers(config: Config) -> list[tuple[bool, str]]:
+    positive = {
+        "data.epochs": config.data.epochs,
+        "producer.group_size": config.producer.group_size,
+        "producer.samples_per_version": config.producer.samples_per_version,
+        "worker.max_batch": config.worker.max_batch,
+        "worker.max_attempts": config.worker.max_attempts,
+        "worker.renew_s": config.worker.renew_s,
+        "consumer.count": config.consumer.count,
+        "consumer.row_tokens": config.consumer.row_tokens,
+        "trainer.checkpoint_every": config.trainer.checkpoint_every,
+        "trainer.learning_rate": config.trainer.learning_rate,
+        "trainer.max_grad_norm": config.trainer.max_grad_norm,
+        "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
+        "broker.socket_timeout_s": config.broker.socket_timeout_s,
+    }
+    found = [(value > 0, f"{key} must be > 0, got {value}") for key, value in positive.items()]
+    fraction = config.rollout_matching.gt_only_fraction
+    found.append((0 <= fraction <= 1, f"rollout_matching.gt_only_fraction must be in 0..1, got {fraction}"))
+    found.append((config.worker.count >= 0, f"worker.count must be >= 0, got {config.worker.count}"))
+    return found
+
+
+def _flow(config: Config) -> list[tuple[bool, str]]:
+    producer, worker = config.producer, config.worker
+    return [
+        (
+            worker.renew_s * 2 <= worker.lease_s,
+            f"worker.renew_s {worker.renew_s} must be at most half of worker.lease_s {worker.lease_s}, "
+            "or one missed renewal loses the lease",
+        ),
+        (
+            producer.max_in_flight >= producer.samples_per_version,
+            f"producer.max_in_flight {producer.max_in_flight} is below producer.samples_per_version "
+            f"{producer.samples_per_version}: the trainer's batch could never fill; raise it",
+        ),
+        (
+            producer.samples_per_version % producer.group_size == 0,
+            f"producer.samples_per_version {producer.samples_per_version} must be a multiple of "
+            f"producer.group_size {producer.group_size}",
+        ),
+        (
+            producer.samples_per_version % config.consumer.count == 0,
+            f"producer.samples_per_version {producer.samples_per_version} must be a multiple of "
+            f"consumer.count {config.consumer.count}",
+        ),
+        (
+            config.weights.retention >= producer.max_staleness + 2,
+            f"weights.retention {config.weights.retention} must be >= producer.max_staleness + 2 "
+            f"= {producer.max_staleness + 2}",
+        ),
+    ]

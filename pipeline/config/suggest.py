@@ -1,0 +1,62 @@
+"""Unknown keys: which one, where, and what was probably meant."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any, cast, get_args
+
+import msgspec
+
+from pipeline.errors import ConfigError
+
+
+def nearest(word: str, choices: list[str]) -> str | None:
+    """The closest of the choices, or None when nothing is close."""
+    found = get_close_matches(word, choices, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, choices: list[str]) -> str:
+    """A sentence for the end of an error message."""
+    found = nearest(word, choices)
+    return f"did you mean {found!r}?" if found else f"valid keys: {', '.join(sorted(choices))}"
+
+
+def refuse_unknown_keys(kind: type, tree: Any, origin: str, prefix: str = "") -> None:
+    """Walk a tree beside its Struct type; raises ConfigError at the first unknown key."""
+    if not isinstance(tree, dict):
+        return
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in cast("dict[Any, Any]", tree).items():
+        if key not in fields:
+            raise ConfigError(f"{origin}: unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}")
+        child = _struct_of(fields[key])
+        if child is None:
+            continue
+        if value is None or not isinstance(value, dict):
+            raise ConfigError(
+                f"{origin}: {prefix}{key} must be a mapping, got {value!r}; remove it or fill it in"
+            )
+        refuse_unknown_keys(child, value, origin, f"{prefix}{key}.")
+
+
+def refuse_unknown_path(kind: type, parts: list[str], origin: str) -> None:
+    """The same for one dotted path."""
+    at: type | None = kind
+    for depth, part in enumerate(parts):
+        if at is None:
+            if parts[0] == "custom":
+                return
+            raise ConfigError(f"{origin}: {'.'.join(parts[:depth])} has no keys below it")
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(at)}
+        if part not in fields:
+            where = ".".join([*parts[:depth], part])
+            raise ConfigError(f"{origin}: unknown key {where}; {did_you_mean(part, list(fields))}")
+        at = _struct_of(fields[part])
+
+
+def _struct_of(annotation: Any) -> type | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
+            return candidate
+    return None

@@ -1,0 +1,170 @@
+"""The configuration as frozen types. A YAML file is the source of behaviour; every key is listed here.
+
+Units are in the names (`_s` seconds, `_mb` mebibytes, `num_` counts). Cross-field rules: pipeline/config/rules.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.messages import SamplingParams
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section; unknown keys are refused."""
+
+
+class BrokerConfig(Section, frozen=True, kw_only=True):
+    """`url` wins over the embedded broker; the variable REDIS_URL wins over `url`."""
+
+    url: str | None = None
+    embedded_dir: str = ".sluice/broker"
+    socket_timeout_s: float = 10.0
+    connect_timeout_s: float = 5.0
+    retry_for_s: float = 90.0  # an outage shorter than this stops no process
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """Where the policy comes from and how it is loaded."""
+
+    path: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA, else float32
+    device: str = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+class DataConfig(Section, frozen=True, kw_only=True):
+    """The prompts: JSONL or Parquet rows of `messages` with optional `truth` and `id`."""
+
+    path: str = ""
+    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    epochs: int = 1
+    limit: int | None = None  # rows per epoch
+    on_malformed: Literal["stop", "skip"] = "stop"  # skip: counted, and the run goes on
+
+
+class ProducerConfig(Section, frozen=True, kw_only=True):
+    """Admission: how far decoding may run ahead of training."""
+
+    group_size: int = 1  # sequences per prompt
+    max_in_flight: int = 512  # sequences from enqueue to the trainer's ack
+    samples_per_version: int = 64  # the trainer's batch, in sequences
+    max_staleness: int = 2  # versions
+    poll_s: float = 0.05
+
+
+class WorkerConfig(Section, frozen=True, kw_only=True):
+    """Decode workers; one process per engine."""
+
+    count: int = 1
+    backend: Literal["hf"] = "hf"
+    max_batch: int = 32  # sequences that one engine decodes at a time
+    lease_s: float = 15.0
+    renew_s: float = 5.0
+    stall_timeout_s: float = 120.0  # an engine without progress for this long loses its jobs
+    max_attempts: int = 3  # deaths of a worker over a job before it is a dead letter
+    drain_s: float = 20.0  # time to finish on SIGTERM before jobs are handed back
+    poll_s: float = 0.05
+    torch_threads: int = 1
+    claim_gpu: bool = True  # lock one free GPU of the host, where there are GPUs
+
+
+class ConsumerConfig(Section, frozen=True, kw_only=True):
+    """Parse, match and pack."""
+
+    count: int = 1
+    on_incomplete_group: Literal["train_partial", "drop"] = "drop"
+    row_tokens: int = 1024  # token budget of a packed row
+    poll_s: float = 0.05
+
+
+class RepeatTerminateConfig(Section, frozen=True, kw_only=True):
+    """Ends a looping sequence during decode; see the contract of the guard."""
+
+    enabled: bool = False
+    min_new_tokens: int = 256
+    max_consecutive_token_repeats: int | None = 64
+    ngram_size: int | None = 64
+    ngram_repeats: int = 2
+    max_object_keys: int | None = None
+    object_key_prefix: str = '"object_'
+
+
+class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
+    """What the consumers do with a rollout."""
+
+    task: str = (
+        "detection"  # detection | exact_answer, or a key of your own with the three import paths below
+    )
+    parse: str | None = None  # "package.module:function"; None = that of the task
+    match: str | None = None
+    target: str | None = None
+    matched_supervision: Literal["truth_labels", "geometry"] = "truth_labels"
+    desc_ce_weight: float = 1.0
+    gt_only_fraction: float = 0.0
+    match_top_k: int = 10
+    iou_gate: float = 0.3
+    fp_cost: float = 1.0
+    fn_cost: float = 1.0
+    max_objects: int = 256  # longer lists are cut and flagged
+    max_text_chars: int = 200_000
+    repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """Teacher-forced training."""
+
+    learning_rate: float = 1e-4
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 8192  # padded tokens of one forward pass
+    smooth_l1_weight: float = 1.0
+    ciou_weight: float = 1.0
+    checkpoint_every: int = 1  # optimiser steps; a version is published from a durable checkpoint only
+    keep_checkpoints: int = 2
+    max_versions: int | None = None  # stop after this version
+    batch_wait_s: float = 600.0  # no batch for this long is an error that names what was waited for
+    torch_threads: int = 1
+
+
+class WeightsConfig(Section, frozen=True, kw_only=True):
+    """Published versions."""
+
+    retention: int = 4  # >= max_staleness + 2
+    probe_tokens: int = 16
+    probe_tolerance: float = 1e-2  # nats, on the summed score of the probe
+
+
+class UpConfig(Section, frozen=True, kw_only=True):
+    """The supervisor of `sluice up` and `sluice run`."""
+
+    restart_backoff_s: float = 0.5
+    restart_backoff_max_s: float = 30.0
+    max_restarts: int = 10  # of one process within `restart_window_s`
+    restart_window_s: float = 300.0
+    stop_grace_s: float = 30.0
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """One run."""
+
+    run: str = "default"
+    seed: int = 0
+    run_dir: str = ".sluice/runs"  # the run's files go to <run_dir>/<run>
+    broker: BrokerConfig = BrokerConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    sampling: SamplingParams = SamplingParams()
+    producer: ProducerConfig = ProducerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    consumer: ConsumerConfig = ConsumerConfig()
+    rollout_matching: RolloutMatchingConfig = RolloutMatchingConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    up: UpConfig = UpConfig()
+    custom: dict[str, Any] = {}  # free; custom.extra.rollout_matching is read as rollout_matching

@@ -1,0 +1,76 @@
+"""The one error tree, named by the boundary that was crossed.
+
+Every error says what happened, where, and what to do. `exit_code` is what a command returns when the error ends it.
+"""
+
+from __future__ import annotations
+
+
+class SluiceError(Exception):
+    """Base of every error raised on purpose; `str(error)` is fit for a user."""
+
+    exit_code = 1
+
+
+class ConfigError(SluiceError):
+    """The configuration cannot be used (unknown key, wrong type, values that contradict each other)."""
+
+    exit_code = 2
+
+
+class DataError(SluiceError):
+    """An input file or row cannot be used; names the file and line."""
+
+    exit_code = 3
+
+
+class BrokerError(SluiceError):
+    """Redis is not there, refuses us, or lost what it must keep."""
+
+    exit_code = 4
+
+
+class ModelError(SluiceError):
+    """A model directory cannot be loaded."""
+
+    exit_code = 5
+
+
+class EngineError(SluiceError):
+    """The generation engine failed or was asked for something that it cannot do."""
+
+    exit_code = 5
+
+
+class RequestError(EngineError):
+    """One generation request is invalid; its neighbours are unharmed."""
+
+
+class MessageError(SluiceError):
+    """A message on the wire cannot be read, or its parts do not fit together."""
+
+
+class UnknownSchema(MessageError):
+    """A message written by a newer release."""
+
+
+class LeaseLost(SluiceError):
+    """This attempt no longer owns its job; whatever it produced must be thrown away."""
+
+
+class WeightsError(SluiceError):
+    """A weight version is missing, damaged, or would break the publish order."""
+
+    exit_code = 6
+
+
+class DeadlineExceeded(SluiceError):
+    """A wait ran out of time; the message names what was waited for."""
+
+    exit_code = 7
+
+
+class TaskError(SluiceError):
+    """A truth, parse, match or target step was given something it cannot use."""
+
+    exit_code = 3

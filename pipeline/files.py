@@ -1,0 +1,40 @@
+"""Files that are whole or absent: written aside, synced, renamed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replace `path` by `data`; a reader sees the old or the new file, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Make the files of a directory, and the directory itself, durable."""
+    for path in directory.iterdir():
+        _fsync(path)
+    _fsync(directory)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make renames inside a directory durable."""
+    _fsync(directory)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""What each process says of itself once a second: alive, and what it waits for since when."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+
+from pipeline.keys import Keys
+from pipeline.logs import get_logger
+
+BEAT_S = 1.0
+ALIVE_S = 6.0  # a heartbeat older than this is that of a dead process
+
+
+class Heartbeat(msgspec.Struct, kw_only=True):
+    """One process's row; times are Unix seconds."""
+
+    role: str
+    name: str
+    pid: int
+    host: str
+    started: float
+    at: float = 0.0
+    waiting_for: str | None = None
+    waiting_since: float | None = None
+    facts: dict[str, Any] = {}
+
+
+class StatusReporter:
+    """Publishes this process's heartbeat; `waiting` is the named cause of every wait."""
+
+    def __init__(self, client: Redis, keys: Keys, role: str, name: str) -> None:
+        self._client, self._keys = client, keys
+        self.row = Heartbeat(
+            role=role, name=name, pid=os.getpid(), host=socket.gethostname(), started=time.time(), facts={}
+        )
+
+    def waiting(self, cause: str | None) -> None:
+        """Say what this process waits for now; None when it works."""
+        if cause != self.row.waiting_for:
+            self.row.waiting_for = cause
+            self.row.waiting_since = None if cause is None else time.time()
+            if cause:
+                get_logger().debug("waiting", cause=cause)
+
+    def fact(self, **facts: Any) -> None:
+        """Numbers for status pages: version, tokens, step, …"""
+        self.row.facts.update(facts)
+
+    async def beat(self) -> None:
+        """Publish once."""
+        self.row.at = time.time()
+        await cast(
+            "Awaitable[int]",
+            self._client.hset(self._keys.processes, self.row.name, msgspec.json.encode(self.row).decode()),
+        )
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(BEAT_S)
+
+    async def farewell(self) -> None:
+        """Remove the row: this process ended in order."""
+        await cast("Awaitable[int]", self._client.hdel(self._keys.processes, self.row.name))

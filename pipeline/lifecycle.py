@@ -1,0 +1,112 @@
+"""How a role process lives: connect, announce itself, work, and leave in order.
+
+    async with role_process(config, "worker", "worker-0") as role:
+        ...            # role.client, role.keys, role.status, role.stop, role.spawn(task)
+
+- SIGTERM and SIGINT set `role.stop`; the body sees it and drains.
+- Every background task belongs to the role; one that fails ends the role with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from redis.asyncio import Redis
+
+from pipeline import broker, logs
+from pipeline.config.types import Config
+from pipeline.errors import DeadlineExceeded, SluiceError
+from pipeline.heartbeat import StatusReporter
+from pipeline.keys import Keys
+
+
+class Role:
+    """What the body of a role process works with."""
+
+    def __init__(self, config: Config, client: Redis, name: str, role: str, tasks: asyncio.TaskGroup) -> None:
+        self.config, self.client, self.name = config, client, name
+        self.keys = Keys(config.run)
+        self.scripts = broker.Scripts(client)
+        self.status = StatusReporter(client, self.keys, role, name)
+        self.stop = asyncio.Event()
+        self._tasks, self._background = tasks, list[asyncio.Task[Any]]()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a task until the role ends."""
+        task = self._tasks.create_task(work)
+        self._background.append(task)
+        return task
+
+    def cancel_background(self) -> None:
+        """End the spawned tasks."""
+        for task in self._background:
+            task.cancel()
+
+    async def nap(self, seconds: float) -> bool:
+        """Sleep, or return at once when asked to stop; True while there is work to do."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stop.wait(), seconds)
+        return not self.stop.is_set()
+
+    async def wait_until(
+        self, holds: Callable[[], Coroutine[Any, Any, bool]], cause: str, deadline_s: float
+    ) -> bool:
+        """Poll until `holds()`; False when asked to stop, DeadlineExceeded names the cause."""
+        until = time.monotonic() + deadline_s
+        while not await holds():
+            self.status.waiting(cause)
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"{self.name}: waited {deadline_s:.0f} s for {cause}")
+            if not await self.nap(0.1):
+                return False
+        self.status.waiting(None)
+        return True
+
+
+@contextlib.asynccontextmanager
+async def role_process(
+    config: Config, role: str, name: str, stop: asyncio.Event | None = None
+) -> AsyncIterator[Role]:
+    """The scope of one role process; with `stop` given, signals are the caller's business."""
+    logs.configure(name)
+    await asyncio.to_thread(broker.ping, config.broker)
+    async with contextlib.AsyncExitStack() as scope:
+        client = broker.connect(config.broker)
+        scope.push_async_callback(client.aclose)
+        async with asyncio.TaskGroup() as tasks:
+            context = Role(config, client, name, role, tasks)
+            if stop is None:
+                _on_signals(context.stop.set)
+            else:
+                context.stop = stop
+            context.spawn(context.status.run())
+            try:
+                yield context
+            finally:
+                context.cancel_background()
+        await context.status.farewell()
+
+
+def default_name(role: str) -> str:
+    """A name for a process that was started by hand."""
+    return os.environ.get("SLUICE_PROCESS_NAME") or f"{role}-{os.uname().nodename}-{os.getpid()}"
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error inside nested exception groups that a user should read: ours before others'."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [first_cause(inner) for inner in error.exceptions]
+    return next((cause for cause in causes if isinstance(cause, SluiceError)), causes[0])
+
+
+def _on_signals(stop: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)

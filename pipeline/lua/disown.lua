@@ -1,0 +1,3 @@
+-- Give a role back, if it is still ours.  KEYS owner   ARGV nonce
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0

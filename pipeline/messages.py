@@ -1,0 +1,304 @@
+"""The wire: every type that crosses a process border, one page.
+
+- msgpack by msgspec; each message carries its `kind` and `schema`; a newer schema is `UnknownSchema`, never a guess.
+- Parallel per-token arrays are length-checked at construction; an empty array means "not stamped".
+- Each field says who stamps it: [P]roducer, [W]orker, [C]onsumer, [T]rainer, [Q]ueue scripts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from pipeline.errors import MessageError, UnknownSchema
+from pipeline.tokens import FloatArray, Runs, TokenArray, from_wire, to_wire
+
+SCHEMA = 1
+
+FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
+Message = dict[str, Any]
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """Base of every message."""
+
+    schema: int = msgspec.field(default_factory=lambda: SCHEMA)  # a factory: never left out on the wire
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a sequence is sampled; part of the job id, so a change makes new jobs. [P]"""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None  # None: derived from (run seed, job_id, index)
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.temperature >= 0, "temperature must be >= 0", self.temperature),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
+            (self.top_k >= 0, "top_k must be >= 0 (0 = off)", self.top_k),
+            (self.repetition_penalty > 0, "repetition_penalty must be > 0", self.repetition_penalty),
+            (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
+        )
+        for holds, rule, value in checks:
+            if not holds:
+                raise ValueError(f"{rule}, got {value}")
+
+
+class ImageRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An image by reference; bytes never travel the queue. [P]"""
+
+    path: str | None = None
+    url: str | None = None
+    sha256: str | None = None
+
+
+class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
+    """Decode one prompt `n` times. Everything [P]."""
+
+    run: str
+    job_id: str  # deterministic: run + hash(source row, epoch, sampling, n)
+    n: int = 1
+    messages: list[Message] = []  # either messages or prompt_token_ids
+    prompt_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
+    images: list[ImageRef] = []
+    sampling: SamplingParams = SamplingParams()
+    truth: Any = None  # opaque to everything but the task
+    task: str = "detection"
+    priority: int = 0  # higher goes first
+    deadline_s: float | None = None  # seconds after enqueue; None = no deadline
+    min_weight_version: int = 0
+    max_weight_version: int | None = None
+    trace: dict[str, str] = {}  # W3C trace context
+    metadata: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise MessageError(f"job {self.job_id}: n must be >= 1, got {self.n}")
+        if bool(self.messages) == bool(len(self.prompt_token_ids)):
+            raise MessageError(f"job {self.job_id}: give either messages or prompt_token_ids")
+
+
+class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
+    """One decoded sequence. Arrays run over everything after the first prompt: shape (len(token_ids),)."""
+
+    seq_id: str  # [W] job_id:index
+    group_id: str  # [W] job_id of the prompt's group
+    group_size: int  # [W]
+    index: int  # [W]
+    rollout_id: str | None = None  # agent rollouts only
+    turn: int | None = None
+    reply_to: str | None = None
+    attempt: int = 1  # [W] fencing number of the attempt that committed it
+    worker: str = ""  # [W]
+    backend: str = ""  # [W] hf | vllm
+    engine_version: str = ""  # [W]
+    prompt_token_ids: TokenArray  # [W]
+    token_ids: TokenArray  # [W] int32
+    response_mask: Runs = Runs()  # [W] 1 = sampled by the policy; empty = all ones
+    logprobs: FloatArray  # [W] nats, of each token under versions[i]
+    versions: Runs  # [W] weight version that sampled each token; -1 where the mask is 0
+    proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # [W] empty = none scored yet
+    proximal_versions: Runs = Runs()  # [W] versions[i]+1, or -1 = not scored; empty = all -1
+    text: str = ""  # [W] cleaned
+    raw_text: str = ""  # [W] with special tokens, never truncated
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
+    logprobs_mode: str = "raw_logprobs"
+    sampling: SamplingParams = SamplingParams()  # [W] as in effect
+    timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s; enqueued_at is a Unix time
+    truth: Any = None  # [P] carried through
+    task: str = "detection"  # [P]
+    metadata: dict[str, Any] = {}  # [P] carried through
+
+    def __post_init__(self) -> None:
+        tokens = len(self.token_ids)
+        check_lengths(self.seq_id, tokens, logprobs=self.logprobs, versions=self.versions)
+        check_lengths(
+            self.seq_id,
+            tokens,
+            optional=True,
+            response_mask=self.response_mask,
+            proximal_logprobs=self.proximal_logprobs,
+            proximal_versions=self.proximal_versions,
+        )
+
+
+class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
+    """Score given tokens under one retained weight version. [T]"""
+
+    run: str
+    seq_id: str
+    prompt_token_ids: TokenArray
+    token_ids: TokenArray
+    positions: TokenArray  # indices into token_ids
+    version: int
+
+
+class ScoreResult(Wire, frozen=True, kw_only=True, tag="score_result"):
+    """[W] logprobs[k] is that of token_ids[positions[k]] under `scored_version`."""
+
+    seq_id: str
+    scored_version: int
+    positions: TokenArray
+    logprobs: FloatArray
+
+    def __post_init__(self) -> None:
+        check_lengths(self.seq_id, len(self.positions), logprobs=self.logprobs)
+
+
+class TokenDelta(Wire, frozen=True, kw_only=True, tag="token_delta"):
+    """[W] New tokens of one sequence, for streaming callers."""
+
+    seq_id: str
+    offset: int
+    token_ids: TokenArray
+    logprobs: FloatArray
+    text: str = ""
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        check_lengths(self.seq_id, len(self.token_ids), logprobs=self.logprobs)
+
+
+class GeometryTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """One box to regress: `positions` are the 4 input positions of its coordinate tokens. [C]"""
+
+    positions: tuple[int, int, int, int]
+    box: tuple[int, int, int, int]  # xyxy, 0-999
+
+
+class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
+    """What the trainer sees of one sequence; every per-token array has shape (len(token_ids),). [C]
+
+    `labels[i]` is the target at input position i, predicted from positions < i; it may differ from
+    `token_ids[i]` (truth labels on a sampled prefix). `weights[i]` 0 switches position i off.
+    """
+
+    seq_id: str
+    group_id: str
+    task: str
+    token_ids: TokenArray  # prompt + target
+    labels: TokenArray
+    weights: FloatArray  # cross-entropy weight
+    segments: Runs  # codes of `Segment`
+    prompt_len: int
+    geometry: list[GeometryTarget] = []
+    logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # behaviour; 0 outside the rollout
+    versions: Runs = Runs()  # -1 outside the rollout
+    proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
+    proximal_versions: Runs = Runs()
+    response_mask: Runs = Runs()
+    reward: float | None = None
+    advantage: float | None = None
+    enqueued_at: float = 0.0  # Unix time, [Q] carried through
+    metrics: dict[str, float] = {}  # counters of this sample, keys of pipeline.metrics
+
+    def __post_init__(self) -> None:
+        tokens = len(self.token_ids)
+        check_lengths(self.seq_id, tokens, labels=self.labels, weights=self.weights, segments=self.segments)
+        check_lengths(
+            self.seq_id,
+            tokens,
+            optional=True,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            proximal_logprobs=self.proximal_logprobs,
+            proximal_versions=self.proximal_versions,
+            response_mask=self.response_mask,
+        )
+        if not 0 <= self.prompt_len <= tokens:
+            raise MessageError(f"{self.seq_id}: prompt_len {self.prompt_len} outside 0..{tokens}")
+
+
+class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
+    """Samples that are handed to the trainer together. [C]; `batch_seq` is the stream's entry order."""
+
+    batch_id: str
+    samples: list[TrainingSample]
+    rows: list[list[int]] = []  # packing: sample indices per row, best-fit decreasing by token budget
+    metrics: dict[str, float] = {}  # reduced over the samples, keys of pipeline.metrics
+
+
+class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
+    """One published version; stored beside the weights and in the registry. [T]"""
+
+    version: int
+    path: str  # directory, as seen by the workers
+    digest: str  # sha256 over the safetensors files
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> (dtype, shape)
+    probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
+    probe_score: float | None = None  # summed logprob (nats) of the probe tokens after the first
+    step: int = 0
+    published_at: float = 0.0
+
+
+class DeadLetter(Wire, frozen=True, kw_only=True, tag="dead_letter"):
+    """One sequence that ended without being trained. [Q] or [C]"""
+
+    seq_id: str
+    reason: str
+    state: Literal["dead", "dropped"] = "dead"
+    detail: str = ""
+    attempts: int = 0
+    worker: str = ""
+    payload: bytes = b""
+    at: float = 0.0
+
+
+def check_lengths(where: str, expected: int, *, optional: bool = False, **arrays: Any) -> None:
+    """Raise MessageError unless every array has `expected` items (or none, if optional)."""
+    for name, values in arrays.items():
+        if len(values) != expected and not (optional and len(values) == 0):
+            raise MessageError(f"{where}: {name} has {len(values)} items, expected {expected}")
+
+
+T = TypeVar("T", bound=Wire)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+class _Head(msgspec.Struct):
+    kind: str = ""
+    schema: int = msgspec.field(default_factory=lambda: SCHEMA)  # a factory: never left out on the wire
+
+
+def encode(message: Wire) -> bytes:
+    """The message as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode(kind: type[T], raw: bytes) -> T:
+    """Read one message of the given type.
+
+    Raises UnknownSchema for a newer schema, MessageError for anything else that does not fit.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=from_wire)
+    try:
+        message = decoder.decode(raw)
+    except (msgspec.MsgspecError, MessageError, UnicodeDecodeError, RecursionError) as error:
+        _refuse_newer(raw)
+        raise MessageError(f"not a {kind.__name__}: {error}") from error
+    if message.schema > SCHEMA:
+        _refuse_newer(raw)
+    return message
+
+
+def _refuse_newer(raw: bytes) -> None:
+    try:
+        head = msgspec.msgpack.decode(raw, type=_Head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    if head.schema > SCHEMA:
+        raise UnknownSchema(
+            f"{head.kind} has schema {head.schema}; this release reads up to {SCHEMA}: upgrade"
+        )

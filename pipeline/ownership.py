@@ -1,0 +1,55 @@
+"""Roles that one process plays at a time (a consumer per partition, the trainer).
+
+The owner's nonce fences every effect: a paused owner that comes back late is refused by the scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from pipeline.broker import Scripts
+from pipeline.errors import DeadlineExceeded, LeaseLost
+from pipeline.keys import Keys
+
+TTL_S = 5.0
+
+
+class Ownership:
+    """Holds one role while its `keep` task runs."""
+
+    def __init__(self, client: Redis, keys: Keys, role: str) -> None:
+        self._scripts = Scripts(client)
+        self.role = role
+        self.key = f"{keys.owner}{role}"
+        self.nonce = secrets.token_hex(8)
+
+    async def acquire(self, deadline_s: float, waiting: Callable[[str | None], None]) -> None:
+        """Take the role, waiting for an earlier owner's claim to run out; DeadlineExceeded names it."""
+        until = time.monotonic() + deadline_s
+        while not await self._try():
+            waiting(f"the role {self.role}, which another process holds")
+            if time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"{self.role}: another process has held this role for {deadline_s:.0f} s"
+                )
+            await asyncio.sleep(0.2)
+        waiting(None)
+
+    async def keep(self) -> None:
+        """Renew until cancelled; raises LeaseLost when another process took the role."""
+        while True:
+            await asyncio.sleep(TTL_S / 4)
+            if not await self._try():
+                raise LeaseLost(f"{self.role}: another process took this role; this one stops")
+
+    async def release(self) -> None:
+        """Give the role back at once."""
+        await self._scripts.run("disown", [self.key], [self.nonce])
+
+    async def _try(self) -> bool:
+        return bool(await self._scripts.run("own", [self.key], [self.nonce, int(TTL_S * 1000)]))

@@ -1,0 +1,107 @@
+"""Live progress of a run: one panel in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from pipeline.status import Snapshot
+
+_PLAIN_EVERY_S = 5.0
+_RATE_WINDOW_S = 15.0
+
+
+class Progress:
+    """Shows snapshots; `update` may be called as often as one likes."""
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self.title = title
+        self.console = console or Console(stderr=not sys.stdout.isatty() and sys.stderr.isatty())
+        self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
+        self._seen: deque[tuple[float, int, int]] = deque()  # (monotonic s, tokens, ended)
+        self._printed = 0.0
+        self.extra: dict[str, str] = {}
+
+    def __enter__(self) -> Progress:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self.live.stop()
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        self.console.print(line, highlight=False)
+
+    def update(self, now: Snapshot) -> None:
+        """Draw the newest state."""
+        clock = time.monotonic()
+        self._seen.append((clock, now.tokens, now.ended))
+        while len(self._seen) > 2 and clock - self._seen[0][0] > _RATE_WINDOW_S:
+            self._seen.popleft()
+        if self.live:
+            self.live.update(self._panel(now))
+        elif clock - self._printed >= _PLAIN_EVERY_S:
+            self._printed = clock
+            self.say("  ".join(f"{key} {value}" for key, value in self.cells(now).items()))
+
+    def cells(self, now: Snapshot) -> dict[str, str]:
+        """What is shown, name → text."""
+        total = f"/{now.total}" if now.total is not None else ""
+        f1 = now.metrics.get("rollout/f1")
+        cells = {
+            "enqueued": f"{now.enqueued}{total}",
+            "decoded": str(now.committed),
+            "matched": str(now.accepted),
+            "trained": str(now.trained),
+            "dead": str(now.dead),
+            "dropped": str(now.dropped),
+            "tokens/s": f"{self._rate(1):.0f}",
+            "version": "-" if now.latest_version is None else str(now.latest_version),
+            "lag": str(now.version_lag),
+            "rollout F1": "-" if f1 is None else f"{f1:.2f}",
+            "triggers": f"{now.metrics.get('rollout/repeat_terminate_triggered_sequences', 0):.0f}",
+            "ETA": self._eta(now),
+        }
+        return {**cells, **self.extra}
+
+    def _rate(self, column: int) -> float:
+        if len(self._seen) < 2:
+            return 0.0
+        first, last = self._seen[0], self._seen[-1]
+        return (last[column] - first[column]) / max(last[0] - first[0], 1e-9)
+
+    def _eta(self, now: Snapshot) -> str:
+        rate = self._rate(2)
+        goal = now.total if now.total is not None else now.enqueued
+        if now.complete:
+            return "done"
+        return f"{(goal - now.ended) / rate:.0f} s" if rate > 0 else "-"
+
+    def _panel(self, now: Snapshot) -> Panel:
+        flow = Table.grid(padding=(0, 2))
+        cells = list(self.cells(now).items())
+        for start in range(0, len(cells), 6):
+            chunk = cells[start : start + 6]
+            flow.add_row(*(f"[dim]{name}[/dim] [bold]{value}[/bold]" for name, value in chunk))
+        rows = Table.grid(padding=(0, 2))
+        for process in now.processes:
+            cause = process.waiting_for
+            waiting = "working" if cause is None else f"waits for {cause}"
+            rows.add_row(f"[cyan]{process.name}[/cyan]", f"[dim]{waiting}[/dim]")
+        outer = Table.grid()
+        outer.add_row(flow)
+        outer.add_row("")
+        outer.add_row(rows)
+        return Panel(outer, title=self.title, border_style="blue")

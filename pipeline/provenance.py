@@ -1,0 +1,26 @@
+"""What a run was made with: the resolved configuration and the version of every dependency."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import distributions
+from pathlib import Path
+
+from pipeline import __version__
+from pipeline.config import Config, resolved_yaml
+from pipeline.files import write_atomic
+
+
+def store(config: Config, run_dir: Path) -> Path:
+    """Write config.resolved.yaml and versions.json into the run's directory; returns the former."""
+    resolved = run_dir / "config.resolved.yaml"
+    write_atomic(resolved, resolved_yaml(config))
+    write_atomic(run_dir / "versions.json", json.dumps(versions(), indent=1, sort_keys=True))
+    return resolved
+
+
+def versions() -> dict[str, str]:
+    """Package → version, with Python's and our own."""
+    found = {item.metadata["Name"]: item.version for item in distributions()}
+    return {**found, "python": platform.python_version(), "sluice": __version__}

@@ -1,0 +1,132 @@
+"""Result and batch streams: read by one owner at a time, handed on atomically, never trimmed.
+
+    results:{p} ──ResultStream.read──▶ consumer ──hand_off (one script)──▶ batches ──▶ trainer ──ack──▶ gone
+
+- The reader holds its role's ownership (ownership.py); what a dead reader had taken is taken over whole.
+- Entries leave a stream only through hand_off or ack, after their effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pipeline.broker import Scripts
+from pipeline.errors import LeaseLost
+from pipeline.keys import BATCH_GROUP, RESULT_GROUP, Keys
+from pipeline.messages import DeadLetter, TrainingBatch, encode
+
+_PAGE = 256
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stream entry as it lies there."""
+
+    entry_id: str
+    fields: dict[bytes, bytes]
+
+
+class StreamReader:
+    """Reads one stream as the only member of its group."""
+
+    def __init__(self, client: Redis, stream: str, group: str, name: str) -> None:
+        self._client, self.stream, self.group, self.name = client, stream, group, name
+
+    async def open(self) -> list[Entry]:
+        """Make the group if need be and take over all that an earlier reader left unfinished, in order."""
+        try:
+            await self._client.xgroup_create(self.stream, self.group, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        found: list[Entry] = []
+        start = "0-0"
+        while True:
+            answer = cast(
+                "list[Any]",
+                await self._client.xautoclaim(
+                    self.stream, self.group, self.name, min_idle_time=0, start_id=start, count=_PAGE
+                ),
+            )
+            found += _entries(answer[1])
+            start = answer[0].decode()
+            if start == "0-0":
+                return found
+
+    async def read(self, count: int, block_ms: int) -> list[Entry]:
+        """New entries; an empty list after `block_ms` without any."""
+        try:
+            answer = cast(
+                "list[Any] | None",
+                await self._client.xreadgroup(
+                    self.group, self.name, {self.stream: ">"}, count=count, block=block_ms
+                ),
+            )
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            return await self.open()
+        return _entries(answer[0][1]) if answer else []
+
+    async def depth(self) -> int:
+        """Entries in the stream, taken or not."""
+        return int(await cast("Awaitable[int]", self._client.xlen(self.stream)))
+
+
+def result_reader(client: Redis, keys: Keys, partition: int, name: str) -> StreamReader:
+    """The reader of one partition of results."""
+    return StreamReader(client, f"{keys.results}{partition}", RESULT_GROUP, name)
+
+
+def batch_reader(client: Redis, keys: Keys, name: str) -> StreamReader:
+    """The trainer's reader."""
+    return StreamReader(client, keys.batches, BATCH_GROUP, name)
+
+
+async def hand_off(
+    scripts: Scripts,
+    keys: Keys,
+    *,
+    reader: StreamReader,
+    owner_key: str,
+    nonce: str,
+    batch: TrainingBatch,
+    result_ids: Sequence[str],
+    drops: Sequence[DeadLetter],
+) -> Literal["ok", "dup"]:
+    """Put a batch out, record drops, ack and delete the results behind them, in one step.
+
+    Raises LeaseLost when another consumer owns the partition by now. A repeat of the same batch_id is `dup`.
+    """
+    args: list[Any] = [nonce, reader.group, batch.batch_id, encode(batch) if batch.samples else b""]
+    args += [len(batch.samples), len(result_ids), len(drops), *result_ids]
+    for letter in drops:
+        args += [letter.reason, encode(letter)]
+    names = [reader.stream, keys.batches, keys.counts, owner_key, keys.dead]
+    answer = (await scripts.run("handoff", names, args)).decode()
+    if answer == "fenced":
+        raise LeaseLost(f"{reader.stream}: another consumer took over; this one stops")
+    return cast("Literal['ok', 'dup']", answer)
+
+
+async def ack_batches(
+    scripts: Scripts, keys: Keys, owner_key: str, nonce: str, batches: Sequence[tuple[str, int]]
+) -> int:
+    """Ack (stream id, number of samples) pairs; returns the samples counted. Raises LeaseLost if fenced."""
+    args: list[Any] = [nonce, BATCH_GROUP]
+    for stream_id, samples in batches:
+        args += [stream_id, samples]
+    counted = int(await scripts.run("ack", [keys.batches, keys.counts, owner_key], args))
+    if counted < 0:
+        raise LeaseLost("another trainer took over; this one stops")
+    return counted
+
+
+def _entries(rows: Sequence[Any]) -> list[Entry]:
+    """Redis 6.2 reports deleted entries as None; they are skipped."""
+    return [Entry(row[0].decode(), row[1]) for row in rows if row is not None and row[1] is not None]

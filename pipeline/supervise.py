@@ -1,0 +1,150 @@
+"""Starts role processes, restarts the ones that fail, and ends them all in order.
+
+- One log file per process. A process that ends with 0 is done; any other end is restarted with backoff.
+- Configuration, data and model errors are never restarted: the next start would fail the same way.
+- Children end with this process, also when it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.config.types import UpConfig
+from pipeline.errors import ConfigError, DataError, ModelError, SluiceError
+from pipeline.logs import get_logger
+from pipeline.tether import tethered
+
+_FINAL: dict[int, type[SluiceError]] = {kind.exit_code: kind for kind in (ConfigError, DataError, ModelError)}
+
+
+@dataclass
+class Child:
+    """One supervised process."""
+
+    name: str
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    restarts: deque[float] = field(default_factory=lambda: deque[float]())
+    due: float = 0.0  # monotonic time of the next start
+    done: bool = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self.process.pid if self.process and self.process.poll() is None else None
+
+
+class Supervisor:
+    """Owns the children of `sluice up`."""
+
+    def __init__(self, config: UpConfig, log_dir: Path, env: dict[str, str]) -> None:
+        self.config, self.log_dir = config, log_dir
+        self.env = {**os.environ, **env}
+        self.children: dict[str, Child] = {}
+        self.deaths = 0
+
+    def add(self, name: str, arguments: Sequence[str]) -> Child:
+        """Register `sluice ARGUMENTS…` under a name; `run` starts it."""
+        command = [sys.executable, "-m", "pipeline.cli.main", *arguments]
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        child = self.children[name] = Child(name, command, self.log_dir / f"{name}.log")
+        return child
+
+    async def run(self) -> None:
+        """Keep the children running until cancelled; raises SluiceError when one cannot be kept running."""
+        while True:
+            for child in self.children.values():
+                self._look_after(child)
+            await asyncio.sleep(0.05)
+
+    def kill(self, name: str) -> int:
+        """SIGKILL one child (for drills); returns its pid."""
+        pid = self.children[name].pid
+        if pid is None:
+            raise SluiceError(f"{name} is not running")
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after the grace time; returns when all are gone."""
+        running = [child.process for child in self.children.values() if child.pid is not None]
+        for process in running:
+            if process:
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+        until = time.monotonic() + self.config.stop_grace_s
+        for process in running:
+            if process and not await _gone(process, until):
+                get_logger().warning("killed after its grace time", pid=process.pid)
+                process.kill()
+                process.wait()
+
+    def _look_after(self, child: Child) -> None:
+        if child.done or time.monotonic() < child.due:
+            return
+        if child.process is None:
+            self._start(child)
+            return
+        code = child.process.poll()
+        if code is None:
+            return
+        child.process = None
+        if code == 0:
+            child.done = True
+        else:
+            self._after_failure(child, code)
+
+    def _start(self, child: Child) -> None:
+        env = {**self.env, "SLUICE_PROCESS_NAME": child.name}
+        with child.log.open("ab") as log:
+            child.process = subprocess.Popen(
+                tethered(child.command), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=env, start_new_session=True,
+            )  # fmt: skip
+        child.starts += 1
+
+    def _after_failure(self, child: Child, code: int) -> None:
+        self.deaths += 1
+        if code in _FINAL:
+            raise _FINAL[code](f"{child.name} stopped: {last_line(child.log).removeprefix('error: ')}")
+        now = time.monotonic()
+        child.restarts.append(now)
+        while child.restarts and now - child.restarts[0] > self.config.restart_window_s:
+            child.restarts.popleft()
+        if len(child.restarts) > self.config.max_restarts:
+            raise SluiceError(
+                f"{child.name} ended {len(child.restarts)} times, last with {code}: {last_line(child.log)} "
+                f"(log: {child.log})"
+            )
+        delay = self.config.restart_backoff_s * 2 ** (len(child.restarts) - 1)
+        child.due = now + min(delay, self.config.restart_backoff_max_s)
+        get_logger().warning("restarting", process=child.name, code=code, why=last_line(child.log))
+
+
+def last_line(log: Path) -> str:
+    """The newest non-empty line of a log file."""
+    with contextlib.suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace")[-4000:].splitlines() if line.strip()]
+        if lines:
+            return lines[-1].strip()
+    return "it wrote nothing"
+
+
+async def _gone(process: subprocess.Popen[bytes], until: float) -> bool:
+    while process.poll() is None:
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(0.02)
+    return True

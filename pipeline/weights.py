@@ -1,0 +1,171 @@
+"""Weight versions: a directory each, a manifest, and a registry.
+
+    trainer: checkpoint durable ─▶ write aside ─▶ rename ─▶ register (ordered, one digest per number)
+    worker:  newest() ─▶ verify(digest, names, shapes, dtypes) ─▶ load ─▶ probe score
+
+A version directory holds model.safetensors, manifest.json and the model's config and tokenizer files, so that
+it is a model directory of its own. Safetensors headers are read here without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+
+from pipeline.broker import Scripts
+from pipeline.errors import LeaseLost, MessageError, WeightsError
+from pipeline.files import fsync_directory, fsync_tree, write_atomic
+from pipeline.keys import Keys
+from pipeline.messages import WeightVersion, decode, encode
+
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 20
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files, sorted; raises WeightsError when there are none."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(
+            f"{directory}: no *.safetensors file; give a model directory that holds its weights"
+        )
+    return files
+
+
+def digest_of(directory: Path) -> str:
+    """sha256 over names and contents of the safetensors files."""
+    digest = sha256()
+    for file in weight_files(directory):
+        digest.update(file.name.encode() + b"\0")
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def tensor_table(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name → (dtype, shape) from the safetensors headers; raises WeightsError for a damaged file."""
+    table: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in weight_files(directory):
+        try:
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(length)) if length < file.stat().st_size else None
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"{file}: not a safetensors file ({error})") from error
+        if not isinstance(header, dict):
+            raise WeightsError(f"{file}: cut short or not a safetensors file")
+        for name, entry in cast("dict[str, Any]", header).items():
+            if name != "__metadata__":
+                table[name] = (entry["dtype"], tuple(entry["shape"]))
+    return table
+
+
+def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVersion:
+    """Make `root/v000012` from a durable model directory: hard links where possible, written aside, renamed.
+
+    Returns the manifest with path, digest and tensors filled in; an existing directory of the same digest is kept.
+    """
+    target = root / f"v{manifest.version:06d}"
+    digest = digest_of(source)
+    if target.exists() and read_manifest(target).digest != digest:
+        raise WeightsError(
+            f"{target}: already holds other weights; a version number never gets a second digest"
+        )
+    full = msgspec.structs.replace(manifest, path=str(target), digest=digest, tensors=tensor_table(source))
+    if target.exists():
+        return full
+    aside = root / f".{target.name}.{os.getpid()}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith("trainer_"):
+            _link_or_copy(file, aside / file.name)
+    write_atomic(aside / MANIFEST, msgspec.json.encode(full, enc_hook=_json_arrays))
+    fsync_tree(aside)
+    aside.rename(target)
+    fsync_directory(root)
+    return full
+
+
+def read_manifest(directory: Path) -> WeightVersion:
+    """The manifest of a version directory; raises WeightsError."""
+    try:
+        tree = msgspec.json.decode((directory / MANIFEST).read_bytes())
+        tree.pop("probe_token_ids", None)
+        return msgspec.convert(tree, WeightVersion)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise WeightsError(f"{directory}: no readable {MANIFEST} ({error})") from error
+
+
+def verify(version: WeightVersion) -> Path:
+    """Check that a version's files are whole; returns its directory. Raises WeightsError."""
+    directory = Path(version.path)
+    if not directory.is_dir():
+        raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
+    found = digest_of(directory)
+    if found != version.digest:
+        raise WeightsError(
+            f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}"
+        )
+    if tensor_table(directory) != version.tensors:
+        raise WeightsError(f"version {version.version}: tensors differ from its manifest")
+    return directory
+
+
+def retire(root: Path, newest: int, retention: int) -> None:
+    """Delete directories of versions older than the newest `retention`."""
+    for directory in root.glob("v??????"):
+        if int(directory.name[1:]) <= newest - retention:
+            shutil.rmtree(directory)
+
+
+class WeightsRegistry:
+    """What is published, in Redis."""
+
+    def __init__(self, client: Redis, keys: Keys) -> None:
+        self._client, self._keys, self._scripts = client, keys, Scripts(client)
+
+    async def latest(self) -> int | None:
+        """The newest version number, or None before the first."""
+        value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
+        return None if value is None else int(value)
+
+    async def get(self, version: int) -> WeightVersion | None:
+        """One registered version."""
+        raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.versions, str(version)))
+        try:
+            return None if raw is None else decode(WeightVersion, raw)
+        except MessageError as error:
+            raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
+
+    async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
+        """Make a version visible to the workers; repeatable. Raises WeightsError or LeaseLost."""
+        keys = [self._keys.versions, self._keys.latest, owner_key]
+        args = [nonce, manifest.version, manifest.digest, encode(manifest), manifest.version - retention]
+        answer = (await self._scripts.run("publish", keys, args)).decode()
+        if answer == "fenced":
+            raise LeaseLost("another trainer took over; this one publishes nothing")
+        if answer != "ok":
+            raise WeightsError(
+                f"version {manifest.version} refused ({answer}): numbers go up by one and keep their digest"
+            )
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _json_arrays(value: Any) -> Any:
+    return list(value)

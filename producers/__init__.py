@@ -1,0 +1,4 @@
+"""Prompts in, decode jobs out.
+
+rows (sources) ──▶ DecodeJob ──▶ enqueue within credit (submit) ──▶ queue
+"""

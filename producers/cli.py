@@ -1,0 +1,18 @@
+"""`sluice produce`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.config import load_config
+
+
+def produce(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
+    """Read prompts and enqueue decode jobs, as far as credit allows; ends when the data are exhausted.
+
+    Example: `sluice produce -c configs/text.yaml --set data.path=prompts.jsonl`
+    """
+    from producers.submit import produce as run
+
+    asyncio.run(run(load_config(config, overrides)))

@@ -1,0 +1,49 @@
+"""A real broker per test process, and a namespace of its own for every test."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline import broker
+from pipeline.config.types import BrokerConfig
+from pipeline.embedded import embedded_broker
+from pipeline.keys import Keys
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for _name in ("REDIS_URL", "SLUICE_RUN_DIR", "SLUICE_MODEL", "SLUICE_DATA"):
+    os.environ.pop(_name, None)
+
+
+@pytest.fixture(scope="session")
+def broker_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerConfig]:
+    """A running broker with AOF."""
+    settings = BrokerConfig(embedded_dir=str(tmp_path_factory.mktemp("broker")))
+    with embedded_broker(settings) as url:
+        yield BrokerConfig(url=url, embedded_dir=settings.embedded_dir)
+
+
+@pytest.fixture
+def keys() -> Keys:
+    """Names that no other test uses."""
+    return Keys(f"t-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+async def client(broker_config: BrokerConfig) -> AsyncIterator[Redis]:
+    """A connection to the broker."""
+    connection = broker.connect(broker_config)
+    yield connection
+    await connection.aclose()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Where a test's run keeps its files."""
+    return tmp_path / "runs"

@@ -1,0 +1,174 @@
+"""The queue against a real broker: credit, leases, fences, dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.jobs import ARQ_JOB, Credit, Finished, JobQueue, arq_payload, arq_serializer
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, SequenceResult, decode
+from pipeline.status import snapshot
+from tests.factories import decode_job, sequence_result
+
+PLENTY = Credit(max_in_flight=10_000, samples_per_version=10_000, max_staleness=1)
+LEASE_S = 0.3
+
+
+def queue_of(client: Redis, keys: Keys, worker: str = "w") -> JobQueue:
+    return JobQueue(client, keys, worker=worker)
+
+
+async def claim(queue: JobQueue, capacity: int = 8, lease_s: float = 30, attempts: int = 3) -> list[Any]:
+    return await queue.claim(capacity, lease_s, attempts)
+
+
+async def enqueue(queue: JobQueue, *names: str, n: int = 1, **changes: Any) -> list[str]:
+    jobs = [decode_job(f"{queue.keys.run}:{name}", n=n, **changes) for name in names]
+    return list(await queue.enqueue(jobs, PLENTY))
+
+
+async def test_enqueue_is_idempotent_and_typed(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    assert await enqueue(queue, "a", "b", "a") == ["enqueued", "enqueued", "duplicate"]
+    [first, _] = await claim(queue)
+    result = sequence_result(first.job_id)
+    assert await queue.commit([Finished(first, result)]) == ["ok"]
+    assert await enqueue(queue, "a") == ["done"]
+    assert (await snapshot(client, keys)).enqueued == 2
+
+
+async def test_credit_limits_in_flight_and_staleness(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    jobs = [decode_job(f"{keys.run}:{i}", n=2) for i in range(6)]
+    narrow = Credit(max_in_flight=6, samples_per_version=100, max_staleness=0)
+    cursors = [f"0:{i}" for i in range(6)]
+    outcomes = await queue.enqueue(jobs, narrow, cursors)
+    assert outcomes == ["enqueued"] * 3 + ["over_credit"] * 3
+    assert await client.hget(keys.source, "cursor") == b"0:2"
+    stale = Credit(max_in_flight=100, samples_per_version=4, max_staleness=1)
+    assert await queue.enqueue(jobs[3:], stale) == ["enqueued", "over_credit", "over_credit"]
+    await client.set(keys.latest, 1)  # a new version makes room for samples_per_version more
+    assert await queue.enqueue(jobs[4:], stale) == ["enqueued", "enqueued"]
+
+
+async def test_an_over_credit_job_stops_the_ones_behind_it(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    jobs = [decode_job(f"{keys.run}:big", n=5), decode_job(f"{keys.run}:small", n=1)]
+    assert await queue.enqueue(jobs, Credit(4, 100, 0)) == ["over_credit", "over_credit"]
+
+
+async def test_priority_then_age(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "old")
+    await asyncio.sleep(0.005)
+    await enqueue(queue, "new")
+    await enqueue(queue, "urgent", priority=1)
+    order = [item.job_id.rpartition(":")[2] for item in await claim(queue)]
+    assert order == ["urgent", "old", "new"]
+
+
+async def test_each_job_is_claimed_once_by_many_workers(client: Redis, keys: Keys) -> None:
+    await enqueue(queue_of(client, keys), *[str(i) for i in range(50)])
+    queues = [queue_of(client, keys, f"w{i}") for i in range(5)]
+    taken = await asyncio.gather(*(claim(queue, 20) for queue in queues))
+    ids = [item.job_id for group in taken for item in group]
+    assert len(ids) == len(set(ids)) == 50
+
+
+async def test_an_expired_lease_is_redelivered_and_the_late_attempt_is_fenced(
+    client: Redis, keys: Keys
+) -> None:
+    first, second = queue_of(client, keys, "dead"), queue_of(client, keys, "alive")
+    await enqueue(first, "a", n=2)
+    [old] = await claim(first, lease_s=LEASE_S)
+    assert await first.commit([Finished(old, sequence_result(old.job_id, 0, 2))]) == ["ok"]
+    assert await claim(second) == []
+    await asyncio.sleep(LEASE_S + 0.05)
+    [new] = await claim(second)
+    assert (new.attempt, new.committed) == (2, frozenset({0}))
+    late = Finished(old, sequence_result(old.job_id, 1, 2))
+    assert await first.commit([late]) == ["fenced"]
+    assert await second.commit([Finished(new, sequence_result(new.job_id, 1, 2))]) == ["ok"]
+    assert await first.commit([late]) == ["dup"]
+    seen = [
+        decode(SequenceResult, fields[b"r"]).seq_id for _, fields in await client.xrange(keys.results + "0")
+    ]
+    assert seen == [f"{old.job_id}:0", f"{old.job_id}:1"]
+    assert await client.exists(ARQ_JOB + old.job_id) == 0
+
+
+async def test_a_worker_that_kills_itself_over_a_job_ends_it_as_dead(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "poison", n=2)
+    for attempt in (1, 2):
+        [item] = await claim(queue, lease_s=0.01, attempts=2)
+        assert item.attempt == attempt
+        await asyncio.sleep(0.03)
+    assert await claim(queue, attempts=2) == []
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.dead, now.queued_jobs) == (2, 2, 0)
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
+    assert [letter.reason for letter in letters] == ["worker_deaths"] * 2
+    assert [letter.seq_id for letter in letters] == [f"{keys.run}:poison:0", f"{keys.run}:poison:1"]
+    assert len(await client.xrange(keys.results + "0")) == 2  # tombstones, so that groups complete
+
+
+async def test_release_blames_nobody_and_keeps_the_place(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "a")
+    for _ in range(5):
+        [item] = await claim(queue, attempts=1)
+        assert await queue.release([item]) == 1
+        assert await queue.release([item]) == 0
+    assert await queue.commit([Finished(item, sequence_result(item.job_id))]) == ["fenced"]
+    assert (await snapshot(client, keys)).dead == 0
+
+
+async def test_a_foreign_arq_job_is_decoded_and_a_malformed_one_becomes_a_dead_letter(
+    client: Redis, keys: Keys
+) -> None:
+    queue = queue_of(client, keys)
+    good = decode_job(f"{keys.run}:foreign")
+    payloads = {
+        good.job_id: arq_payload(good),
+        f"{keys.run}:junk": b"\x80\x04junk",
+        f"{keys.run}:fn": arq_serializer({"t": None, "f": "other", "a": (), "k": {}, "et": 0}),
+        f"{keys.run}:args": arq_serializer({"t": None, "f": "decode", "a": [b"no"], "k": {}, "et": 0}),
+    }
+    for job_id, payload in payloads.items():
+        await client.set(ARQ_JOB + job_id, payload)
+        await client.zadd(keys.jobs, {job_id: 1})
+    claims = {item.job_id.rpartition(":")[2]: item for item in await claim(queue)}
+    assert claims["foreign"].job == good
+    for name, words in (("junk", "envelope"), ("fn", "unknown function"), ("args", "payload")):
+        assert claims[name].job is None
+        assert words in claims[name].problem
+        assert await queue.fail(claims[name], "malformed", claims[name].problem) == 1
+    assert await queue.fail(claims["junk"], "again", "") == -1
+
+
+async def test_a_missing_payload_and_a_late_start_are_dead_letters(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "gone")
+    await enqueue(queue, "late", deadline_s=0.01)
+    await client.delete(ARQ_JOB + f"{keys.run}:gone")
+    await asyncio.sleep(0.03)
+    assert await claim(queue) == []
+    assert (await snapshot(client, keys)).reasons == {"dead:payload_missing": 1, "dead:expired": 1}
+
+
+@pytest.mark.parametrize("kind", ["owner", "attempt"])
+async def test_commit_needs_owner_and_attempt(client: Redis, keys: Keys, kind: str) -> None:
+    queue, other = queue_of(client, keys), queue_of(client, keys)
+    await enqueue(queue, "a")
+    [item] = await claim(queue)
+    finished = Finished(item, sequence_result(item.job_id))
+    if kind == "attempt":
+        await client.hset(f"{keys.job_state}{item.job_id}", "attempt", 7)
+        assert await queue.commit([finished]) == ["fenced"]
+    else:
+        assert await other.commit([finished]) == ["fenced"]

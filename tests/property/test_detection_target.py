@@ -1,0 +1,151 @@
+"""What must hold of every target, whatever the model wrote and however it was tokenised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from consumers.detection.labels import Edit
+from consumers.detection.layout import draft
+from consumers.detection.parse import parse
+from consumers.segments import Segment
+from consumers.spans import covering
+from consumers.task import Matched
+from pipeline.messages import TrainingSample
+from tests.detection_rollouts import OBJECTS, PROMPT, answer, context, obj, rollout, run, tokens_anyhow
+from tests.tiny_tokenizer import tiny_codec
+
+KINDS = st.sampled_from(["words", "coords", "merged", "bytes"])
+BROKEN = st.sampled_from(
+    [obj("", 1, 2, 3, 4), obj("x", 9, 9, 1, 1), obj("x", 1, 2, 3), {"desc": 5, "bbox_2d": [1, 2, 3, 4]}]
+)
+SLOW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int], dict[str, Any]]:
+    """(codec kind, truths, sampled ids, options): predictions near the truths, others, broken ones, any cut."""
+    kind = draw(KINDS)
+    codec = tiny_codec(kind)
+    truths = draw(st.lists(OBJECTS, max_size=4))
+    near = [obj(draw(st.sampled_from(["seven", "nine", item["desc"]])), *item["bbox_2d"]) for item in truths]
+    written = draw(st.permutations(near + draw(st.lists(st.one_of(OBJECTS, BROKEN), max_size=2))))
+    text = answer(written, codec, closed=draw(st.booleans()))
+    text = text[: draw(st.one_of(st.just(len(text)), st.integers(0, len(text))))] + draw(
+        st.sampled_from(["", " ."])
+    )
+    ids = tokens_anyhow(codec, text, draw(st.integers(0, 9)))
+    if draw(st.booleans()):
+        ids = [*codec.encode(text), codec.eos_token_ids[0], 9]
+    mode = draw(st.sampled_from(["truth_labels", "geometry"])) if kind == "coords" else "truth_labels"
+    return kind, truths, ids, {"matched_supervision": mode, "desc_ce_weight": 0.5}
+
+
+def _kept(matched: Matched) -> list[dict[str, Any]]:
+    value = matched.parsed.value
+    return [obj(item.desc, *item.box) for item in value.valid] if matched.parsed.valid else []
+
+
+def _check_text(kind: str, matched: Matched, sample: TrainingSample) -> None:
+    codec, ctx = tiny_codec(kind), context(tiny_codec(kind))
+    response = list(sample.token_ids[sample.prompt_len :])
+    assert response[-1] == codec.eos_token_ids[0]
+    again = parse(rollout(response), ctx).value
+    truths = [obj(truth.desc, *truth.box) for truth in matched.value.truths]
+    appended = [truths[at] for at in matched.value.unmatched] if matched.parsed.valid else truths
+    assert [obj(item.desc, *item.box) for item in again.valid] == _kept(matched) + appended
+    assert not again.truncated
+    numbers = [item.index for item in again.objects][len(again.objects) - len(appended) :]
+    first = matched.parsed.value.next_index if matched.parsed.valid else 1
+    assert numbers == list(range(first, first + len(appended)))
+
+
+@SLOW
+@given(cases())
+def test_target_keeps_the_prefix_and_completes_it(case: Any) -> None:
+    kind, truths, ids, options = case
+    matched, sample = run(ids, truths, context(tiny_codec(kind), **options))
+    kept = matched.parsed.prefix_len
+    assert list(sample.token_ids[: len(PROMPT)]) == PROMPT
+    assert list(sample.token_ids[len(PROMPT) : len(PROMPT) + kept]) == list(ids[:kept])
+    _check_text(kind, matched, sample)
+
+
+@SLOW
+@given(cases())
+def test_supervision_follows_the_segments(case: Any) -> None:
+    kind, truths, ids, options = case
+    _, sample = run(ids, truths, context(tiny_codec(kind), **options))
+    for code, weight, label, token in zip(
+        sample.segments, sample.weights, sample.labels, sample.token_ids, strict=True
+    ):
+        if code in (Segment.prompt, Segment.false_positive):
+            assert weight == 0
+        if code in (
+            Segment.appended_structure,
+            Segment.appended_desc,
+            Segment.appended_coord,
+            Segment.closing,
+        ):
+            assert label == token
+        if code in (Segment.appended_structure, Segment.closing):
+            assert weight == 1
+        if code == Segment.appended_desc:
+            assert weight == 0.5
+        if options["matched_supervision"] == "geometry":
+            assert label == token
+            assert weight == 0 or code not in (
+                Segment.matched_desc,
+                Segment.matched_coord,
+                Segment.appended_coord,
+            )
+    assert sample.weights[-1] == 1
+    assert list(sample.segments)[-1] == Segment.closing
+
+
+@SLOW
+@given(cases())
+def test_behaviour_arrays_stand_at_the_kept_tokens(case: Any) -> None:
+    kind, truths, ids, options = case
+    matched, sample = run(ids, truths, context(tiny_codec(kind), **options))
+    start, kept = sample.prompt_len, matched.parsed.prefix_len
+    result = matched.parsed.result
+    inside = slice(start, start + kept)
+    assert list(sample.logprobs)[inside] == list(result.logprobs)[:kept]
+    assert sample.versions.expand()[inside] == result.versions.expand()[:kept]
+    outside = [at for at in range(len(sample.token_ids)) if not start <= at < start + kept]
+    assert all(sample.logprobs[at] == 0 and sample.versions.expand()[at] == -1 for at in outside)
+    assert sum(sample.response_mask) == kept
+
+
+@SLOW
+@given(cases())
+def test_the_first_changed_label_of_a_value_goes_on_towards_the_truth(case: Any) -> None:
+    kind, truths, ids, _ = case
+    codec = tiny_codec(kind)
+    ctx = context(codec)
+    matched, sample = run(ids, truths, ctx)
+    plan = draft(matched, ctx)
+    ends = codec.char_ends(plan.token_ids)
+    labels = list(sample.labels)[sample.prompt_len :]
+    weights = list(sample.weights)[sample.prompt_len :]
+    for at, edit in enumerate(plan.edits):
+        first, last = covering(ends, *edit.span)
+        changed = [p for p in range(first, last + 1) if weights[p] and labels[p] != plan.token_ids[p]]
+        if not changed or (at and covering(ends, *plan.edits[at - 1].span)[1] >= first):
+            continue
+        said = codec.decode([*plan.token_ids[: changed[0]], labels[changed[0]]]).rstrip("\ufffd")
+        assert any(text.startswith(said) for text in _corrections(plan.text, plan.edits[at : at + 5]))
+
+
+def _corrections(text: str, edits: list[Edit]) -> list[str]:
+    """The text with the first one, two, ... of these values corrected."""
+    found = []
+    for count in range(1, len(edits) + 1):
+        corrected = text
+        for (start, stop), new in reversed(edits[:count]):
+            corrected = corrected[:start] + new + corrected[stop:]
+        found.append(corrected)
+    return found

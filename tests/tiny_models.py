@@ -1,0 +1,67 @@
+"""Tiny real models for the engine tests: a random Qwen3 with a byte-level tokenizer and a ChatML template.
+
+Weights are wide (standard deviation 0.3) so that the best two logits are apart and greedy decoding is stable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CONTEXT = 256
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes, a few merged pieces, three special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e")]
+    vocab = {
+        entry: index for index, entry in enumerate([*alphabet, *(left + right for left, right in pieces)])
+    }
+    core = Tokenizer(models.BPE(vocab=vocab, merges=pieces))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIALS))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tiny_model(
+    directory: Path, *, seed: int = 0, tied: bool = False, groups: int = 2, eos_token_id: int | None = None
+) -> Path:
+    """Write a 2-layer Qwen3 of head size 32 (a size that vLLM's CPU attention knows) with its tokenizer."""
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2 * groups,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id if eos_token_id is None else eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory

@@ -1,0 +1,164 @@
+"""The house rules that no linter knows: sizes, imports, and what must never be written.
+
+`make check` runs this file alone, so it needs nothing but the sources and the venv.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("pipeline", "workers", "producers", "consumers", "demo", "bench")
+FOLDERS = (*PACKAGES, "tests", "scripts")
+HEAVY = ("torch", "transformers", "vllm")
+MAX_FILE_LINES = 300
+MAX_MEDIAN_LINES = 80
+MAX_FUNCTION_LINES = 40
+THIS = Path(__file__).resolve()
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Every Python file of the project, by its path from the root."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths if path != THIS}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+def nodes(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[str, ast.AST]]:
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, kind):
+                yield path, node
+
+
+def imported_modules() -> Iterator[tuple[str, str]]:
+    """(file, absolute module name) of every import statement."""
+    for path, node in nodes((ast.Import, ast.ImportFrom)):
+        if isinstance(node, ast.Import):
+            yield from ((path, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield path, node.module
+
+
+def assert_none(offenders: list[str]) -> None:
+    assert not offenders, "\n  " + "\n  ".join(offenders)
+
+
+def test_no_file_is_long() -> None:
+    lengths = {path: text.count("\n") for path, text in sources().items()}
+    assert_none([f"{path}: {n} lines" for path, n in lengths.items() if n > MAX_FILE_LINES])
+
+
+def test_the_median_file_is_short() -> None:
+    lengths = [n for path, text in sources().items() if (n := text.count("\n")) and path.startswith(PACKAGES)]
+    assert statistics.median(lengths) <= MAX_MEDIAN_LINES
+
+
+def test_no_function_is_long() -> None:
+    """From `def` to the last line of the body; the docstring counts."""
+    offenders = []
+    for path, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        length = (node.end_lineno or 0) - node.body[0].lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            offenders.append(f"{path}:{node.lineno} {node.name}: {length} lines")
+    assert_none(offenders)
+
+
+def test_nothing_is_pickled() -> None:
+    banned = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
+    assert_none([f"{p}: imports {m}" for p, m in imported_modules() if m.split(".")[0] in banned])
+
+
+def test_no_error_is_swallowed() -> None:
+    """`except:`, `except Exception:` or `except BaseException:` with nothing but `pass` or `...` inside."""
+    offenders = []
+    for path, node in nodes(ast.ExceptHandler):
+        assert isinstance(node, ast.ExceptHandler)
+        broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+        if broad and all(ast.unparse(step) in ("pass", "...", "continue") for step in node.body):
+            offenders.append(f"{path}:{node.lineno}")
+    assert_none(offenders)
+
+
+def test_the_real_thing_is_tested() -> None:
+    """Redis, vLLM and transformers are never replaced by a double."""
+    doubles = {"fakeredis", "mockredis", "birdisle"}
+    offenders = [f"{p}: imports {m}" for p, m in imported_modules() if m.split(".")[0] in doubles]
+    target = re.compile(
+        r"(?:patch(?:\.object|\.dict)?|setattr|setitem)\(\s*[\"']?(?:redis|arq|vllm|transformers)\b"
+    )
+    created = re.compile(r"(?:Mock|create_autospec)\([^)]*(?:[Rr]edis|vllm|LLM|transformers)")
+    for path, text in sources().items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if target.search(line) or created.search(line):
+                offenders.append(f"{path}:{number}: {line.strip()}")
+    assert_none(offenders)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        (r"[\"'\s=(](?:/work|/root|/home/\w+|/Users/\w+)/", "a path of one machine"),
+        (r"\b(?:TODO|FIXME|XXX|HACK)\b", "an unfinished note"),
+        (
+            r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs\.org)\b",
+            "a registry's host",
+        ),
+    ],
+)
+def test_no_text_contains(pattern: str, what: str) -> None:
+    texts = dict(sources())
+    others = [*ROOT.glob("*.*"), *ROOT.glob("Makefile"), *ROOT.glob("Dockerfile"), *ROOT.glob(".ci/*")]
+    for folder, ending in (("docs", "md"), ("configs", "yaml"), ("requirements", "txt"), ("pipeline", "lua")):
+        others += (ROOT / folder).rglob(f"*.{ending}")
+    texts |= {str(path.relative_to(ROOT)): path.read_text() for path in others if path.is_file()}
+    found = re.compile(pattern)
+    lines = [(p, n, line) for p, text in texts.items() for n, line in enumerate(text.splitlines(), 1)]
+    assert_none([f"{p}:{n}: {what}: {line.strip()[:90]}" for p, n, line in lines if found.search(line)])
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    """What the packages import is the standard library, the project, or named in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requires = project["dependencies"] + project["optional-dependencies"]["data"]
+    declared = {re.split(r"[\s\[<>=!~;(]", line)[0].lower().replace("_", "-") for line in requires}
+    optional = {"vllm", "triton"}  # triton comes with torch where there is a GPU
+    owners = metadata.packages_distributions()
+    offenders = set()
+    for path, module in imported_modules():
+        top = module.split(".")[0]
+        known = top in sys.stdlib_module_names or top in optional or top in FOLDERS
+        providers = {name.lower().replace("_", "-") for name in owners.get(top, ())}
+        if path.startswith(PACKAGES) and not known and not providers & declared:
+            offenders.add(f"{path}: imports {top}, which pyproject.toml does not name")
+    assert_none(sorted(offenders))
+
+
+@pytest.mark.parametrize("start", ["import pipeline", "from pipeline.cli.main import main; main(['--help'])"])
+def test_the_start_is_light(start: str) -> None:
+    """Neither the kernel nor `sluice --help` imports an engine."""
+    script = (
+        "import sys\ntry:\n    exec(sys.argv[1])\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, start]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "HEAVY []"

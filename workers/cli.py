@@ -1,0 +1,18 @@
+"""`sluice worker`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.config import load_config
+
+
+def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
+    """Decode jobs from the queue with one engine, until Ctrl-C; start as many of these as you like.
+
+    Example: `sluice worker -c configs/text.yaml`
+    """
+    from workers.role import work
+
+    asyncio.run(work(load_config(config, overrides)))

@@ -1,0 +1,73 @@
+"""The asynchronous face of the Hugging Face engine; implements `contracts.Backend`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.config.types import ModelConfig
+from pipeline.errors import EngineError
+from workers.generation.backends.hf.thread import DecodeThread
+from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
+
+
+class HfBackend:
+    """One model in one thread, decoding up to `max_batch` sequences at a time.
+
+    Calls may come from any event loop. `version` is that of the weights in `config.path`.
+    """
+
+    def __init__(self, config: ModelConfig, *, max_batch: int = 32, version: int = 0) -> None:
+        if max_batch < 1:
+            raise EngineError(f"max_batch must be >= 1, got {max_batch}")
+        self._thread = DecodeThread(config, max_batch, version)
+        self._facts: EngineFacts | None = None
+        self._started = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the engine is. Raises EngineError before `start` has ended."""
+        if self._facts is None:
+            raise EngineError("the hf engine is not started; await start() first")
+        return self._facts
+
+    @property
+    def version(self) -> int:
+        """Weight version that is loaded now."""
+        return self._thread.version
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError; EngineError if it was started before."""
+        if self._started:
+            raise EngineError("the hf engine was started before; make a new backend")
+        self._started = True
+        self._thread.start()
+        self._facts = await asyncio.wrap_future(self._thread.ready)
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        """Decode one sequence beside the others. Raises RequestError or EngineError."""
+        return await asyncio.wrap_future(self._running().decode(request))
+
+    async def load_weights(self, directory: Path, version: int) -> None:
+        """Swap the weights once no sequence runs. Raises WeightsError (TornWeights: the engine refuses to decode)."""
+        await asyncio.wrap_future(self._running().load(Path(directory), version))
+
+    async def score(self, token_ids: Sequence[int]) -> float:
+        """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
+        return await asyncio.wrap_future(self._running().score(token_ids))
+
+    async def close(self) -> None:
+        """End the thread; running sequences get an EngineError."""
+        if self._started:
+            await asyncio.to_thread(self._thread.stop)
+
+    def progress(self) -> float:
+        """Monotonic seconds of the last step, or of now while idle."""
+        return self._thread.progress() if self._started else time.monotonic()
+
+    def _running(self) -> DecodeThread:
+        if self._facts is None:
+            raise EngineError("the hf engine is not started; await start() first")
+        return self._thread

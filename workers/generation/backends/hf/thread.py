@@ -1,0 +1,212 @@
+"""The thread that owns the model: callers leave requests in an inbox, it admits, steps and answers.
+
+| waits | unblocked by |
+|---|---|
+| a decode request | room in the batch, and no weight load pending |
+| a weight load | the end of every running row |
+| a score | the end of the current step |
+| the thread, when idle | any request, or `stop` |
+
+- Only this thread touches model and tokenizer.
+- A cancelled future takes its sequence out within one step.
+- An error of the loop ends the thread and is the cause that every open future gets; later calls get it too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config.types import ModelConfig
+from pipeline.errors import EngineError, SluiceError
+from workers.generation.backends.hf.loop import Decoder
+from workers.generation.backends.hf.model import load_model
+from workers.generation.backends.hf.rows import Row
+from workers.generation.backends.hf.weights import TornWeights, load_weights
+from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, check_token_ids
+
+_Job = tuple[Any, "Future[Any]"]
+
+
+class DecodeThread:
+    """Start it once; `ready` resolves to the engine's facts, or to why the model did not load."""
+
+    def __init__(self, config: ModelConfig, max_batch: int, version: int) -> None:
+        self.ready: Future[EngineFacts] = Future()
+        self.version = version
+        self._config = config
+        self._max_batch = max_batch
+        self._wake = threading.Condition()
+        self._joins: deque[_Job] = deque()
+        self._loads: deque[_Job] = deque()
+        self._scores: deque[_Job] = deque()
+        self._futures: dict[int, Future[Any]] = {}  # id(row) -> who waits for it
+        self._stopping = False
+        self._ended: EngineError | None = None
+        self._torn: TornWeights | None = None
+        self._idle = False
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="sluice-hf-decode", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load the model."""
+        self._thread.start()
+
+    def decode(self, request: SequenceRequest) -> Future[SequenceOutput]:
+        """Queue one sequence; cancel the future to abort it."""
+        return self._submit(self._joins, request)
+
+    def load(self, directory: Path, version: int) -> Future[None]:
+        """Queue a weight load; it goes before waiting sequences."""
+        return self._submit(self._loads, (directory, version))
+
+    def score(self, token_ids: Sequence[int]) -> Future[float]:
+        """Queue a score."""
+        return self._submit(self._scores, tuple(token_ids))
+
+    def progress(self) -> float:
+        """Monotonic seconds of the last step, or of now while idle."""
+        return time.monotonic() if self._idle else self._progress
+
+    def stop(self) -> None:
+        """End the thread after the current step and wait for it."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _submit(self, queue: deque[_Job], what: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._ended is not None:
+                raise EngineError(str(self._ended)) from self._ended
+            queue.append((what, future))
+            self._wake.notify()
+        return future
+
+    def _run(self) -> None:
+        cause: Exception | None = None
+        try:
+            with torch.inference_mode():
+                decoder = Decoder(load_model(self._config), self.version)
+                self.ready.set_result(decoder.model.facts)
+                while self._wait(decoder):
+                    self._serve(decoder)
+        except Exception as error:
+            cause = error
+        finally:
+            self._end(cause)
+
+    def _wait(self, decoder: Decoder) -> bool:
+        """Block while there is nothing to do; False when asked to stop."""
+        with self._wake:
+            while not (self._stopping or decoder.rows or self._joins or self._loads or self._scores):
+                self._idle = True
+                self._wake.wait()
+            self._progress = time.monotonic()
+            self._idle = False
+            return not self._stopping
+
+    def _serve(self, decoder: Decoder) -> None:
+        self._drop_cancelled(decoder)
+        while self._loads and not decoder.rows:
+            self._load(decoder, *self._loads.popleft())
+        while self._scores:
+            self._score(decoder, *self._scores.popleft())
+        if not self._loads:
+            self._answer(decoder, decoder.join(self._admitted(decoder)))
+        if decoder.rows:
+            self._answer(decoder, decoder.step())
+
+    def _drop_cancelled(self, decoder: Decoder) -> None:
+        dropped = [row for row in decoder.rows if self._futures[id(row)].cancelled()]
+        decoder.drop(dropped)
+        for row in dropped:
+            del self._futures[id(row)]
+
+    def _admitted(self, decoder: Decoder) -> list[Row]:
+        """Waiting requests that fit the batch, as rows; a bad one is answered with its error."""
+        rows: list[Row] = []
+        while self._joins and len(decoder.rows) + len(rows) < self._max_batch:
+            request, future = self._joins.popleft()
+            if future.cancelled():
+                continue
+            if self._torn is not None:
+                _fail(future, EngineError(f"the weights are half loaded: {self._torn}"), self._torn)
+                continue
+            try:
+                row = Row(request, decoder.model.tokenizer, decoder.model.facts)
+            except SluiceError as error:
+                _fail(future, error)
+                continue
+            self._futures[id(row)] = future
+            rows.append(row)
+        return rows
+
+    def _answer(self, decoder: Decoder, ended: list[tuple[Row, EngineError | None]]) -> None:
+        for row, error in ended:
+            future = self._futures.pop(id(row))
+            if error is not None:
+                _fail(future, error)
+            else:
+                _resolve(future, row.output(decoder.model.tokenizer))
+
+    def _load(self, decoder: Decoder, what: tuple[Path, int], future: Future[None]) -> None:
+        if future.cancelled():
+            return
+        directory, version = what
+        try:
+            load_weights(decoder.model.module, directory)
+        except SluiceError as error:
+            self._torn = error if isinstance(error, TornWeights) else self._torn
+            _fail(future, error)
+            return
+        self._torn = None
+        decoder.version = self.version = version
+        _resolve(future, None)
+
+    def _score(self, decoder: Decoder, token_ids: tuple[int, ...], future: Future[float]) -> None:
+        try:
+            if len(token_ids) < 2:
+                raise EngineError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+            check_token_ids("score", token_ids, decoder.model.facts.vocab_size)
+            _resolve(future, decoder.score(token_ids))
+        except SluiceError as error:
+            _fail(future, error)
+
+    def _end(self, cause: Exception | None) -> None:
+        """No silent death: whoever waits, or comes later, learns why."""
+        if not self.ready.done():
+            self.ready.set_exception(cause or EngineError("the engine was closed while it loaded"))
+        what = "the hf engine is closed" if cause is None else f"the hf engine failed: {cause!r}"
+        with self._wake:
+            self._ended = EngineError(what)
+            self._ended.__cause__ = cause
+            waiting = [future for queue in (self._joins, self._loads, self._scores) for _, future in queue]
+            self._idle = False
+        for future in [*waiting, *self._futures.values()]:
+            _fail(future, EngineError(what), cause)
+
+
+def _resolve(future: Future[Any], value: Any) -> None:
+    try:
+        future.set_result(value)
+    except InvalidStateError:
+        return  # cancelled meanwhile: nobody waits for it
+
+
+def _fail(future: Future[Any], error: Exception, cause: Exception | None = None) -> None:
+    if cause is not None:
+        error.__cause__ = cause
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return  # cancelled meanwhile: nobody waits for it

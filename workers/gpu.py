@@ -1,0 +1,49 @@
+"""One GPU per worker: each process locks a free one of its host before torch is imported.
+
+Compose gives every replica of a service the same devices; the lock is a file on a directory that they share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from pipeline.errors import EngineError
+
+LOCK_DIR = "SLUICE_GPU_LOCK_DIR"
+
+
+def host_gpus() -> list[str]:
+    """Indices of the GPUs that this process may use; CUDA_VISIBLE_DEVICES narrows them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
+    return [str(i) for i, _ in enumerate(sorted(Path("/proc/driver/nvidia/gpus").glob("*")))]
+
+
+def claim_gpu(gpus: list[str], lock_dir: Path) -> tuple[str, IO[str]] | None:
+    """Lock the first free GPU; None where the host has none. The lock lives as long as the returned file.
+
+    Raises EngineError when all are taken.
+    """
+    if not gpus:
+        return None
+    lock_dir.mkdir(parents=True, exist_ok=True)
+    for gpu in gpus:
+        lock = (lock_dir / f"gpu-{gpu}.lock").open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        return gpu, lock
+    raise EngineError(
+        f"all {len(gpus)} GPUs of this host are taken; start fewer workers, or free one ({lock_dir})"
+    )
+
+
+def default_lock_dir() -> Path:
+    """Where the locks are, unless the environment says otherwise."""
+    return Path(os.environ.get(LOCK_DIR, "/tmp/sluice-gpu"))

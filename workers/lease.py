@@ -1,0 +1,77 @@
+"""Keeps this worker's leases from a thread of its own, so that a busy event loop or a long engine step loses none.
+
+- Renewal stops while the engine reports no progress for `stall_timeout_s`: a hung engine loses its jobs.
+- A lease that is lost cancels the local attempt through `on_lost`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from pipeline import broker, lua
+from pipeline.config.types import Config
+from pipeline.jobs import Claim, JobQueue
+from pipeline.logs import get_logger
+
+
+class LeaseKeeper(threading.Thread):
+    """Renews every `renew_s`; `hold` and `drop` name the claims, from any thread."""
+
+    def __init__(
+        self, config: Config, queue: JobQueue, progress: Callable[[], float], on_lost: Callable[[str], Any]
+    ) -> None:
+        super().__init__(name="lease-keeper", daemon=True)
+        self._config, self._queue, self._progress, self._on_lost = config, queue, progress, on_lost
+        self._client = broker.connect_sync(config.broker, patient=False)
+        self._script = self._client.register_script(lua.source("renew"))
+        self._held: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self.stalled = False
+
+    def hold(self, claim: Claim) -> None:
+        """Start renewing a claim."""
+        with self._lock:
+            self._held[claim.job_id] = claim.attempt
+
+    def drop(self, job_id: str) -> None:
+        """Stop renewing a claim."""
+        with self._lock:
+            self._held.pop(job_id, None)
+
+    def run(self) -> None:
+        while not self._end.wait(self._config.worker.renew_s):
+            idle_s = time.monotonic() - self._progress()
+            with self._lock:
+                held = dict(self._held)
+            self.stalled = bool(held) and idle_s > self._config.worker.stall_timeout_s
+            if self.stalled:
+                get_logger().error(
+                    "engine stalled; its leases run out", idle_s=round(idle_s, 1), jobs=len(held)
+                )
+            elif held:
+                self._renew(held)
+        self._client.close()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._end.set()
+        self.join(timeout=self._config.broker.socket_timeout_s + 1)
+
+    def _renew(self, held: dict[str, int]) -> None:
+        lease_ms = int(self._config.worker.lease_s * 1000)
+        args: list[Any] = [self._queue.keys.job_state, self._queue.owner, lease_ms]
+        for job_id, attempt in held.items():
+            args += [job_id, attempt]
+        try:
+            lost = self._script(keys=[self._queue.keys.jobs], args=args)
+        except redis.RedisError as error:
+            get_logger().warning("renewal failed; the next one is due soon", error=str(error))
+            return
+        for raw in lost:
+            self._on_lost(raw.decode())
