@@ -8,10 +8,12 @@ from pipeline.cli.options import ConfigPath, Overrides
 from pipeline.config import load_config
 
 
-def consume(*, config: ConfigPath = None, partition: int = 0, overrides: Overrides = ()) -> None:
+def consume(*, config: ConfigPath = None, partition: int | None = None, overrides: Overrides = ()) -> None:
     """Parse, match and batch results; one process per partition (0 … consumer.count - 1).
 
-    Example: `sluice consume -c configs/text.yaml --partition 0`
+    Without `--partition` it takes the first one that nobody holds, or stands by until one falls free.
+
+    Example: `sluice consume -c configs/text.yaml`
     """
     from consumers.role import consume as run
 

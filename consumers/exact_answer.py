@@ -100,9 +100,7 @@ def read_answer(truth: Any, where: str) -> Answer:
     try:
         return Answer(text, regex.compile(pattern))
     except regex.error as error:
-        raise TaskError(
-            f"{where}: truth.pattern {pattern!r:.80} is no regular expression ({error})"
-        ) from error
+        raise TaskError(f"{where}: truth.pattern {pattern!r:.80} is no regular expression ({error})") from error
 
 
 def extract(text: str, pattern: regex.Pattern[str] | None) -> str | None:

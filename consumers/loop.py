@@ -37,9 +37,7 @@ _UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
 class Consumer:
     """Owns one partition of results."""
 
-    def __init__(
-        self, role: Role, partition: int, owner: Ownership, task: Task, context: TaskContext
-    ) -> None:
+    def __init__(self, role: Role, partition: int, owner: Ownership, task: Task, context: TaskContext) -> None:
         self._role, self._owner, self._task, self._context = role, owner, task, context
         self._reader = result_reader(role.client, role.keys, partition, role.name)
         self._groups = Assembler()
@@ -119,9 +117,7 @@ class Consumer:
 
     async def _drop(self, entry_ids: list[str], letters: list[DeadLetter]) -> None:
         for letter in letters:
-            get_logger().warning(
-                "dropped", sequence=letter.seq_id, reason=letter.reason, detail=letter.detail
-            )
+            get_logger().warning("dropped", sequence=letter.seq_id, reason=letter.reason, detail=letter.detail)
         identity = _batch_id([*entry_ids, *(letter.seq_id for letter in letters)])
         await self._out(TrainingBatch(batch_id=identity, samples=[]), entry_ids, letters)
 

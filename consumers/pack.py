@@ -88,7 +88,7 @@ def _lay(packed: PackedRows, sample: TrainingSample, place: Place, segment: int)
     if not place.length:
         return
     at = (place.row, slice(place.start, place.start + place.length))
-    weights = np.asarray(sample.weights, dtype=np.float32)
+    weights = np.array(sample.weights, dtype=np.float32)  # a copy: asarray would write into the sample
     weights[0] = 0.0
     packed.input_ids[at] = sample.token_ids
     packed.labels[at] = np.where(weights != 0, np.asarray(sample.labels, dtype=np.int64), IGNORED)

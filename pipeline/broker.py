@@ -66,7 +66,7 @@ def ping(config: BrokerConfig) -> dict[str, Any]:
     url = hide_password(broker_url(config))
     try:
         with connect_sync(config, patient=False) as client:
-            facts = cast("dict[str, Any]", client.info())
+            facts = cast("dict[str, Any]", cast(Any, client).info())
     except AuthenticationError as error:
         raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error
     except (RedisError, OSError, ValueError) as error:

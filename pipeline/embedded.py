@@ -15,7 +15,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib import resources
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def find_server() -> str:
 
 
 @contextlib.contextmanager
-def embedded_broker(config: BrokerConfig) -> Iterator[str]:
+def embedded_broker(config: BrokerConfig) -> Generator[str]:
     """Run a broker in `config.embedded_dir` for the length of the block; yields its URL."""
     directory = Path(config.embedded_dir).resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def embedded_broker(config: BrokerConfig) -> Iterator[str]:
         yield from _serve(directory)
 
 
-def _serve(directory: Path) -> Iterator[str]:
+def _serve(directory: Path) -> Generator[str]:
     password, port = secrets.token_urlsafe(24), _free_port()
     settings = directory / "broker.conf"
     write_atomic(settings, _SETTINGS.format(port=port, directory=directory, password=password))
@@ -98,9 +98,7 @@ def _join(directory: Path) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError):
             return str(json.loads((directory / "broker.json").read_text())["url"])
         time.sleep(0.1)
-    raise BrokerError(
-        f"{directory}: another process holds the broker's lock, but no broker came up in {_START_S} s"
-    )
+    raise BrokerError(f"{directory}: another process holds the broker's lock, but no broker came up in {_START_S} s")
 
 
 def _wait_ready(url: str, server: subprocess.Popen[bytes], directory: Path) -> None:

@@ -64,6 +64,10 @@ class WeightsError(SluiceError):
     exit_code = 6
 
 
+class TornWeights(WeightsError):
+    """A load failed halfway: the model is neither the old version nor the new one and must not decode."""
+
+
 class DeadlineExceeded(SluiceError):
     """A wait ran out of time; the message names what was waited for."""
 

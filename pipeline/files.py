@@ -21,9 +21,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Make the files of a directory, and the directory itself, durable."""
+    """Make the files right in a directory, and the directory itself, durable."""
     for path in directory.iterdir():
-        _fsync(path)
+        if path.is_file():
+            _fsync(path)
     _fsync(directory)
 
 

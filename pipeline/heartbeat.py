@@ -59,7 +59,7 @@ class StatusReporter:
         self.row.at = time.time()
         await cast(
             "Awaitable[int]",
-            self._client.hset(self._keys.processes, self.row.name, msgspec.json.encode(self.row).decode()),
+            cast(Any, self._client).hset(self._keys.processes, self.row.name, msgspec.json.encode(self.row).decode()),
         )
 
     async def run(self) -> None:

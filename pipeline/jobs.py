@@ -105,9 +105,7 @@ class JobQueue:
         self.worker = worker
         self.owner = secrets.token_hex(8)
 
-    async def enqueue(
-        self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = ()
-    ) -> list[Outcome]:
+    async def enqueue(self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = ()) -> list[Outcome]:
         """Admit jobs in order; after the first `over_credit` all that follow are `over_credit` too.
 
         `cursors[i]` is stored as the source's position once job i is in the queue.
@@ -178,7 +176,7 @@ def _read_payload(payload: bytes) -> tuple[DecodeJob | None, str]:
         return None, f"malformed envelope: {error.__cause__ or error}"
     if function != FUNCTION:
         return None, f"unknown function {function!r}; this queue serves {FUNCTION!r}"
-    if not isinstance(args, (list, tuple)) or len(args) != 1 or not isinstance(args[0], bytes):
+    if not isinstance(cast(Any, args), list | tuple) or len(args) != 1 or not isinstance(args[0], bytes):
         return None, "malformed arguments: expected one encoded DecodeJob"
     try:
         return decode(DecodeJob, args[0]), ""

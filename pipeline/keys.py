@@ -19,9 +19,7 @@ class Keys:
         self.run = run
         self.prefix = f"sluice:{run}:"
         self.jobs = f"{self.prefix}jobs"  # zset: job id → ms; in the future while leased
-        self.job_state = (
-            f"{self.prefix}job:"  # + job id → hash: owner, attempt, deaths, score, n, done, d:<index>
-        )
+        self.job_state = f"{self.prefix}job:"  # + job id → hash: owner, attempt, deaths, score, n, done, d:<index>
         self.counts = f"{self.prefix}counts"  # hash: enqueued, committed, accepted, trained, dead, dropped, …
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream

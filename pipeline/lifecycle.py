@@ -14,8 +14,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, cast
 
 from redis.asyncio import Redis
 
@@ -54,9 +54,7 @@ class Role:
             await asyncio.wait_for(self.stop.wait(), seconds)
         return not self.stop.is_set()
 
-    async def wait_until(
-        self, holds: Callable[[], Coroutine[Any, Any, bool]], cause: str, deadline_s: float
-    ) -> bool:
+    async def wait_until(self, holds: Callable[[], Coroutine[Any, Any, bool]], cause: str, deadline_s: float) -> bool:
         """Poll until `holds()`; False when asked to stop, DeadlineExceeded names the cause."""
         until = time.monotonic() + deadline_s
         while not await holds():
@@ -70,9 +68,7 @@ class Role:
 
 
 @contextlib.asynccontextmanager
-async def role_process(
-    config: Config, role: str, name: str, stop: asyncio.Event | None = None
-) -> AsyncIterator[Role]:
+async def role_process(config: Config, role: str, name: str, stop: asyncio.Event | None = None) -> AsyncGenerator[Role]:
     """The scope of one role process; with `stop` given, signals are the caller's business."""
     logs.configure(name)
     await asyncio.to_thread(broker.ping, config.broker)
@@ -102,7 +98,8 @@ def first_cause(error: BaseException) -> BaseException:
     """The error inside nested exception groups that a user should read: ours before others'."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    causes = [first_cause(inner) for inner in error.exceptions]
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    causes = [first_cause(inner) for inner in group.exceptions]
     return next((cause for cause in causes if isinstance(cause, SluiceError)), causes[0])
 
 

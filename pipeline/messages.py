@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pipeline.errors import MessageError, UnknownSchema
-from pipeline.tokens import FloatArray, Runs, TokenArray, from_wire, to_wire
+from pipeline.tokens import FloatArray, Runs, TokenArray, check_lengths, from_wire, to_wire
 
 SCHEMA = 1
 
@@ -253,13 +253,6 @@ class DeadLetter(Wire, frozen=True, kw_only=True, tag="dead_letter"):
     at: float = 0.0
 
 
-def check_lengths(where: str, expected: int, *, optional: bool = False, **arrays: Any) -> None:
-    """Raise MessageError unless every array has `expected` items (or none, if optional)."""
-    for name, values in arrays.items():
-        if len(values) != expected and not (optional and len(values) == 0):
-            raise MessageError(f"{where}: {name} has {len(values)} items, expected {expected}")
-
-
 T = TypeVar("T", bound=Wire)
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
@@ -299,6 +292,4 @@ def _refuse_newer(raw: bytes) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if head.schema > SCHEMA:
-        raise UnknownSchema(
-            f"{head.kind} has schema {head.schema}; this release reads up to {SCHEMA}: upgrade"
-        )
+        raise UnknownSchema(f"{head.kind} has schema {head.schema}; this release reads up to {SCHEMA}: upgrade")

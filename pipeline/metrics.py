@@ -204,9 +204,7 @@ _TABLE: list[Metric] = [
     _counter("rollout/fn_appended", "objects", "truths written into targets"),
     _counter("rollout/fp", "objects", "valid predictions without a truth"),
     _counter("rollout/gating_rejections", "pairs", "candidate pairs below the IoU gate"),
-    _rate(
-        "rollout/precision", "matched_for_supervision", "valid_pred_objects", "matched share of predictions"
-    ),
+    _rate("rollout/precision", "matched_for_supervision", "valid_pred_objects", "matched share of predictions"),
     _rate("rollout/recall", "matched_for_supervision", "gt_objects", "matched share of the truths"),
     Metric("rollout/f1", _F1, "ratio", "harmonic mean of precision and recall"),
     _rate("rollout/match_rate", "matched_for_supervision", "gt_objects", "matched share of the truths"),

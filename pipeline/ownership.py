@@ -31,12 +31,10 @@ class Ownership:
     async def acquire(self, deadline_s: float, waiting: Callable[[str | None], None]) -> None:
         """Take the role, waiting for an earlier owner's claim to run out; DeadlineExceeded names it."""
         until = time.monotonic() + deadline_s
-        while not await self._try():
+        while not await self.try_acquire():
             waiting(f"the role {self.role}, which another process holds")
             if time.monotonic() > until:
-                raise DeadlineExceeded(
-                    f"{self.role}: another process has held this role for {deadline_s:.0f} s"
-                )
+                raise DeadlineExceeded(f"{self.role}: another process has held this role for {deadline_s:.0f} s")
             await asyncio.sleep(0.2)
         waiting(None)
 
@@ -44,12 +42,13 @@ class Ownership:
         """Renew until cancelled; raises LeaseLost when another process took the role."""
         while True:
             await asyncio.sleep(TTL_S / 4)
-            if not await self._try():
+            if not await self.try_acquire():
                 raise LeaseLost(f"{self.role}: another process took this role; this one stops")
 
     async def release(self) -> None:
         """Give the role back at once."""
         await self._scripts.run("disown", [self.key], [self.nonce])
 
-    async def _try(self) -> bool:
+    async def try_acquire(self) -> bool:
+        """Take or renew the role; False while another process holds it."""
         return bool(await self._scripts.run("own", [self.key], [self.nonce, int(TTL_S * 1000)]))

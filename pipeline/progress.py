@@ -42,7 +42,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """One line that stays."""
-        self.console.print(line, highlight=False)
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def update(self, now: Snapshot) -> None:
         """Draw the newest state."""

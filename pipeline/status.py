@@ -60,7 +60,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 async def snapshot(client: Redis, keys: Keys) -> Snapshot:
     """Read everything in one round trip."""
-    pipe = client.pipeline(transaction=False)
+    pipe: Any = client.pipeline(transaction=False)
     for key in (keys.counts, keys.source, keys.processes):
         pipe.hgetall(key)
     for key in (keys.latest, keys.state, keys.metrics):

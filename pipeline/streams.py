@@ -63,9 +63,7 @@ class StreamReader:
         try:
             answer = cast(
                 "list[Any] | None",
-                await self._client.xreadgroup(
-                    self.group, self.name, {self.stream: ">"}, count=count, block=block_ms
-                ),
+                await self._client.xreadgroup(self.group, self.name, {self.stream: ">"}, count=count, block=block_ms),
             )
         except ResponseError as error:
             if "NOGROUP" not in str(error):

@@ -55,12 +55,10 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         self.deaths = 0
 
-    def add(self, name: str, arguments: Sequence[str]) -> Child:
-        """Register `sluice ARGUMENTS…` under a name; `run` starts it."""
-        command = [sys.executable, "-m", "pipeline.cli.main", *arguments]
+    def add(self, name: str, command: Sequence[str]) -> None:
+        """Register a command under a name; `run` starts it."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        child = self.children[name] = Child(name, command, self.log_dir / f"{name}.log")
-        return child
+        self.children[name] = Child(name, list(command), self.log_dir / f"{name}.log")
 
     async def run(self) -> None:
         """Keep the children running until cancelled; raises SluiceError when one cannot be kept running."""
@@ -131,6 +129,11 @@ class Supervisor:
         delay = self.config.restart_backoff_s * 2 ** (len(child.restarts) - 1)
         child.due = now + min(delay, self.config.restart_backoff_max_s)
         get_logger().warning("restarting", process=child.name, code=code, why=last_line(child.log))
+
+
+def sluice_command(*arguments: str) -> list[str]:
+    """`sluice ARGUMENTS…` with this Python."""
+    return [sys.executable, "-m", "pipeline.cli.main", *arguments]
 
 
 def last_line(log: Path) -> str:

@@ -11,34 +11,37 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.errors import MessageError
+
+if TYPE_CHECKING:
+    _Ints, _Floats = array[int], array[float]
+else:
+    _Ints = _Floats = array
 
 _SWAP = sys.byteorder == "big"
 
 
-class TokenArray(array):  # type: ignore[type-arg]
+class TokenArray(_Ints):
     """int32 per token; behaves like a list of ints."""
 
     __slots__ = ()
-    typecode_: str = "i"
 
     def __new__(cls, values: Iterable[int] = ()) -> TokenArray:
-        return super().__new__(cls, "i", values)
+        return cast(Any, array).__new__(cls, "i", values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
 
 
-class FloatArray(array):  # type: ignore[type-arg]
+class FloatArray(_Floats):
     """float32 per token, natural-log probabilities or weights; behaves like a list of floats."""
 
     __slots__ = ()
-    typecode_: str = "f"
 
     def __new__(cls, values: Iterable[float] = ()) -> FloatArray:
-        return super().__new__(cls, "f", values)
+        return cast(Any, array).__new__(cls, "f", values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
@@ -85,9 +88,16 @@ class Runs:
         return f"Runs({list(self.runs)})"
 
 
+def check_lengths(where: str, expected: int, *, optional: bool = False, **arrays: Any) -> None:
+    """Raise MessageError unless every array has `expected` items (or none, if optional)."""
+    for name, values in arrays.items():
+        if len(values) != expected and not (optional and len(values) == 0):
+            raise MessageError(f"{where}: {name} has {len(values)} items, expected {expected}")
+
+
 def to_wire(value: Any) -> Any:
     """msgspec `enc_hook`: our array types as bytes, `Runs` as a flat [value, count, …] list."""
-    if isinstance(value, array):
+    if isinstance(value, TokenArray | FloatArray):
         raw = value[:] if _SWAP else value
         if _SWAP:
             raw.byteswap()
@@ -102,9 +112,10 @@ def from_wire(kind: type, value: Any) -> Any:
     if kind in (TokenArray, FloatArray):
         return _array_from(kind, value)
     if kind is Runs:
-        if not isinstance(value, list) or len(value) % 2 or not all(type(part) is int for part in value):
+        parts = cast("list[int]", value)
+        if not isinstance(value, list) or len(parts) % 2 or not all(type(part) is int for part in parts):
             raise MessageError("runs must be a flat list of int pairs")
-        return Runs(zip(value[::2], value[1::2], strict=True))
+        return Runs(zip(parts[::2], parts[1::2], strict=True))
     raise NotImplementedError(f"cannot decode {kind.__name__}")
 
 

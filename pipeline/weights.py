@@ -34,9 +34,7 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files, sorted; raises WeightsError when there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise WeightsError(
-            f"{directory}: no *.safetensors file; give a model directory that holds its weights"
-        )
+        raise WeightsError(f"{directory}: no *.safetensors file; give a model directory that holds its weights")
     return files
 
 
@@ -77,9 +75,7 @@ def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVe
     target = root / f"v{manifest.version:06d}"
     digest = digest_of(source)
     if target.exists() and read_manifest(target).digest != digest:
-        raise WeightsError(
-            f"{target}: already holds other weights; a version number never gets a second digest"
-        )
+        raise WeightsError(f"{target}: already holds other weights; a version number never gets a second digest")
     full = msgspec.structs.replace(manifest, path=str(target), digest=digest, tensors=tensor_table(source))
     if target.exists():
         return full
@@ -87,7 +83,7 @@ def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVe
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith("trainer_"):
+        if file.is_file():
             _link_or_copy(file, aside / file.name)
     write_atomic(aside / MANIFEST, msgspec.json.encode(full, enc_hook=_json_arrays))
     fsync_tree(aside)
@@ -113,9 +109,7 @@ def verify(version: WeightVersion) -> Path:
         raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
     found = digest_of(directory)
     if found != version.digest:
-        raise WeightsError(
-            f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}"
-        )
+        raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
     if tensor_table(directory) != version.tensors:
         raise WeightsError(f"version {version.version}: tensors differ from its manifest")
     return directory

@@ -35,12 +35,9 @@ def fail(text):
 
 def check_python():
     """Only what an old or stripped Python can still run: say what is missing and how to get it."""
-    if sys.version_info < (3, 11):
-        fail(
-            "Python 3.11 or newer is needed, {} is {}.{}. Name another one: make setup PYTHON=python3.12".format(
-                sys.executable, sys.version_info[0], sys.version_info[1]
-            )
-        )
+    if sys.version_info < (3, 11):  # noqa: UP036
+        found = f"{sys.executable} is {sys.version_info[0]}.{sys.version_info[1]}"
+        fail(f"Python 3.11 or newer is needed, {found}. Name another one: make setup PYTHON=python3.12")
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
@@ -92,9 +89,7 @@ def run(label, command):
     start = time.monotonic()
     result = subprocess.run([str(part) for part in command], cwd=ROOT, check=False)
     if result.returncode:
-        fail(
-            f"{label}: failed (exit {result.returncode}); the reason is printed above. `make` again starts clean."
-        )
+        fail(f"{label}: failed (exit {result.returncode}); the reason is printed above. `make` again starts clean.")
     say(f"  done in {time.monotonic() - start:.0f} s")
 
 
@@ -147,9 +142,7 @@ def report_conflicts():
     command = [str(VENV / "bin/python"), "-m", "pip", "check", "--disable-pip-version-check"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     for line in lines:
-        if line != "No broken requirements found." and not any(
-            f"requires {name}," in line for name in ABSENT
-        ):
+        if line != "No broken requirements found." and not any(f"requires {name}," in line for name in ABSENT):
             say("warning: " + line)
 
 

@@ -80,7 +80,7 @@ _COORD = st.integers(0, 999)
 BOXES = st.tuples(_COORD, _COORD, _COORD, _COORD).map(
     lambda b: [min(b[0], b[2]), min(b[1], b[3]), max(b[0], b[2]), max(b[1], b[3])]
 )
-DESCS = st.one_of(
-    st.sampled_from(WORDS), st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
-).filter(lambda text: bool(text.strip()))
+DESCS = st.one_of(st.sampled_from(WORDS), st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)).filter(
+    lambda text: bool(text.strip())
+)
 OBJECTS = st.builds(lambda desc, box: {"desc": desc, "bbox_2d": box}, DESCS, BOXES)

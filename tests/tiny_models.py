@@ -6,6 +6,7 @@ Weights are wide (standard deviation 0.3) so that the best two logits are apart 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,9 +25,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """256 bytes, a few merged pieces, three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e")]
-    vocab = {
-        entry: index for index, entry in enumerate([*alphabet, *(left + right for left, right in pieces)])
-    }
+    vocab = {entry: index for index, entry in enumerate([*alphabet, *(left + right for left, right in pieces)])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=pieces))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -46,7 +45,7 @@ def save_tiny_model(
     directory: Path, *, seed: int = 0, tied: bool = False, groups: int = 2, eos_token_id: int | None = None
 ) -> Path:
     """Write a 2-layer Qwen3 of head size 32 (a size that vLLM's CPU attention knows) with its tokenizer."""
-    tokenizer = build_tokenizer()
+    tokenizer: Any = build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -42,9 +42,7 @@ def _build(coord_tokens: bool, split: bool, vocab_size: int) -> Tokenizer:
     return core
 
 
-def save_tiny_tokenizer(
-    directory: Path, *, coord_tokens: bool = False, split: bool = True, size: int = 600
-) -> None:
+def save_tiny_tokenizer(directory: Path, *, coord_tokens: bool = False, split: bool = True, size: int = 600) -> None:
     """Train and save; `split=False` merges across words, digits and punctuation alike."""
     PreTrainedTokenizerFast(
         tokenizer_object=_build(coord_tokens, split, size),

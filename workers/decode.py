@@ -120,7 +120,7 @@ class DecodeWorker:
         seed = sampling.seed if sampling.seed is not None else self._role.config.seed
         request = SequenceRequest(
             seq_key=f"{claim.job_id}:{index}",
-            prompt_token_ids=prompt,
+            prompt_token_ids=tuple(prompt),
             sampling=sampling,
             seed=seed_for(seed, claim.job_id, index),
         )

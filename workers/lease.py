@@ -51,9 +51,7 @@ class LeaseKeeper(threading.Thread):
                 held = dict(self._held)
             self.stalled = bool(held) and idle_s > self._config.worker.stall_timeout_s
             if self.stalled:
-                get_logger().error(
-                    "engine stalled; its leases run out", idle_s=round(idle_s, 1), jobs=len(held)
-                )
+                get_logger().error("engine stalled; its leases run out", idle_s=round(idle_s, 1), jobs=len(held))
             elif held:
                 self._renew(held)
         self._client.close()
@@ -69,7 +67,7 @@ class LeaseKeeper(threading.Thread):
         for job_id, attempt in held.items():
             args += [job_id, attempt]
         try:
-            lost = self._script(keys=[self._queue.keys.jobs], args=args)
+            lost: Any = self._script(keys=[self._queue.keys.jobs], args=args)
         except redis.RedisError as error:
             get_logger().warning("renewal failed; the next one is due soon", error=str(error))
             return

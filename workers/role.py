@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 from pipeline.config.types import Config
+from pipeline.gpu import use_free_gpu
 from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
-from workers.gpu import claim_gpu, default_lock_dir, host_gpus
 
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     """Run a decode worker until it is asked to stop, by a signal or by the given event."""
-    lock = claim_gpu(host_gpus(), default_lock_dir()) if config.worker.claim_gpu else None
-    if lock is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = lock[0]
+    with use_free_gpu(wanted=config.worker.claim_gpu):
+        await _work(config, stop)
+
+
+async def _work(config: Config, stop: asyncio.Event | None) -> None:
     async with role_process(config, "worker", default_name("worker"), stop) as role:
         role.status.waiting(f"the engine to load {config.model.path}")
         await serve(role)
@@ -33,9 +34,7 @@ async def serve(role: Role) -> None:
     await backend.start()
     try:
         get_logger().info("engine ready", **_facts(backend.facts))
-        prompts = await asyncio.to_thread(
-            PromptRenderer, Path(config.model.path), config.model.trust_remote_code
-        )
+        prompts = await asyncio.to_thread(PromptRenderer, Path(config.model.path), config.model.trust_remote_code)
         role.status.waiting(None)
         await DecodeWorker(role, backend, prompts).run()
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from pipeline.config.types import Config
-from pipeline.errors import EngineError, WeightsError
+from pipeline.errors import EngineError, TornWeights, WeightsError
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import WeightVersion
@@ -42,11 +42,11 @@ class WeightsWatch:
         try:
             directory = await asyncio.to_thread(verify, manifest)
             await self._backend.load_weights(directory, version)
+        except TornWeights:
+            raise  # the process ends; its successor loads a whole version
         except WeightsError as error:
             self._refused = version
-            get_logger().error(
-                "new weights refused; the old version serves on", version=version, error=str(error)
-            )
+            get_logger().error("new weights refused; the old version serves on", version=version, error=str(error))
             return False
         await self._prove(manifest)
         get_logger().info("weights loaded", version=version)

@@ -2,7 +2,8 @@
 
 - Kept tokens are the sampled ones. A token that straddles the cut is left out and its text up to the cut is
   tokenised again together with what follows, as the model itself would write it.
-- After an unsupervised object that text is tokenised apart from it, so that no token mixes the two.
+- What follows is tokenised apart where the text before it may be off (an unsupervised object, a value whose
+  labels diverge): a token that mixes the two would take the supervision of the closing brace with it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _after_prefix(matched: Matched, pieces: list[Piece], boxes: list[WrittenBox]
     value: DetectionMatch = matched.value
     kept = matched.parsed.prefix_len
     rest, tail = parsed.text[parsed.kept_chars : parsed.cut], _text(pieces)
-    if len(parsed.objects) - 1 in value.truth_of:
+    last = parsed.objects[-1]
+    values_kept = parsed.kept_chars >= max([last.desc_span, *last.coord_spans])[1]
+    if len(parsed.objects) - 1 in value.truth_of and values_kept:
         new_ids = ctx.codec.encode(rest + tail)
     else:
         new_ids = (ctx.codec.encode(rest) if rest else []) + ctx.codec.encode(tail)

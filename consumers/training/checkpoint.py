@@ -1,6 +1,6 @@
 """Checkpoints: model, optimiser, random state and place in the batch stream; whole or absent.
 
-    checkpoints/step-000012/   model.safetensors config.json …   trainer_optimizer.safetensors trainer_state.json
+    checkpoints/step-000012/   model.safetensors config.json …   trainer/{optimizer.safetensors, state.json}
 
 The state names the batches whose effect the weights hold. They are acked only after the rename, so a trainer that
 is killed anywhere trains each batch once: acked twice is harmless, trained twice impossible.
@@ -20,8 +20,8 @@ from consumers.training.model import write_model
 from pipeline.errors import ModelError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
 
-_STATE = "trainer_state.json"
-_OPTIMIZER = "trainer_optimizer.safetensors"
+_STATE = Path("trainer/state.json")
+_OPTIMIZER = Path("trainer/optimizer.safetensors")
 _RECENT_IDS = 8192
 
 
@@ -47,10 +47,11 @@ def save(
     target = root / f"step-{state.step:06d}"
     aside = root / f".{target.name}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    (aside / "trainer").mkdir(parents=True)
     write_model(model, source, aside)
     save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER))
     write_atomic(aside / _STATE, msgspec.json.encode(state))
+    fsync_tree(aside / "trainer")
     fsync_tree(aside)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)

@@ -51,9 +51,7 @@ def expected_coordinates(logits: Tensor, rows: Tensor, positions: Tensor, coord_
     return picked.softmax(dim=-1) @ steps
 
 
-def geometry_loss(
-    predicted: Tensor, truth: Tensor, smooth_l1_weight: float = 1.0, ciou_weight: float = 1.0
-) -> Weighed:
+def geometry_loss(predicted: Tensor, truth: Tensor, smooth_l1_weight: float = 1.0, ciou_weight: float = 1.0) -> Weighed:
     """Over boxes the sum of smooth_l1_weight * SmoothL1 (mean of 4) + ciou_weight * (1 - CIoU); their number.
 
     `predicted`, `truth` float [N, 4], xyxy in 0..1.

@@ -20,13 +20,15 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 def load_policy(path: Path, config: ModelConfig) -> torch.nn.Module:
     """The causal LM in fp32 master weights, training mode, on the configured device. Raises ModelError."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     if not path.is_dir():
         raise ModelError(f"{path}: no such model directory; set model.path or --model")
     if not list(path.glob("*.safetensors")):
         raise ModelError(f"{path}: no *.safetensors file; save the model with save_pretrained")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             attn_implementation=config.attn_implementation or "sdpa",

@@ -14,6 +14,7 @@ from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from consumers.training.trainer import Trainer
 from pipeline.config.types import Config
+from pipeline.gpu import use_free_gpu
 from pipeline.lifecycle import default_name, role_process
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
@@ -21,6 +22,11 @@ from pipeline.status import snapshot
 
 async def train(config: Config) -> None:
     """Run the trainer to the end of the run."""
+    with use_free_gpu(wanted=config.trainer.claim_gpu):
+        await _train(config)
+
+
+async def _train(config: Config) -> None:
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
     source = Path(config.model.path)

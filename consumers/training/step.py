@@ -77,9 +77,7 @@ class TrainStep:
             group["lr"] = rate
         return rate
 
-    def _micro_batches(
-        self, samples: Sequence[TrainingSample]
-    ) -> Iterator[tuple[PackedRows, list[TrainingSample]]]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[tuple[PackedRows, list[TrainingSample]]]:
         rows = pack_rows([len(sample.token_ids) for sample in samples], self._row_tokens)
         chunk: list[list[int]] = []
         width = 0
@@ -107,9 +105,7 @@ class TrainStep:
         ce = weighted_cross_entropy(logits, labels, weights).sum
         return ce, self._geometry(logits, packed, samples)
 
-    def _geometry(
-        self, logits: torch.Tensor, packed: PackedRows, samples: list[TrainingSample]
-    ) -> torch.Tensor:
+    def _geometry(self, logits: torch.Tensor, packed: PackedRows, samples: list[TrainingSample]) -> torch.Tensor:
         rows: list[int] = []
         positions: list[list[int]] = []
         boxes: list[tuple[int, ...]] = []

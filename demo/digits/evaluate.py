@@ -63,9 +63,7 @@ def num_hits(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
     return int(hits[rows, columns].sum())
 
 
-def detection_f1(
-    predicted_texts: Sequence[str], truths: Sequence[Sequence[Mapping[str, Any]]]
-) -> DetectionScore:
+def detection_f1(predicted_texts: Sequence[str], truths: Sequence[Sequence[Mapping[str, Any]]]) -> DetectionScore:
     """Micro-averaged score over all scenes; raises ValueError when the two lists differ in length."""
     num_predicted = num_true = hits = 0
     for text, truth in zip(predicted_texts, truths, strict=True):

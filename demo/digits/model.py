@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -17,7 +18,7 @@ from demo.digits.patches import NUM_PATCHES, codebook, patch_token
 from demo.digits.tokenizer import build_tokenizer
 
 _PIXEL_MAX = 16.0
-_INIT_STD = 0.02
+_INIT_STD = 0.05
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ModelSettings:
     seed: int = 0
 
 
-def build_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def build_config(settings: ModelSettings, tokenizer: Any) -> Qwen3Config:
     """The Qwen3 config for this tokenizer's vocabulary."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
@@ -62,13 +63,12 @@ def _place_patches(model: Qwen3ForCausalLM, settings: ModelSettings, first: int)
     generator = torch.Generator().manual_seed(settings.seed)
     pixels = torch.from_numpy(codebook()) / _PIXEL_MAX
     projection = torch.randn(pixels.shape[1], settings.hidden_size, generator=generator) * _INIT_STD
-    rows = model.get_input_embeddings().weight[first : first + NUM_PATCHES]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight[first : first + NUM_PATCHES]
     rows.copy_(settings.patch_init_scale * pixels @ projection + 0.3 * rows)
 
 
-def build_model(
-    settings: ModelSettings, tokenizer: PreTrainedTokenizerFast | None = None
-) -> Qwen3ForCausalLM:
+def build_model(settings: ModelSettings, tokenizer: Any = None) -> Qwen3ForCausalLM:
     """A fresh fp32 model in training mode; the same settings give the same weights, whatever ran before."""
     tokenizer = tokenizer or build_tokenizer()
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -1,17 +1,20 @@
 """Pixels to patch tokens: a codebook of small patches, fitted on the train digits only.
 
 - A canvas becomes one token per patch, column by column and top down: a digit's patches stand close together
-  in the prompt, which a small causal model learns several times faster from than raster order.
+  in the prompt.
 - The codebook is deterministic: k-means with a fixed seed over the aligned patches of the train digits.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
+
+_SINGLE: Any = 1  # scikit-learn types n_init as a string
 
 PATCH_HEIGHT, PATCH_WIDTH = 2, 2
 NUM_PATCHES = 48
@@ -30,10 +33,11 @@ def cut(pixels: np.ndarray) -> np.ndarray:
 @functools.cache
 def codebook() -> np.ndarray:
     """Patch centroids, float32 [NUM_PATCHES, pixels per patch], ordered by mean brightness."""
-    images = load_digits().images
+    data: Any = load_digits()
+    images = data.images
     train = images[np.arange(len(images)) % 5 != 4]
     patches = cut(train).reshape(-1, PATCH_HEIGHT * PATCH_WIDTH)
-    centroids = KMeans(NUM_PATCHES, n_init=1, random_state=0).fit(patches).cluster_centers_
+    centroids = KMeans(NUM_PATCHES, n_init=_SINGLE, random_state=0).fit(patches).cluster_centers_
     order = np.lexsort((*centroids.T, centroids.mean(axis=1)))
     return centroids[order].astype(np.float32)
 

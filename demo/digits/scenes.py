@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -49,7 +49,7 @@ class Scene:
 @functools.cache
 def digit_images(split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Images float32 [N, 8, 8] in 0..16, labels int [N] and indices into `load_digits` int [N] of a split."""
-    data = load_digits()
+    data: Any = load_digits()
     indices = np.arange(len(data.target))
     chosen = indices[(indices % 5 == 4) == (split == "heldout")]
     return data.images[chosen].astype(np.float32), data.target[chosen], chosen

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from demo.digits import cache, data, model, patches, scenes, tokenizer
 
@@ -31,7 +32,7 @@ _BETAS = (0.9, 0.99)
 class WarmStartSettings:
     """How long and how fast; `num_steps` optimiser steps of `batch_size` fresh scenes each."""
 
-    num_steps: int = 240
+    num_steps: int = 144
     batch_size: int = 32
     learning_rate: float = 3e-3
     num_warmup_steps: int = 20
@@ -52,7 +53,7 @@ class WarmStartProgress:
 OnProgress = Callable[[WarmStartProgress], None]
 
 
-def encode_scene(scene: scenes.Scene, codec: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+def encode_scene(scene: scenes.Scene, codec: Any) -> tuple[list[int], list[int]]:
     """Prompt ids and answer ids (turn terminator included) of a scene."""
     prompt = codec.apply_chat_template(data.messages_of(scene), add_generation_prompt=True, return_dict=False)
     answer = codec.encode(data.answer_text(scene.objects) + tokenizer.TURN_END, add_special_tokens=False)
@@ -78,9 +79,7 @@ def answer_loss(network: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.T
     return functional.cross_entropy(network.lm_head(hidden), labels[kept])
 
 
-def _batches(
-    settings: WarmStartSettings, codec: PreTrainedTokenizerFast
-) -> Iterator[tuple[torch.Tensor, ...]]:
+def _batches(settings: WarmStartSettings, codec: Any) -> Iterator[tuple[torch.Tensor, ...]]:
     """`num_steps` batches of fresh train scenes."""
     total = settings.num_steps * settings.batch_size
     pairs = (encode_scene(scene, codec) for scene in scenes.scenes("train", total, settings.data_seed))
@@ -90,7 +89,7 @@ def _batches(
 
 def train(
     network: Qwen3ForCausalLM,
-    codec: PreTrainedTokenizerFast,
+    codec: Any,
     settings: WarmStartSettings,
     on_progress: OnProgress | None = None,
 ) -> None:
@@ -131,7 +130,5 @@ def ensure_warm_start(
     with cache.written_aside(target) as aside:
         train(network, codec, settings, on_progress)
         model.save_model(network, codec, aside)
-        (aside / "warm_start.json").write_text(
-            json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8"
-        )
+        (aside / "warm_start.json").write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
     return target

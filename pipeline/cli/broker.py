@@ -15,8 +15,12 @@ def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """Run the embedded broker until Ctrl-C, so that roles started by hand can share it."""
     settings = load_config(config, overrides)
     done = threading.Event()
+
+    def finish(_number: int, _frame: object) -> None:
+        done.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: done.set())
+        signal.signal(number, finish)
     with embedded_broker(settings.broker) as url:
         print(f"broker ready: {hide_password(url)} (data in {settings.broker.embedded_dir})", flush=True)
         done.wait()

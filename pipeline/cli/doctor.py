@@ -46,9 +46,10 @@ def _say(name: str, check: Callable[[], str]) -> int:
 
 
 def _python() -> str:
-    if sys.version_info < (3, 11):
-        raise SluiceError(f"Python {sys.version.split()[0]}; Sluice needs >= 3.11")
-    return sys.version.split()[0]
+    found = sys.version.split()[0]
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        raise SluiceError(f"Python {found}; Sluice is made for 3.11 to 3.13")
+    return found
 
 
 def _engine() -> str:
@@ -58,9 +59,7 @@ def _engine() -> str:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             if not package.startswith("vllm"):
-                raise SluiceError(
-                    f"{package} is not installed; `make setup` or `pip install sluice`"
-                ) from None
+                raise SluiceError(f"{package} is not installed; `make setup` or `pip install sluice`") from None
     return ", ".join(found)
 
 
@@ -68,17 +67,13 @@ def _broker(config: Config) -> str:
     try:
         url = connections.broker_url(config.broker)
     except SluiceError:
-        return (
-            f"none running; `sluice up` will start {Path(find_server()).name} in {config.broker.embedded_dir}"
-        )
+        return f"none running; `sluice up` will start {Path(find_server()).name} in {config.broker.embedded_dir}"
     facts = connections.ping(config.broker)
     notes = "" if facts.get("aof_enabled") else "; AOF is off: a restart of the broker loses the run"
     policy = facts.get("maxmemory_policy")
     notes += "" if policy == "noeviction" else f"; maxmemory-policy is {policy}: set noeviction"
     name = "valkey" if "valkey_version" in facts else "redis"
-    return (
-        f"{name} {facts.get('valkey_version', facts.get('redis_version'))} at {url.rpartition('@')[2]}{notes}"
-    )
+    return f"{name} {facts.get('valkey_version', facts.get('redis_version'))} at {url.rpartition('@')[2]}{notes}"
 
 
 def _model(config: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 
 import msgspec
@@ -27,7 +28,7 @@ def status(
     connections.ping(settings.broker)
     now = asyncio.run(_read(settings))
     if health is not None:
-        return 0 if now.alive(health) else 1
+        return 0 if any(row.host == socket.gethostname() for row in now.alive(health)) else 1
     if json:
         print(msgspec.json.encode(now).decode())
         return 0
@@ -49,19 +50,13 @@ def _print(now: Snapshot) -> None:
         f"  enqueued {now.enqueued} = trained {now.trained} + dead {now.dead} + dropped {now.dropped} "
         f"+ in flight {now.enqueued - now.ended}"
     )
-    print(
-        f"  jobs queued or leased {now.queued_jobs}, batches waiting {now.waiting_batches}, tokens {now.tokens}"
-    )
+    print(f"  jobs queued or leased {now.queued_jobs}, batches waiting {now.waiting_batches}, tokens {now.tokens}")
     for reason, count in sorted(now.reasons.items()):
         print(f"  {reason} {count}")
     clock = time.time()
     for row in now.processes:
         age = clock - row.at
         life = "" if age < ALIVE_S else f"  NO HEARTBEAT for {age:.0f} s"
-        cause = (
-            f"waits for {row.waiting_for}, {clock - row.waiting_since:.0f} s"
-            if row.waiting_since
-            else "working"
-        )
+        cause = f"waits for {row.waiting_for}, {clock - row.waiting_since:.0f} s" if row.waiting_since else "working"
         facts = " ".join(f"{key}={value}" for key, value in row.facts.items())
         print(f"  {row.name:<16} pid {row.pid:<8} {cause}  {facts}{life}")

@@ -20,7 +20,7 @@ from pipeline.files import write_atomic
 from pipeline.keys import Keys
 from pipeline.progress import Progress
 from pipeline.status import Snapshot, snapshot
-from pipeline.supervise import Supervisor
+from pipeline.supervise import Supervisor, sluice_command
 
 Watch = Callable[[Snapshot, Supervisor, Progress], Awaitable[None]]
 
@@ -43,37 +43,42 @@ def with_workers(config: Config, count: int) -> Config:
     return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, count=count))
 
 
-def run_stack(config: Config, *, title: str, watch: Watch | None = None) -> int:
-    """Run every role to the end of the run; 0 when it is complete, 130 when interrupted."""
+def run_stack(
+    config: Config, *, title: str, watch: Watch | None = None, extra: dict[str, list[str]] | None = None
+) -> int:
+    """Run every role, and `extra` commands beside them, to the end of the run.
+
+    Returns 0 when it is complete, 130 when interrupted. `watch` is called with every snapshot.
+    """
     with contextlib.ExitStack() as scope:
         if config.broker.url is None:
             url = scope.enter_context(embedded_broker(config.broker))
             settings = msgspec.structs.replace(config.broker, url=url)
             config = msgspec.structs.replace(config, broker=settings)
         connections.ping(config.broker)
-        return asyncio.run(_supervised(config, title, watch))
+        return asyncio.run(_supervised(config, title, watch, extra or {}))
 
 
 def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
-    """Process name → `sluice` arguments."""
-    with_file = ["-c", str(resolved)]
-    roles: dict[str, list[str]] = {"trainer": ["train", *with_file], "producer": ["produce", *with_file]}
+    """Process name → command."""
+    with_file = ("-c", str(resolved))
+    roles = {"trainer": sluice_command("train", *with_file), "producer": sluice_command("produce", *with_file)}
     for index in range(config.consumer.count):
-        roles[f"consumer-{index}"] = ["consume", *with_file, "--partition", str(index)]
+        roles[f"consumer-{index}"] = sluice_command("consume", *with_file, "--partition", str(index))
     for index in range(config.worker.count):
-        roles[f"worker-{index}"] = ["worker", *with_file]
+        roles[f"worker-{index}"] = sluice_command("worker", *with_file)
     return roles
 
 
-async def _supervised(config: Config, title: str, watch: Watch | None) -> int:
+async def _supervised(config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]]) -> int:
     logs.configure("up")
     run_dir = Path(config.run_dir) / config.run
     resolved = provenance.store(config, run_dir)
     # The children get the URL by environment: passwords belong in no file of the run.
     env = {"REDIS_URL": config.broker.url or ""}
     supervisor = Supervisor(config.up, run_dir / "logs", env)
-    for name, arguments in plan(config, resolved).items():
-        supervisor.add(name, arguments)
+    for name, command in {**plan(config, resolved), **extra}.items():
+        supervisor.add(name, command)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -101,10 +101,11 @@ def _put(tree: dict[str, Any], dotted: str, value: Any, origin: str) -> None:
 
 def _adopt_custom_subtree(tree: dict[str, Any], origin: str) -> None:
     """`custom.extra.rollout_matching` is an accepted place for `rollout_matching`; both at once are an error."""
-    custom = cast("dict[str, Any]", tree.get("custom") or {})
-    extra = cast("dict[str, Any]", custom.get("extra") or {}) if isinstance(tree.get("custom"), dict) else {}
-    if not isinstance(extra, dict) or "rollout_matching" not in extra:
+    custom = tree.get("custom")
+    found = cast("dict[str, Any]", custom).get("extra") if isinstance(custom, dict) else None
+    if not isinstance(found, dict) or "rollout_matching" not in found:
         return
+    extra = cast("dict[str, Any]", found)
     if tree.get("rollout_matching") is not None:
         raise ConfigError(
             f"{origin}: rollout_matching and custom.extra.rollout_matching are both given; keep one of them"

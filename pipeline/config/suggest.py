@@ -34,9 +34,7 @@ def refuse_unknown_keys(kind: type, tree: Any, origin: str, prefix: str = "") ->
         if child is None:
             continue
         if value is None or not isinstance(value, dict):
-            raise ConfigError(
-                f"{origin}: {prefix}{key} must be a mapping, got {value!r}; remove it or fill it in"
-            )
+            raise ConfigError(f"{origin}: {prefix}{key} must be a mapping, got {value!r}; remove it or fill it in")
         refuse_unknown_keys(child, value, origin, f"{prefix}{key}.")
 
 

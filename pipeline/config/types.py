@@ -96,9 +96,7 @@ class RepeatTerminateConfig(Section, frozen=True, kw_only=True):
 class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
     """What the consumers do with a rollout."""
 
-    task: str = (
-        "detection"  # detection | exact_answer, or a key of your own with the three import paths below
-    )
+    task: str = "detection"  # detection | exact_answer, or a key of your own with the three import paths below
     parse: str | None = None  # "package.module:function"; None = that of the task
     match: str | None = None
     target: str | None = None
@@ -128,6 +126,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     checkpoint_every: int = 1  # optimiser steps; a version is published from a durable checkpoint only
     keep_checkpoints: int = 2
     max_versions: int | None = None  # stop after this version
+    claim_gpu: bool = False  # lock a GPU, so that workers on this host leave it alone
     batch_wait_s: float = 600.0  # no batch for this long is an error that names what was waited for
     torch_threads: int = 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -16,7 +16,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key: Any = self.construct_object(key_node, deep=True)  # pyright: ignore[reportUnknownMemberType]
+            key = cast(Any, self).construct_object(key_node, deep=True)
             if key in seen:
                 mark = key_node.start_mark
                 raise ConfigError(f"key {key!r} is given twice (line {mark.line + 1}); remove one of them")
@@ -34,7 +34,7 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 def parse_yaml(text: str, origin: str) -> Any:
     """Parse one document; raises ConfigError with the origin and line."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:

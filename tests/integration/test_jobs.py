@@ -48,7 +48,8 @@ async def test_credit_limits_in_flight_and_staleness(client: Redis, keys: Keys) 
     cursors = [f"0:{i}" for i in range(6)]
     outcomes = await queue.enqueue(jobs, narrow, cursors)
     assert outcomes == ["enqueued"] * 3 + ["over_credit"] * 3
-    assert await client.hget(keys.source, "cursor") == b"0:2"
+    raw: Any = client
+    assert await raw.hget(keys.source, "cursor") == b"0:2"
     stale = Credit(max_in_flight=100, samples_per_version=4, max_staleness=1)
     assert await queue.enqueue(jobs[3:], stale) == ["enqueued", "over_credit", "over_credit"]
     await client.set(keys.latest, 1)  # a new version makes room for samples_per_version more
@@ -79,9 +80,7 @@ async def test_each_job_is_claimed_once_by_many_workers(client: Redis, keys: Key
     assert len(ids) == len(set(ids)) == 50
 
 
-async def test_an_expired_lease_is_redelivered_and_the_late_attempt_is_fenced(
-    client: Redis, keys: Keys
-) -> None:
+async def test_an_expired_lease_is_redelivered_and_the_late_attempt_is_fenced(client: Redis, keys: Keys) -> None:
     first, second = queue_of(client, keys, "dead"), queue_of(client, keys, "alive")
     await enqueue(first, "a", n=2)
     [old] = await claim(first, lease_s=LEASE_S)
@@ -94,9 +93,7 @@ async def test_an_expired_lease_is_redelivered_and_the_late_attempt_is_fenced(
     assert await first.commit([late]) == ["fenced"]
     assert await second.commit([Finished(new, sequence_result(new.job_id, 1, 2))]) == ["ok"]
     assert await first.commit([late]) == ["dup"]
-    seen = [
-        decode(SequenceResult, fields[b"r"]).seq_id for _, fields in await client.xrange(keys.results + "0")
-    ]
+    seen = [decode(SequenceResult, fields[b"r"]).seq_id for _, fields in await client.xrange(keys.results + "0")]
     assert seen == [f"{old.job_id}:0", f"{old.job_id}:1"]
     assert await client.exists(ARQ_JOB + old.job_id) == 0
 
@@ -168,7 +165,8 @@ async def test_commit_needs_owner_and_attempt(client: Redis, keys: Keys, kind: s
     [item] = await claim(queue)
     finished = Finished(item, sequence_result(item.job_id))
     if kind == "attempt":
-        await client.hset(f"{keys.job_state}{item.job_id}", "attempt", 7)
+        raw: Any = client
+        await raw.hset(f"{keys.job_state}{item.job_id}", "attempt", 7)
         assert await queue.commit([finished]) == ["fenced"]
     else:
         assert await other.commit([finished]) == ["fenced"]

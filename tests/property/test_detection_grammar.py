@@ -18,14 +18,10 @@ from tests.tiny_tokenizer import tiny_codec
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8))
 TREES = st.recursive(
     LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)),
     max_leaves=12,
 )
-DOCUMENTS = st.dictionaries(
-    st.text(max_size=6), st.dictionaries(st.text(max_size=6), TREES, max_size=4), max_size=5
-)
+DOCUMENTS = st.dictionaries(st.text(max_size=6), st.dictionaries(st.text(max_size=6), TREES, max_size=4), max_size=5)
 
 
 def naive(text: str, value: Value | None) -> Any:

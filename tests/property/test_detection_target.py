@@ -33,9 +33,7 @@ def cases(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int], dict[s
     near = [obj(draw(st.sampled_from(["seven", "nine", item["desc"]])), *item["bbox_2d"]) for item in truths]
     written = draw(st.permutations(near + draw(st.lists(st.one_of(OBJECTS, BROKEN), max_size=2))))
     text = answer(written, codec, closed=draw(st.booleans()))
-    text = text[: draw(st.one_of(st.just(len(text)), st.integers(0, len(text))))] + draw(
-        st.sampled_from(["", " ."])
-    )
+    text = text[: draw(st.one_of(st.just(len(text)), st.integers(0, len(text))))] + draw(st.sampled_from(["", " ."]))
     ids = tokens_anyhow(codec, text, draw(st.integers(0, 9)))
     if draw(st.booleans()):
         ids = [*codec.encode(text), codec.eos_token_ids[0], 9]
@@ -102,6 +100,7 @@ def test_supervision_follows_the_segments(case: Any) -> None:
                 Segment.appended_coord,
             )
     assert sample.weights[-1] == 1
+    assert sample.weights[-2] > 0, "the closing brace is supervised"
     assert list(sample.segments)[-1] == Segment.closing
 
 

@@ -35,19 +35,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
 
 
-def render(
-    tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None
-) -> list[int]:
+def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
     """Prompt token ids, shape (prompt_len,).
 
-    Raises ModelError if the tokenizer has no chat template, RequestError if the template refuses the messages.
+    Raises ModelError for a tokenizer without chat template, RequestError if the template refuses the messages.
     """
     options = options or ChatTemplateOptions()
     if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template; add chat_template.jinja beside it, "
-            "or send prompt_token_ids instead of messages"
-        )
+        name = tokenizer.name_or_path or "the tokenizer"
+        raise ModelError(f"{name} has no chat template; add chat_template.jinja beside it, or send prompt_token_ids")
     if not messages:
         raise RequestError("messages is empty; give at least one message")
     arguments = {
@@ -60,9 +56,7 @@ def render(
         raise RequestError(f"the chat template refuses the messages: {error}") from error
 
 
-def _apply(
-    tokenizer: Any, messages: Sequence[Message], arguments: dict[str, bool], thinking: bool
-) -> list[int]:
+def _apply(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, bool], thinking: bool) -> list[int]:
     try:
         return _ids(tokenizer, messages, enable_thinking=thinking, **arguments)
     except (TypeError, ValueError, TemplateError) as error:

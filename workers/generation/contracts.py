@@ -54,7 +54,8 @@ class SequenceOutput:
     """One decoded sequence.
 
     `token_ids` end with the token that completed the stop (if any); `logprobs` are natural logs in fp32 under
-    `versions`; `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is whole.
+    `versions`; `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is
+    whole.
     `stop_reason`: the stop string or stop id; None for end-of-sequence and for `length`.
     """
 
@@ -121,14 +122,12 @@ def check_request(request: SequenceRequest, facts: EngineFacts) -> None:
     """
     key, prompt, limit = request.seq_key, request.prompt_token_ids, facts.context_length
     if len(prompt) >= limit:
-        raise RequestError(
-            f"{key}: the prompt has {len(prompt)} tokens, the model's context is {limit}; shorten it"
-        )
+        raise RequestError(f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it")
     room = limit - len(prompt)
     if request.sampling.max_new_tokens > room:
         raise RequestError(
-            f"{key}: max_new_tokens {request.sampling.max_new_tokens} does not fit the context of {limit} after a "
-            f"prompt of {len(prompt)} tokens; use at most {room}"
+            f"{key}: max_new_tokens {request.sampling.max_new_tokens} does not fit the context of {limit} "
+            f"after a prompt of {len(prompt)} tokens; use at most {room}"
         )
     check_token_ids(key, prompt, facts.vocab_size)
     check_token_ids(f"{key}: stop_token_ids", request.sampling.stop_token_ids, facts.vocab_size)

@@ -59,15 +59,10 @@ class GenerationEngine:
         self, requests: Sequence[TextGenerationRequest], options: GenerationOptions
     ) -> list[GenerationResult]:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._answer(index, request, options))
-                for index, request in enumerate(requests)
-            ]
+            tasks = [group.create_task(self._answer(index, request, options)) for index, request in enumerate(requests)]
         return [task.result() for task in tasks]
 
-    async def _answer(
-        self, index: int, request: TextGenerationRequest, options: GenerationOptions
-    ) -> GenerationResult:
+    async def _answer(self, index: int, request: TextGenerationRequest, options: GenerationOptions) -> GenerationResult:
         key = request.request_id or str(index)
         try:
             prompt = request.prompt_token_ids or render(self._tokenizer, request.messages, self._chat)
@@ -75,9 +70,7 @@ class GenerationEngine:
             seed = (options.seed << 32) + index
             output = await self.backend.decode(SequenceRequest(key, tuple(prompt), options.sampling(), seed))
         except (RequestError, ModelError) as error:
-            return GenerationResult(
-                request_id=key, finish_reason="error", error=str(error), engine=self.backend.facts
-            )
+            return GenerationResult(request_id=key, finish_reason="error", error=str(error), engine=self.backend.facts)
         return self._result(key, list(prompt), output)
 
     def _result(self, key: str, prompt: list[int], output: SequenceOutput) -> GenerationResult:

@@ -34,7 +34,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> GenerationOptions:
-        """Options from plain values. Raises RequestError for an unknown key (naming the nearest) or a bad value."""
+        """Options from plain values. Raises RequestError for an unknown key or a bad value."""
         for key in values:
             if key not in cls.__struct_fields__:
                 near = get_close_matches(key, cls.__struct_fields__, n=1)
@@ -59,7 +59,7 @@ class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. `finish_reason` error: nothing was decoded and `error` says why; the neighbours are unharmed."""
+    """One answer. `finish_reason` error: nothing was decoded, and `error` says why."""
 
     request_id: str
     text: str = ""  # cleaned

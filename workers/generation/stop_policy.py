@@ -21,7 +21,7 @@ _MAX_HELD_TOKENS = 8
 def end_reasons(
     tokenizer: Any, eos_token_ids: Iterable[int], stop_token_ids: Iterable[int], stop: Iterable[str]
 ) -> dict[int, StopReason]:
-    """Token id -> the stop reason it ends a sequence with: None for end of sequence, the id, or the string."""
+    """Token id -> the stop reason that it gives: None for end of sequence, the id, or the stop string."""
     reasons: dict[int, StopReason] = {}
     for string in stop:
         token_ids = tokenizer.encode(string, add_special_tokens=False)
@@ -46,7 +46,7 @@ def truncate(text: str, stop: Iterable[str]) -> str:
 
 
 def final_texts(tokenizer: Any, token_ids: Sequence[int], stop: Iterable[str]) -> tuple[str, str]:
-    """(text, raw_text): cleaned, cut at the earliest stop string and stripped; and whole, with special tokens."""
+    """(text, raw_text): cleaned, cut at the earliest stop string, stripped; whole with special tokens."""
     text = truncate(tokenizer.decode(token_ids, skip_special_tokens=True), stop)
     return text.strip(), tokenizer.decode(token_ids, skip_special_tokens=False)
 

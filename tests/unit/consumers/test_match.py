@@ -49,9 +49,7 @@ def best_cost(predictions: list[Box], truths: list[Box], options: RolloutMatchin
 
 @given(st.lists(SMALL_BOXES, max_size=4), st.lists(SMALL_BOXES, max_size=4), OPTIONS)
 @settings(max_examples=200, deadline=None)
-def test_no_assignment_is_cheaper(
-    predictions: list[Box], truths: list[Box], options: RolloutMatchingConfig
-) -> None:
+def test_no_assignment_is_cheaper(predictions: list[Box], truths: list[Box], options: RolloutMatchingConfig) -> None:
     iou = iou_matrix(predictions, truths)
     if any(len(set(row)) < len(row) for row in iou.tolist()):
         options = RolloutMatchingConfig(

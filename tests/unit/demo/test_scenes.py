@@ -35,9 +35,7 @@ def test_truth_is_valid_and_ordered() -> None:
 def test_every_box_holds_ink() -> None:
     for scene in scenes("train", 50, seed=4):
         for item in scene.objects:
-            left, top, right, bottom = (
-                np.array(item["bbox_2d"]) / 999 * np.array([WIDTH, HEIGHT, WIDTH, HEIGHT])
-            )
+            left, top, right, bottom = np.array(item["bbox_2d"]) / 999 * np.array([WIDTH, HEIGHT, WIDTH, HEIGHT])
             assert scene.pixels[round(top) : round(bottom), round(left) : round(right)].max() >= 4
 
 

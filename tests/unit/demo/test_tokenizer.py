@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -32,12 +33,12 @@ def test_near_answers_round_trip(text: str) -> None:
     assert LOADED.decode(LOADED.encode(text)) == text
 
 
-def test_values_and_structure_are_single_tokens(reloaded: PreTrainedTokenizerFast) -> None:
+def test_values_and_structure_are_single_tokens(reloaded: Any) -> None:
     singles = [*map(str, range(1000)), *WORDS, *STRUCTURE, *map(patch_token, range(NUM_PATCHES))]
     assert [text for text in singles if len(reloaded.encode(text)) != 1] == []
 
 
-def test_no_token_of_an_answer_mixes_structure_and_value(reloaded: PreTrainedTokenizerFast) -> None:
+def test_no_token_of_an_answer_mixes_structure_and_value(reloaded: Any) -> None:
     allowed = {*map(str, range(1000)), *WORDS, *STRUCTURE, TURN_END}
     for scene in scenes("train", 50, seed=1):
         ids = reloaded.encode(answer_text(scene.objects) + TURN_END)
@@ -45,16 +46,14 @@ def test_no_token_of_an_answer_mixes_structure_and_value(reloaded: PreTrainedTok
         assert {reloaded.decode([index]) for index in ids} <= allowed
 
 
-def test_chat_template_opens_the_assistant_turn(reloaded: PreTrainedTokenizerFast) -> None:
+def test_chat_template_opens_the_assistant_turn(reloaded: Any) -> None:
     messages = messages_of(next(scenes("train", 1, seed=0)))
-    text = reloaded.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
+    text = reloaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     assert text == f"<|im_start|>user\n{messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     ids = reloaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert reloaded.decode(ids) == text
 
 
-def test_special_tokens(reloaded: PreTrainedTokenizerFast) -> None:
+def test_special_tokens(reloaded: Any) -> None:
     assert (reloaded.eos_token, reloaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert reloaded.decode(reloaded.encode("four<|im_end|>"), skip_special_tokens=True) == "four"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def test_second_call_reuses_the_cached_directory(tmp_path: Path) -> None:
 
 def test_directory_loads_and_agrees_with_the_tokenizer(tmp_path: Path) -> None:
     directory = ensure_warm_start(tmp_path, TINY)
-    network, codec = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    network: Any = AutoModelForCausalLM.from_pretrained(directory)
+    codec: Any = AutoTokenizer.from_pretrained(directory)
     assert network.dtype == torch.float32
     assert network.config.vocab_size == len(codec)
     assert network.generation_config.eos_token_id == codec.eos_token_id

@@ -1,8 +1,9 @@
 """`sdpa` for grouped-query models without copying the cache, as an attention function of our own.
 
-transformers repeats keys and values for every query head at each decode step, a copy of the whole cache. One query
-token needs none of it: the query heads of a group become the query positions of one attention call. Everything
-else (prefill, no groups) goes to the library's own function. Registered through `AttentionInterface`.
+transformers repeats keys and values for every query head at each decode step, a copy of the whole cache.
+One query token needs none of it: the query heads of a group become the query positions of one attention
+call. Everything else (prefill, no groups) goes to the library's own function. Registered through
+`AttentionInterface`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def grouped_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (rows, heads, q, dim), key and value (rows, kv_heads, length, dim) -> ((rows, q, heads, dim), None)."""
+    """Attention output (rows, q, heads, dim) and no weights.
+
+    `query` is (rows, heads, q, dim), `key` and `value` are (rows, kv_heads, length, dim).
+    """
     rows, heads, q_length, dim = query.shape
     groups = heads // key.shape[1]
     if q_length != 1 or groups == 1 or kwargs.get("position_bias") is not None:

@@ -51,7 +51,11 @@ class HfBackend:
         return await asyncio.wrap_future(self._running().decode(request))
 
     async def load_weights(self, directory: Path, version: int) -> None:
-        """Swap the weights once no sequence runs. Raises WeightsError (TornWeights: the engine refuses to decode)."""
+        """Swap the weights once no sequence runs.
+
+        Raises WeightsError with the old version serving, or TornWeights: then nothing is decoded until a load
+        succeeds.
+        """
         await asyncio.wrap_future(self._running().load(Path(directory), version))
 
     async def score(self, token_ids: Sequence[int]) -> float:

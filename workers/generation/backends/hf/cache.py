@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
@@ -38,6 +39,9 @@ class Window:
 
 class WindowLayer(CacheLayerMixin):
     """One layer's buffers, (row capacity, kv_heads, column capacity, head_dim)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, window: Window, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -72,15 +76,13 @@ class WindowLayer(CacheLayerMixin):
 class DecodeCache(Cache):
     """Keys, values, padding mask and positions of the running rows."""
 
+    layers: list[Any]  # of WindowLayer
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(layers=[])
         self._window = Window()
-        self._mask = torch.zeros(
-            0, 0, dtype=torch.bool, device=device
-        )  # (row, column) capacity; True = a token
-        self.lengths = torch.zeros(
-            0, dtype=torch.int64, device=device
-        )  # (rows,): tokens cached = next position
+        self._mask = torch.zeros(0, 0, dtype=torch.bool, device=device)  # (row, column) capacity; True: token
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)  # (rows,): tokens cached
         self._lengths: list[int] = []  # the same on the host
 
     @property
@@ -91,16 +93,14 @@ class DecodeCache(Cache):
     def admit(self, prefilled: DynamicCache, pick: Sequence[int], lengths: Sequence[int]) -> None:
         """Append rows: row i is row `pick[i]` of a left-padded prefill, with `lengths[i]` real tokens."""
         width = max(lengths)
-        first = prefilled.layers[0].keys
+        fresh: list[Any] = prefilled.layers
         if not self.layers:
-            self.layers = [
-                WindowLayer(self._window, layer.keys[:0], layer.values[:0]) for layer in prefilled.layers
-            ]
+            self.layers = [WindowLayer(self._window, layer.keys[:0], layer.values[:0]) for layer in fresh]
         self._reserve(rows=self.num_rows + len(pick), width=max(width, self._window.width))
         window, begin = self._window, self.num_rows
-        index = torch.tensor(pick, device=first.device)
+        index = torch.tensor(pick, device=self.lengths.device)
         rows, columns = slice(begin, begin + len(pick)), slice(window.end - width, window.end)
-        for mine, theirs in zip(self.layers, prefilled.layers, strict=True):
+        for mine, theirs in zip(self.layers, fresh, strict=True):
             mine.keys[rows, :, columns] = theirs.keys[index, :, -width:]
             mine.values[rows, :, columns] = theirs.values[index, :, -width:]
         window.start = min(window.start, window.end - width)
@@ -126,7 +126,7 @@ class DecodeCache(Cache):
         self._lengths = [length + 1 for length in self._lengths]
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
-        """Free the given rows; the moves (from, to) that fill their places, for whoever keeps rows beside it."""
+        """Free the given rows; the moves (from, to) that filled their places."""
         remaining = self.num_rows - len(leaving)
         gone = set(leaving)
         holes = sorted(row for row in gone if row < remaining)
@@ -144,14 +144,6 @@ class DecodeCache(Cache):
         self._window.num_rows = remaining
         self._window.start = self._window.end - max(self._lengths, default=0)
         return moves
-
-    def clear(self) -> None:
-        """Forget every row and give the memory back."""
-        self.layers = []
-        self._window = Window()
-        self._lengths = []
-        self.lengths = self.lengths[:0]
-        self._mask = self._mask[:0, :0]
 
     def _reserve(self, rows: int, width: int) -> None:
         """Room for `rows` rows, `width` columns that end at `end`, and one column after it."""

@@ -32,9 +32,7 @@ class Decoder:
         self._device = torch.device(model.facts.device)
         self._cache = DecodeCache(self._device)
         self._table: SamplingTable | None = None
-        self._last = torch.zeros(
-            0, dtype=torch.int64, device=self._device
-        )  # (rows,): each row's newest token
+        self._last = torch.zeros(0, dtype=torch.int64, device=self._device)  # (rows,): newest tokens
 
     def join(self, rows: Sequence[Row]) -> list[tuple[Row, EngineError | None]]:
         """Prefill new rows and add them; those that ended at once, with the error that ended them if any."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
@@ -58,9 +59,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         context_length=int(getattr(text, "max_position_embeddings", None) or tokenizer.model_max_length),
     )
     pad = tokenizer.pad_token_id
-    return LoadedModel(
-        module, tokenizer, facts, 0 if pad is None else pad, {"logits_to_keep": 1} if keeps else {}
-    )
+    return LoadedModel(module, tokenizer, facts, 0 if pad is None else pad, {"logits_to_keep": 1} if keeps else {})
 
 
 def _check_directory(path: str) -> None:
@@ -72,9 +71,7 @@ def _check_directory(path: str) -> None:
             raise ModelError(f"{path}: no such directory; set model.path to a model directory")
         return  # may be a name in the local hub cache
     if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"{path}: no config.json; this is not a model directory (save_pretrained writes one)"
-        )
+        raise ModelError(f"{path}: no config.json, so no model directory (save_pretrained writes one)")
     if not any(any(directory.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
         raise ModelError(f"{path}: no weights (model.safetensors); copy them there or export the model again")
 
@@ -99,8 +96,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _load_module(config: ModelConfig, dtype: torch.dtype) -> Any:
     attention.register()
+    transformers_logging.disable_progress_bar()
     try:
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=dtype,
             attn_implementation=config.attn_implementation,
@@ -109,6 +107,7 @@ def _load_module(config: ModelConfig, dtype: torch.dtype) -> Any:
         )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{config.path}: the model cannot be loaded: {error}") from error
+    module, report = loaded
     bad = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
     if bad:
         raise ModelError(f"{config.path}: the weights do not fill the model, e.g. {bad[0]}; export it again")

@@ -1,6 +1,6 @@
 """Uniform random numbers that depend on (seed, position) only: a counter-based stream (splitmix64).
 
-A redelivered sequence draws the same numbers, whatever runs beside it, and a resumed one goes on where it was.
+A redelivered sequence draws the same numbers, whatever runs beside it; a resumed one goes on where it was.
 """
 
 from __future__ import annotations

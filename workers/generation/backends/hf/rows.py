@@ -17,7 +17,7 @@ from workers.generation.stop_policy import StopReason, StopStrings, end_reasons,
 
 
 class Row:
-    """A running sequence. `tokens`, `logprobs` and `versions` have one length; `context` is prompt + tokens."""
+    """A running sequence. `tokens`, `logprobs` and `versions` have one length."""
 
     __slots__ = (
         "_ends",

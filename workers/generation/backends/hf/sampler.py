@@ -1,14 +1,15 @@
 """One batched sampling step with per-row parameters.
 
-- Order: repetition penalty, temperature, top-k, top-p (over what top-k left); temperature 0 takes the best token.
+- Order: repetition penalty, temperature, top-k, top-p (over what top-k left); temperature 0: the best token.
 - The returned logprobs are raw: of the untouched logits at temperature 1.
-- Sampling inverts the cumulative distribution with one number per row, so a token of probability 0 never comes.
+- Sampling inverts the cumulative distribution with one number per row, so probability 0 never comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,9 +44,7 @@ class SamplingTable:
     ) -> SamplingTable:
         """The table of some rows; `contexts` are (prompt, generated) token ids."""
 
-        def column(
-            values: list[float], off: float, dtype: torch.dtype = torch.float32
-        ) -> torch.Tensor | None:
+        def column(values: list[Any], off: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
             if all(value == off for value in values):
                 return None
             return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
@@ -99,7 +98,7 @@ def keep_top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def keep_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """-inf outside the smallest set of best tokens whose probability reaches top_p; rows with 1 stay whole."""
+    """-inf outside the smallest set of best tokens whose probability reaches top_p; 1 keeps all."""
     probs, order = torch.softmax(scores, dim=-1).sort(dim=-1, descending=True, stable=True)
     before = probs.cumsum(dim=-1) - probs
     outside = (before >= top_p) & (top_p < 1)
@@ -125,9 +124,7 @@ def _draw(scores: torch.Tensor, table: SamplingTable) -> torch.Tensor:
     return drawn.clamp_(max=scores.shape[1] - 1)  # only NaN rows are beyond it, and those are failed later
 
 
-def _seen(
-    contexts: Sequence[tuple[Sequence[int], Sequence[int]]], vocab: int, device: torch.device
-) -> torch.Tensor:
+def _seen(contexts: Sequence[tuple[Sequence[int], Sequence[int]]], vocab: int, device: torch.device) -> torch.Tensor:
     seen = torch.zeros(len(contexts), vocab, dtype=torch.bool)
     for row, (prompt, generated) in enumerate(contexts):
         seen[row, [*prompt, *generated]] = True

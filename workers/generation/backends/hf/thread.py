@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from pipeline.config.types import ModelConfig
-from pipeline.errors import EngineError, SluiceError
+from pipeline.errors import EngineError, SluiceError, TornWeights
 from workers.generation.backends.hf.loop import Decoder
 from workers.generation.backends.hf.model import load_model
 from workers.generation.backends.hf.rows import Row
-from workers.generation.backends.hf.weights import TornWeights, load_weights
+from workers.generation.backends.hf.weights import load_weights
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, check_token_ids
 
 _Job = tuple[Any, "Future[Any]"]

@@ -16,14 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.errors import WeightsError
+from pipeline.errors import TornWeights, WeightsError
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OTHERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
-
-
-class TornWeights(WeightsError):
-    """The copy failed halfway: the model holds a mixture and must not serve until a load succeeds."""
 
 
 def load_weights(module: torch.nn.Module, directory: Path) -> None:
@@ -76,9 +72,7 @@ def _check(directory: Path, sources: Mapping[str, Any], targets: Mapping[str, to
         first = given[0]
         for name in given[1:]:
             if not torch.equal(sources[first].get_tensor(first), sources[name].get_tensor(name)):
-                raise WeightsError(
-                    f"{directory}: {first} and {name} are one tensor in the model, but differ here"
-                )
+                raise WeightsError(f"{directory}: {first} and {name} are one tensor in the model, but differ here")
 
 
 def _check_tensor(directory: Path, name: str, file: Any, target: torch.Tensor) -> None:
@@ -94,6 +88,6 @@ def _tied(targets: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Names grouped by the tensor they stand for."""
     groups: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
     for name, tensor in targets.items():
-        key = (tensor.data_ptr() or id(tensor), tensor.storage_offset(), tuple(tensor.shape))
+        key = (tensor.data_ptr() or id(tensor), int(tensor.storage_offset()), tuple(tensor.shape))
         groups.setdefault(key, []).append(name)
     yield from groups.values()

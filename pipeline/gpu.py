@@ -1,12 +1,14 @@
-"""One GPU per worker: each process locks a free one of its host before torch is imported.
+"""One GPU per process: each locks a free one of its host before torch is imported.
 
 Compose gives every replica of a service the same devices; the lock is a file on a directory that they share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
@@ -39,9 +41,20 @@ def claim_gpu(gpus: list[str], lock_dir: Path) -> tuple[str, IO[str]] | None:
             lock.close()
             continue
         return gpu, lock
-    raise EngineError(
-        f"all {len(gpus)} GPUs of this host are taken; start fewer workers, or free one ({lock_dir})"
-    )
+    raise EngineError(f"all {len(gpus)} GPUs of this host are taken; start fewer workers, or free one ({lock_dir})")
+
+
+@contextlib.contextmanager
+def use_free_gpu(*, wanted: bool) -> Generator[str | None]:
+    """Hold a GPU for the length of the block and make it the only visible one; yields its index."""
+    claim = claim_gpu(host_gpus(), default_lock_dir()) if wanted else None
+    if claim is None:
+        yield None
+        return
+    gpu, lock = claim
+    with lock:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        yield gpu
 
 
 def default_lock_dir() -> Path:

@@ -1,0 +1,55 @@
+"""Was every sequence trained exactly once? Answered from ids, not from counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from consumers.training.ledger import read_steps
+from pipeline.config import Config
+from pipeline.jobs import job_id_for
+from pipeline.status import Snapshot
+from producers.sources import Row, read_rows
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Counts of sequences; `versions` counts published weight versions after the warm start."""
+
+    enqueued: int
+    trained: int
+    dead: int
+    dropped: int
+    lost: int
+    duplicated: int
+    versions: int
+
+
+def audit(config: Config, run_dir: Path) -> Audit:
+    """Compare the ids that the data imply with the ids that the trainer's ledger holds."""
+    now = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Snapshot)
+    trained = Counter(seq_id for step in read_steps(run_dir / "trained.jsonl") for seq_id in step["seq_ids"])
+    expected = _expected(config)
+    return Audit(
+        enqueued=now.enqueued,
+        trained=len(trained),
+        dead=now.dead,
+        dropped=now.dropped,
+        lost=len(expected - set(trained)) - now.dead - now.dropped,
+        duplicated=sum(count - 1 for count in trained.values()) + len(set(trained) - expected),
+        versions=now.latest_version or 0,
+    )
+
+
+def _expected(config: Config) -> set[str]:
+    n = config.producer.group_size
+    return {
+        f"{job_id_for(config.run, str(row.id), epoch, config.sampling, n)}:{index}"
+        for epoch in range(config.data.epochs)
+        for row in read_rows(config.data)
+        if isinstance(row, Row)
+        for index in range(n)
+    }

@@ -1,0 +1,81 @@
+"""Held-out F1 of weight versions, decoded by the pipeline's own engine, greedily.
+
+As a process (`python -m demo.evaluator VERSIONS_DIR OUT.jsonl NUM_SCENES SEED`) it follows a run: it measures the
+newest version again and again, at low priority. Held-out scenes are made here; no other process ever sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from demo.digits.data import messages_of
+from demo.digits.evaluate import detection_f1
+from demo.digits.scenes import Scene, scenes
+from pipeline.config.types import ModelConfig
+from pipeline.errors import WeightsError
+from workers.generation.backends.hf import HfBackend
+from workers.generation.chat_template import load_tokenizer
+from workers.generation.engine import GenerationEngine
+from workers.generation.options import GenerationOptions, TextGenerationRequest
+
+MAX_NEW_TOKENS = 64
+
+
+def heldout_scenes(count: int, seed: int) -> list[Scene]:
+    """The scenes that decide; digits that no training scene shows."""
+    return list(scenes("heldout", count, seed))
+
+
+def decode_scenes(model_dir: Path, chosen: list[Scene]) -> list[str]:
+    """Greedy answers of the model in a directory."""
+    backend = HfBackend(ModelConfig(path=str(model_dir)), max_batch=64)
+    requests = [TextGenerationRequest(messages=list(messages_of(scene))) for scene in chosen]
+    with GenerationEngine(backend, load_tokenizer(str(model_dir))) as engine:
+        results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=MAX_NEW_TOKENS))
+    return [result.text for result in results]
+
+
+def measure(model_dir: Path, chosen: list[Scene]) -> dict[str, Any]:
+    """`f1`, `precision`, `recall` on the scenes."""
+    return dict(detection_f1(decode_scenes(model_dir, chosen), [scene.objects for scene in chosen]))
+
+
+def follow(versions: Path, out: Path, chosen: list[Scene]) -> None:
+    """Measure the newest version whenever there is one that was not measured; for ever."""
+    measured = -1
+    while True:
+        found = sorted(versions.glob("v??????"))
+        newest = int(found[-1].name[1:]) if found else -1
+        if newest <= measured:
+            time.sleep(0.2)
+            continue
+        # A version may be retired while it is being read; the next one is there by then.
+        with contextlib.suppress(FileNotFoundError, WeightsError, OSError):
+            score = measure(found[-1], chosen)
+            with out.open("a") as stream:
+                stream.write(json.dumps({"version": newest, "at": time.time(), **score}) + "\n")
+        measured = newest
+
+
+def main(arguments: list[str]) -> None:
+    """The process."""
+    import torch
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.nice(5)
+    torch.set_num_threads(1)
+    versions, out, count, seed = arguments
+    with contextlib.suppress(asyncio.CancelledError):
+        follow(Path(versions), Path(out), heldout_scenes(int(count), int(seed)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

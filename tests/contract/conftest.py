@@ -1,0 +1,32 @@
+"""Session fixtures of the engine contract: tiny models on disk and one running backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils import logging
+
+from tests.contract.engine_fixtures import reference, started
+from tests.tiny_models import save_tiny_model
+from workers.generation.backends.hf import HfBackend
+
+logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def backend(model_dir: Path) -> Iterator[HfBackend]:
+    with started(model_dir, max_batch=6) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def plain(model_dir: Path) -> Any:
+    return reference(model_dir)

@@ -1,0 +1,149 @@
+"""Results to batches to the trainer's ack: owned, fenced, repeatable."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.broker import Scripts
+from pipeline.errors import DeadlineExceeded, LeaseLost
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, TrainingBatch, decode, encode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
+from tests.factories import sequence_result, training_sample
+
+
+async def fill(client: Redis, keys: Keys, count: int) -> None:
+    for index in range(count):
+        await client.xadd(keys.results + "0", {"r": encode(sequence_result(f"g{index}"))})
+
+
+async def owner_of(client: Redis, keys: Keys, role: str = "consumer:0") -> Ownership:
+    owner = Ownership(client, keys, role)
+    await owner.acquire(1, lambda cause: None)
+    return owner
+
+
+def batch(name: str, *seq_ids: str) -> TrainingBatch:
+    return TrainingBatch(batch_id=name, samples=[training_sample(seq_id) for seq_id in seq_ids])
+
+
+async def put(
+    client: Redis, keys: Keys, reader: StreamReader, owner: Ownership, out: TrainingBatch, ids: list[str]
+) -> str:
+    return await hand_off(
+        Scripts(client),
+        keys,
+        reader=reader,
+        owner_key=owner.key,
+        nonce=owner.nonce,
+        batch=out,
+        result_ids=ids,
+        drops=[],
+    )
+
+
+async def test_a_dead_readers_entries_are_taken_over_in_order(client: Redis, keys: Keys) -> None:
+    await fill(client, keys, 5)
+    first = result_reader(client, keys, 0, "first")
+    assert await first.open() == []
+    taken = await first.read(3, block_ms=10)
+    second = result_reader(client, keys, 0, "second")
+    assert [entry.entry_id for entry in await second.open()] == [entry.entry_id for entry in taken]
+    assert len(await second.read(10, block_ms=10)) == 2
+
+
+async def test_takeover_skips_entries_that_were_deleted(client: Redis, keys: Keys) -> None:
+    await fill(client, keys, 3)
+    first = result_reader(client, keys, 0, "first")
+    await first.open()
+    taken = await first.read(3, block_ms=10)
+    await client.xdel(first.stream, taken[1].entry_id)
+    found = await result_reader(client, keys, 0, "second").open()
+    assert [entry.entry_id for entry in found] == [taken[0].entry_id, taken[2].entry_id]
+
+
+async def test_hand_off_moves_whole_and_once(client: Redis, keys: Keys) -> None:
+    await fill(client, keys, 2)
+    reader, owner = result_reader(client, keys, 0, "c"), await owner_of(client, keys)
+    await reader.open()
+    ids = [entry.entry_id for entry in await reader.read(2, block_ms=10)]
+    out = batch("b1", "g0:0", "g1:0")
+    assert await put(client, keys, reader, owner, out, ids) == "ok"
+    assert await put(client, keys, reader, owner, out, ids) == "dup"  # a retry after a lost answer
+    assert await reader.depth() == 0
+    now = await snapshot(client, keys)
+    assert (now.accepted, now.waiting_batches) == (2, 1)
+
+
+async def test_a_consumer_that_lost_its_partition_changes_nothing(client: Redis, keys: Keys) -> None:
+    await fill(client, keys, 1)
+    reader, owner = result_reader(client, keys, 0, "c"), await owner_of(client, keys)
+    await reader.open()
+    ids = [entry.entry_id for entry in await reader.read(1, block_ms=10)]
+    await client.set(owner.key, "somebody else")
+    with pytest.raises(LeaseLost):
+        await put(client, keys, reader, owner, batch("b", "g0:0"), ids)
+    assert (await snapshot(client, keys)).waiting_batches == 0
+    assert await reader.depth() == 1
+
+
+async def test_drops_are_recorded_with_their_letters(client: Redis, keys: Keys) -> None:
+    await fill(client, keys, 1)
+    reader, owner = result_reader(client, keys, 0, "c"), await owner_of(client, keys)
+    await reader.open()
+    ids = [entry.entry_id for entry in await reader.read(1, block_ms=10)]
+    letter = DeadLetter(seq_id="g0:0", reason="invalid_truth", state="dropped")
+    empty = TrainingBatch(batch_id="d", samples=[])
+    await hand_off(
+        Scripts(client),
+        keys,
+        reader=reader,
+        owner_key=owner.key,
+        nonce=owner.nonce,
+        batch=empty,
+        result_ids=ids,
+        drops=[letter],
+    )
+    now = await snapshot(client, keys)
+    assert (now.dropped, now.reasons, now.waiting_batches) == (1, {"dropped:invalid_truth": 1}, 0)
+    [(_, fields)] = await client.xrange(keys.dead)
+    assert decode(DeadLetter, fields[b"d"]) == letter
+
+
+async def test_acks_count_once_and_only_for_the_owner(client: Redis, keys: Keys) -> None:
+    entry_id = (await client.xadd(keys.batches, {"b": encode(batch("b", "a:0", "b:0"))})).decode()
+    reader, owner = batch_reader(client, keys, "t"), await owner_of(client, keys, "trainer")
+    await reader.open()
+    await reader.read(1, block_ms=10)
+    scripts = Scripts(client)
+    pairs = [(entry_id, 2)]
+    assert await ack_batches(scripts, keys, owner.key, owner.nonce, pairs) == 2
+    assert await ack_batches(scripts, keys, owner.key, owner.nonce, pairs) == 0
+    assert (await snapshot(client, keys)).trained == 2
+    with pytest.raises(LeaseLost):
+        await ack_batches(scripts, keys, owner.key, "another nonce", pairs)
+
+
+async def test_one_owner_at_a_time_and_the_wait_names_its_cause(client: Redis, keys: Keys) -> None:
+    first = await owner_of(client, keys, "trainer")
+    causes: list[str | None] = []
+    second = Ownership(client, keys, "trainer")
+    with pytest.raises(DeadlineExceeded, match="trainer"):
+        await second.acquire(0.3, causes.append)
+    assert "trainer" in str(causes[0])
+    await first.release()
+    await second.acquire(1, causes.append)
+    assert causes[-1] is None
+
+
+async def test_an_owner_that_was_replaced_learns_of_it(client: Redis, keys: Keys) -> None:
+    owner = await owner_of(client, keys)
+    keeping = asyncio.create_task(owner.keep())
+    await client.set(owner.key, "somebody else")
+    with pytest.raises(LeaseLost):
+        await asyncio.wait_for(keeping, 10)

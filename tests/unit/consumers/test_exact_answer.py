@@ -1,0 +1,85 @@
+"""Right answers train on what was sampled, wrong ones on the truth."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from consumers.segments import Segment
+from consumers.task import TaskContext
+from consumers.tasks import load_task
+from pipeline.config.types import RolloutMatchingConfig
+from pipeline.errors import TaskError
+from pipeline.messages import TrainingSample
+from pipeline.metrics import reduce
+from tests.detection_rollouts import PROMPT, rollout
+from tests.tiny_tokenizer import tiny_codec
+
+OPTIONS = RolloutMatchingConfig(task="exact_answer")
+CTX = TaskContext(tiny_codec(), OPTIONS)
+EOS = CTX.codec.eos_token_ids[0]
+
+
+def run(ids: list[int], truth: Any) -> TrainingSample:
+    task = load_task(OPTIONS)
+    return task.target(task.match(task.parse(rollout(ids), CTX), truth, CTX), CTX)
+
+
+def ids_of(text: str, *, ended: bool = True) -> list[int]:
+    return CTX.codec.encode(text) + [EOS] * ended
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_right_answer_trains_on_the_sampled_tokens(ended: bool) -> None:
+    ids = ids_of(" seven\n", ended=ended)
+    sample = run(ids, "seven")
+    assert sample.reward == 1.0
+    assert list(sample.token_ids[len(PROMPT) :]) == ids_of(" seven\n")
+    assert list(sample.weights) == [0.0] * 3 + [1.0] * (len(ids) + (not ended))
+    assert sum(sample.response_mask) == len(ids)
+    assert list(sample.segments)[-2:] == [Segment.matched_desc, Segment.closing]
+
+
+@pytest.mark.parametrize("text", ["nine", "", "sevenn"])
+def test_a_wrong_answer_trains_on_the_truth(text: str) -> None:
+    sample = run(ids_of(text), {"answer": "seven"})
+    assert sample.reward == 0.0
+    assert list(sample.token_ids[len(PROMPT) :]) == ids_of("seven")
+    assert list(sample.labels[len(PROMPT) :]) == ids_of("seven")
+    assert set(sample.weights[len(PROMPT) :]) == {1.0}
+    assert sum(sample.response_mask) == 0
+    assert set(sample.logprobs) == {0.0}
+
+
+def test_the_last_match_of_the_pattern_counts() -> None:
+    truth = {"answer": "42", "pattern": r"answer: (\d+)"}
+    samples = [run(ids_of(text), truth) for text in ("answer: 1, no, answer: 42", "answer: 42, no, answer: 1", "42")]
+    assert [sample.reward for sample in samples] == [1.0, 0.0, 0.0]
+    assert reduce([sample.metrics for sample in samples])["rollout/reward_mean"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", r"a*a*a*a*a*b", r"(.*)(.*)(.*)\1x"])
+def test_a_catastrophic_pattern_costs_bounded_time(pattern: str) -> None:
+    started = time.monotonic()
+    assert run(ids_of("a" * 3000 + "!"), {"answer": "a", "pattern": pattern}).reward == 0.0
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "says"),
+    [
+        (None, "give a string"),
+        ({"answer": ""}, "non-empty"),
+        ({"answer": "a", "more": 1}, "answer, pattern"),
+        ({"answer": "a", "pattern": "("}, "no regular expression"),
+        ({"answer": "a", "pattern": "a" * 2000}, "at most"),
+        ("a<|im_end|>", "terminator"),
+        ("\ud800", "Unicode"),
+    ],
+)
+def test_a_bad_truth_says_where_and_what_to_do(truth: Any, says: str) -> None:
+    with pytest.raises(TaskError, match=says) as caught:
+        run(ids_of("b"), truth)
+    assert "job:0" in str(caught.value)

@@ -1,0 +1,156 @@
+"""The supervision table, segment by segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from consumers.detection.layout import truth_only
+from consumers.detection.target import check_options
+from consumers.segments import Segment
+from pipeline.errors import ConfigError
+from pipeline.messages import TrainingSample
+from pipeline.metrics import reduce
+from pipeline.tokens import Runs
+from tests.detection_rollouts import PROMPT, answer, context, obj, rollout, run
+from tests.tiny_tokenizer import tiny_codec
+
+TRUTHS = [obj("seven", 100, 100, 300, 300), obj("nine", 600, 600, 800, 800)]
+WRITTEN = [obj("zero", 100, 100, 300, 310), obj("zero", 0, 900, 10, 910)]  # a match with errors, a false positive
+
+
+def weights_of(sample: TrainingSample) -> dict[Segment, set[float]]:
+    found: dict[Segment, set[float]] = {}
+    for code, weight in zip(sample.segments, sample.weights, strict=True):
+        found.setdefault(Segment(code), set()).add(weight)
+    return found
+
+
+def table(matched_desc: float, matched_coord: float, appended_coord: float) -> dict[Segment, set[float]]:
+    on = {Segment.matched_structure, Segment.appended_structure, Segment.closing}
+    return {segment: {1.0} for segment in on} | {
+        Segment.prompt: {0.0},
+        Segment.false_positive: {0.0},
+        Segment.matched_desc: {matched_desc},
+        Segment.matched_coord: {matched_coord},
+        Segment.appended_desc: {0.25},
+        Segment.appended_coord: {appended_coord},
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"), [("truth_labels", table(1.0, 1.0, 1.0)), ("geometry", table(0.0, 0.0, 0.0))]
+)
+def test_the_table_of_the_contract(mode: str, wanted: dict[Segment, set[float]]) -> None:
+    codec = tiny_codec("coords")
+    ctx = context(codec, matched_supervision=mode, desc_ce_weight=0.25)
+    _, sample = run(answer(WRITTEN, codec), TRUTHS, ctx)
+    assert weights_of(sample) == wanted
+
+
+def test_matched_values_are_labelled_with_the_truth() -> None:
+    codec = tiny_codec("coords")
+    _, sample = run(answer(WRITTEN, codec), TRUTHS, context(codec))
+    codes = list(sample.segments)
+    said = {
+        code: codec.decode([label for label, c in zip(sample.labels, codes, strict=True) if c == code])
+        for code in (Segment.matched_desc, Segment.matched_coord)
+    }
+    assert said[Segment.matched_desc].strip() == "seven"
+    assert said[Segment.matched_coord] == "<|coord_100|><|coord_100|><|coord_300|><|coord_300|>"
+
+
+def test_geometry_targets_point_at_coordinate_tokens() -> None:
+    codec = tiny_codec("coords")
+    _, sample = run(answer(WRITTEN, codec), TRUTHS, context(codec, matched_supervision="geometry"))
+    assert [list(item.box) for item in sample.geometry] == [item["bbox_2d"] for item in TRUTHS]
+    written = [[codec.coord_token_ids.index(sample.token_ids[at]) for at in item.positions] for item in sample.geometry]
+    assert written == [WRITTEN[0]["bbox_2d"], TRUTHS[1]["bbox_2d"]]
+
+
+def test_geometry_mode_needs_coordinate_tokens() -> None:
+    with pytest.raises(ConfigError, match="truth_labels"):
+        check_options(context(tiny_codec(), matched_supervision="geometry"))
+    check_options(context(tiny_codec("coords"), matched_supervision="geometry"))
+
+
+def test_a_dropped_object_in_the_prefix_is_a_false_positive() -> None:
+    codec = tiny_codec()
+    text = answer([{"desc": "x", "bbox_2d": [9, 9, 1, 1]}, TRUTHS[0]], codec)
+    _, sample = run(text, TRUTHS[:1], context(codec))
+    first = [
+        weight for code, weight in zip(sample.segments, sample.weights, strict=True) if code == Segment.false_positive
+    ]
+    assert len(first) > 5
+    assert set(first) == {0.0}
+    assert codec.decode(sample.token_ids[len(PROMPT) :]) == text + "<|im_end|>"
+
+
+def test_a_straddling_token_is_tokenised_again_and_nothing_else() -> None:
+    codec = tiny_codec("merged")
+    text = answer([TRUTHS[0], TRUTHS[1]], codec)
+    ids = codec.encode(text)
+    matched, sample = run(ids, TRUTHS, context(codec))
+    ends = codec.char_ends(ids)
+    kept = matched.parsed.prefix_len
+    assert ends[kept] > len(text) - 1, "one more token would cross the cut"
+    assert list(sample.token_ids)[len(PROMPT) :] == [*ids, codec.eos_token_ids[0]]
+    assert sum(sample.response_mask) == kept
+
+
+@pytest.mark.parametrize("truths", [[], TRUTHS])
+def test_without_a_valid_prefix_the_answer_is_the_truth(truths: list[dict[str, Any]]) -> None:
+    codec = tiny_codec()
+    matched, sample = run("I see nothing.", truths, context(codec))
+    response = list(sample.token_ids[len(PROMPT) :])
+    assert codec.decode(response) == answer(truths, codec) + "<|im_end|>"
+    assert list(sample.labels[len(PROMPT) :]) == response
+    assert set(sample.weights[len(PROMPT) :]) == {1.0}
+    assert matched.metrics["rollout/fn"] == sample.metrics["rollout/fn_appended"] == len(truths)
+    assert sample.metrics["stage2/invalid_rollout"] == 1
+
+
+def test_truth_only_samples_are_a_fixed_share() -> None:
+    ids = [f"job{n}:0" for n in range(4000)]
+    chosen = [truth_only(seq_id, 7, 0.25) for seq_id in ids]
+    assert chosen == [truth_only(seq_id, 7, 0.25) for seq_id in ids]
+    assert chosen != [truth_only(seq_id, 8, 0.25) for seq_id in ids]
+    assert sum(chosen) == pytest.approx(1000, abs=120)
+    assert not any(truth_only(seq_id, 7, 0.0) for seq_id in ids)
+    assert all(truth_only(seq_id, 7, 1.0) for seq_id in ids)
+    codec = tiny_codec()
+    _, sample = run(answer(WRITTEN, codec), TRUTHS, context(codec, gt_only_fraction=1.0))
+    assert codec.decode(sample.token_ids[len(PROMPT) :]) == answer(TRUTHS, codec) + "<|im_end|>"
+    assert sum(sample.response_mask) == 0
+
+
+def test_tokens_of_tools_are_never_supervised() -> None:
+    from consumers.detection import match, parse, target
+
+    codec, ctx = tiny_codec(), context(tiny_codec())
+    ids = codec.encode(answer(TRUTHS[:1], codec))
+    result = rollout(ids, response_mask=Runs([(1, 3), (0, 2), (1, len(ids) - 5)]))
+    sample = target.target(match.match(parse.parse(result, ctx), TRUTHS, ctx), ctx)
+    assert list(sample.weights)[3:9] == [1, 1, 1, 0, 0, 1]
+
+
+def test_metrics_of_samples_reduce_to_the_frozen_names() -> None:
+    codec = tiny_codec()
+    samples = [run(text, TRUTHS, context(codec))[1] for text in (answer(WRITTEN, codec), answer(TRUTHS, codec), "?")]
+    got = reduce([sample.metrics for sample in samples])
+    assert got["rollout/recall"] == pytest.approx(3 / 6)
+    assert got["rollout/precision"] == pytest.approx(3 / 4)
+    assert got["rollout/f1"] == pytest.approx(2 * 3 / 10)
+    assert got["rollout/fn_appended"] == 3
+    assert got["rollout/sample_valid_pred_rate"] == pytest.approx(2 / 3)
+    assert got["stage2/invalid_rollout"] == 1
+
+
+@pytest.mark.parametrize("kind", ["words", "merged", "bytes"])
+def test_the_closing_brace_is_supervised_after_a_false_positive(kind: str) -> None:
+    codec = tiny_codec(kind)
+    _, sample = run(answer(WRITTEN[1:], codec), [], context(codec))
+    assert codec.decode(sample.token_ids[-2:]) == "}<|im_end|>"
+    assert list(sample.weights[-2:]) == [1.0, 1.0]
+    assert sum(sample.weights) == 2.0

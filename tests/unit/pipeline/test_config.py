@@ -1,0 +1,104 @@
+"""Configuration: precedence, unknown keys, rules, YAML traps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_config, resolved_yaml
+from pipeline.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_is_valid(path: Path) -> None:
+    assert load_config(path, environ={}).run
+
+
+def test_precedence_is_set_over_environment_over_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, "run_dir: from-yaml\nmodel: {path: from-yaml}\nrun: from-yaml\n")
+    environ = {"SLUICE_RUN_DIR": "from-env", "SLUICE_MODEL": "from-env"}
+    config = load_config(path, ["model.path=from-set"], environ)
+    assert (config.run, config.run_dir, config.model.path) == ("from-yaml", "from-env", "from-set")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainer: {learning_rat: 1}", ["c.yaml", "trainer.learning_rat", "'learning_rate'"]),
+        ("worker:\n  leese_s: 3", ["worker.leese_s", "'lease_s'"]),
+        ("rollout_matching: {repeat_terminate: {min_tokens: 3}}", ["repeat_terminate.min_tokens", "min_new_tokens"]),
+        ("rollout_matching: {repeat_terminate: 3}", ["repeat_terminate", "must be a mapping"]),
+        ("zzz: 1", ["unknown key zzz", "valid keys"]),
+        ("worker: {count: many}", ["worker.count", "int"]),
+        ("worker: {lease_s: 2, renew_s: 1.5}", ["worker.renew_s", "half of worker.lease_s"]),
+        ("run: 'a b'", ["run 'a b'"]),
+        ("producer: {samples_per_version: 8, max_in_flight: 4}", ["max_in_flight", "raise it"]),
+        ("producer: {samples_per_version: 9, group_size: 2}", ["multiple of", "group_size"]),
+        ("weights: {retention: 2}", ["weights.retention", "max_staleness + 2"]),
+        ("sampling: {temperature: -1}", ["temperature must be >= 0"]),
+        ("sampling: {temprature: 1}", ["sampling.temprature", "'temperature'"]),
+        ("rollout_matching: {repeat_terminate: {enabled: true}}", ["repeat_terminate.enabled", "no guard"]),
+        ("run: a\nrun: b", ["twice", "line 2"]),
+        ("worker: [1, 2", ["not valid YAML"]),
+        ("- a\n- b", ["top level must be a mapping"]),
+        ("worker:", ["worker must be a mapping"]),
+    ],
+)
+def test_a_bad_file_is_refused_with_place_and_remedy(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), environ={})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_numbers_without_a_dot_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "trainer: {learning_rate: 1e-3}"), ["trainer.weight_decay=5e-2"], {})
+    assert (config.trainer.learning_rate, config.trainer.weight_decay) == (1e-3, 5e-2)
+
+
+def test_custom_extra_is_an_accepted_place_but_not_both(tmp_path: Path) -> None:
+    inner = "custom: {extra: {rollout_matching: {fp_cost: 2.5}}}"
+    assert load_config(write(tmp_path, inner), environ={}).rollout_matching.fp_cost == 2.5
+    with pytest.raises(ConfigError, match="both given"):
+        load_config(write(tmp_path, inner + "\nrollout_matching: {fn_cost: 2}"), environ={})
+
+
+@pytest.mark.parametrize("item", ["worker.cuont=3", "nonsense", "worker.count.more=1"])
+def test_a_bad_override_is_refused(item: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        load_config(None, [item], {})
+
+
+def test_a_missing_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(tmp_path / "b.yaml")
+
+
+def test_the_resolved_file_loads_again_and_keeps_no_password(tmp_path: Path) -> None:
+    config = load_config(None, ["broker.url=redis://:secret@h:1/0", "worker.count=3"], {})
+    text = resolved_yaml(config)
+    assert "secret" not in text
+    again = load_config(write(tmp_path, text), environ={})
+    assert (again.worker.count, again.broker.url) == (3, None)
+
+
+def test_a_typo_on_the_command_line_ends_with_exit_code_2(tmp_path: Path) -> None:
+    path = write(tmp_path, "wroker: {}")
+    command = [sys.executable, "-m", "pipeline.cli.main", "config", "check", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "did you mean 'worker'" in ended.stdout
