@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.config import load_config
 
 
 def consume(*, config: ConfigPath = None, partition: int | None = None, overrides: Overrides = ()) -> None:
@@ -15,6 +12,9 @@ def consume(*, config: ConfigPath = None, partition: int | None = None, override
 
     Example: `sluice consume -c configs/text.yaml`
     """
+    import asyncio
+
     from consumers.role import consume as run
+    from pipeline.config import load_config
 
     asyncio.run(run(load_config(config, overrides), partition))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _HEIGHT = 560, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 40, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 44, 36
 _COLOURS = ("#1f6feb", "#bf6b00", "#2da44e")
 
 
@@ -19,46 +20,59 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
+@dataclass(frozen=True)
+class _Axes:
+    """Data ranges 0..right and 0..top, with round steps."""
+
+    right: float
+    top: float
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Data to drawing coordinates."""
+        across = _LEFT + x / self.right * (_WIDTH - _LEFT - _RIGHT)
+        return across, _HEIGHT - _BOTTOM - min(y / self.top, 1.0) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def draw(self) -> list[str]:
+        """Grid lines and their numbers."""
+        parts: list[str] = []
+        for y in _ticks(self.top):
+            _, down = self.place(0, y)
+            parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down:.1f}" y2="{down:.1f}" class="grid"/>')
+            parts.append(_text(_LEFT - 6, down + 4, f"{y:,g}", 'text-anchor="end"'))
+        for x in _ticks(self.right):
+            parts.append(_text(self.place(x, 0)[0], _HEIGHT - _BOTTOM + 16, f"{x:,g}", 'text-anchor="middle"'))
+        return parts
+
+
 def line_chart(
     title: str, x_name: str, lines: Sequence[Line], *, top: float | None = None, mark: float | None = None
 ) -> str:
     """An SVG element; `mark` draws a vertical line (the kill) at an x."""
-    xs = [x for line in lines for x, _ in line.points] or [0.0]
-    ys = [y for line in lines for _, y in line.points] or [0.0]
-    right, high = max(max(xs), 1e-9), top if top is not None else max(max(ys) * 1.05, 1e-9)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = _LEFT + (x / right) * (_WIDTH - _LEFT - _RIGHT)
-        return across, _HEIGHT - _BOTTOM - min(y / high, 1.0) * (_HEIGHT - _TOP - _BOTTOM)
-
+    points = [point for line in lines for point in line.points] or [(1.0, 1.0)]
+    axes = _Axes(max(max(x for x, _ in points), 1e-9), top or max(max(y for _, y in points) * 1.05, 1e-9))
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">']
     parts.append(f'<text x="{_LEFT}" y="16" class="title">{escape(title)}</text>')
-    for step in range(5):
-        parts += _grid(place, right * step / 4, high * step / 4, integer_x=right > 4, top=high)
-    parts.append(
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" class="axis" text-anchor="end">{escape(x_name)}</text>'
-    )
+    parts += axes.draw()
+    parts.append(_text(_WIDTH - _RIGHT, _HEIGHT - 4, x_name, 'text-anchor="end"'))
     if mark is not None:
-        x, _ = place(mark, 0)
+        x, _ = axes.place(mark, 0)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" class="mark"/>')
-        parts.append(f'<text x="{x + 4:.1f}" y="{_TOP + 10}" class="axis">SIGKILL to a worker</text>')
+        parts.append(_text(x + 4, _TOP + 10, "SIGKILL to a worker"))
     for index, line in enumerate(lines):
         colour = _COLOURS[index % len(_COLOURS)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line.points))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (axes.place(*point) for point in line.points))
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(
-            f'<text x="{_LEFT + 200 * index}" y="32" class="axis" fill="{colour}">● {escape(line.name)}</text>'
-        )
+        parts.append(_text(_LEFT + 230 * index, 34, f"● {line.name}", f'style="fill:{colour}"'))
     return "".join([*parts, "</svg>"])
 
 
-def _grid(place, x: float, y: float, *, integer_x: bool, top: float) -> list[str]:
-    across, _ = place(x, 0)
-    _, down = place(0, y)
-    x_text = f"{x:.0f}" if integer_x else f"{x:.1f}"
-    y_text = f"{y:.2f}" if top <= 2 else f"{y:,.0f}"
-    return [
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down:.1f}" y2="{down:.1f}" class="grid"/>',
-        f'<text x="{_LEFT - 6}" y="{down + 4:.1f}" class="axis" text-anchor="end">{y_text}</text>',
-        f'<text x="{across:.1f}" y="{_HEIGHT - _BOTTOM + 16}" class="axis" text-anchor="middle">{x_text}</text>',
-    ]
+def _ticks(top: float) -> list[float]:
+    """About five round values from 0 to `top`."""
+    raw = top / 5
+    base = 10 ** math.floor(math.log10(raw))
+    step = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= raw)
+    return [round(step * index, 10) for index in range(int(top / step + 1e-9) + 1)]
+
+
+def _text(x: float, y: float, words: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="axis" {attributes}>{escape(words)}</text>'

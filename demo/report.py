@@ -45,7 +45,7 @@ def _f1_chart(summary: dict[str, Any], drill: Drill, run_dir: Path) -> str:
     heldout.append((float(summary["versions"]), float(summary["f1_final"])))
     steps = read_steps(run_dir / "metrics.jsonl")
     rollouts = [(float(step["version"]), float(step["rollout/f1"])) for step in steps if "rollout/f1" in step]
-    lines = [Line("held-out scenes, greedy", heldout), Line("training rollouts, sampled", rollouts)]
+    lines = [Line("held-out scenes, greedy", heldout), Line("training rollouts, boxes alone", rollouts)]
     return line_chart("F1 over weight versions", "weight version", lines, top=1.0)
 
 

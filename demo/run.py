@@ -15,9 +15,9 @@ from demo.digits.data import write_jsonl
 from demo.digits.warm_start import WarmStartProgress, WarmStartSettings, ensure_warm_start
 from demo.drill import Drill
 from demo.evaluator import heldout_scenes, measure
-from pipeline.cli.up import run_stack
 from pipeline.config import Config, load_config
 from pipeline.errors import SluiceError
+from pipeline.stack import run_stack
 
 HELDOUT_SCENES = 200
 HELDOUT_SEED = 77

@@ -5,6 +5,8 @@ Every error says what happened, where, and what to do. `exit_code` is what a com
 
 from __future__ import annotations
 
+from typing import cast
+
 
 class SluiceError(Exception):
     """Base of every error raised on purpose; `str(error)` is fit for a user."""
@@ -78,3 +80,12 @@ class TaskError(SluiceError):
     """A truth, parse, match or target step was given something it cannot use."""
 
     exit_code = 3
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error inside nested exception groups that a user should read: ours before others'."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    causes = [first_cause(inner) for inner in group.exceptions]
+    return next((cause for cause in causes if isinstance(cause, SluiceError)), causes[0])

@@ -3,7 +3,8 @@
     async with role_process(config, "worker", "worker-0") as role:
         ...            # role.client, role.keys, role.status, role.stop, role.spawn(task)
 
-- SIGTERM and SIGINT set `role.stop`; the body sees it and drains.
+- SIGTERM and SIGINT set `role.stop`; the body sees it and drains. What has not ended `up.stop_grace_s` later is
+  cut off: its leases run out by themselves, and nobody waits for a broker that is gone.
 - Every background task belongs to the role; one that fails ends the role with its error.
 """
 
@@ -15,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, cast
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -78,7 +79,7 @@ async def role_process(config: Config, role: str, name: str, stop: asyncio.Event
         async with asyncio.TaskGroup() as tasks:
             context = Role(config, client, name, role, tasks)
             if stop is None:
-                _on_signals(context.stop.set)
+                _on_signals(lambda: _begin_stop(context))
             else:
                 context.stop = stop
             context.spawn(context.status.run())
@@ -94,13 +95,15 @@ def default_name(role: str) -> str:
     return os.environ.get("SLUICE_PROCESS_NAME") or f"{role}-{os.uname().nodename}-{os.getpid()}"
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """The error inside nested exception groups that a user should read: ours before others'."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    group = cast("BaseExceptionGroup[BaseException]", error)
-    causes = [first_cause(inner) for inner in group.exceptions]
-    return next((cause for cause in causes if isinstance(cause, SluiceError)), causes[0])
+def _begin_stop(role: Role) -> None:
+    role.stop.set()
+    grace_s = role.config.up.stop_grace_s
+    asyncio.get_running_loop().call_later(grace_s, _cut_off, role.name, grace_s)
+
+
+def _cut_off(name: str, grace_s: float) -> None:
+    logs.get_logger().error("did not stop in time; leaving", process=name, grace_s=grace_s)
+    os._exit(SluiceError.exit_code)
 
 
 def _on_signals(stop: Callable[[], None]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.config import load_config
 
 
 def produce(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
@@ -13,6 +10,9 @@ def produce(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
 
     Example: `sluice produce -c configs/text.yaml --set data.path=prompts.jsonl`
     """
+    import asyncio
+
+    from pipeline.config import load_config
     from producers.submit import produce as run
 
     asyncio.run(run(load_config(config, overrides)))

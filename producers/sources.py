@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
 
 MAX_ROW_BYTES = 16 << 20
+_SAMPLE_BYTES = 1 << 20
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,16 @@ class Malformed(msgspec.Struct, frozen=True):
     def error(self) -> DataError:
         """The same as an exception."""
         return DataError(f"{self.where}: {self.problem}")
+
+
+def fingerprint(config: DataConfig) -> str:
+    """Identity of the data file: its length and the bytes at its beginning and end."""
+    path = _existing(config)
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(_SAMPLE_BYTES)
+        stream.seek(max(0, size - _SAMPLE_BYTES))
+        return sha256(f"{size}:".encode() + head + stream.read()).hexdigest()[:24]
 
 
 def count_rows(config: DataConfig) -> int:

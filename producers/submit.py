@@ -11,11 +11,12 @@ from itertools import islice
 from typing import Any, cast
 
 from pipeline.config.types import Config
+from pipeline.errors import ConfigError
 from pipeline.jobs import Credit, JobQueue, job_id_for
 from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
 from pipeline.messages import DecodeJob
-from producers.sources import Malformed, Row, count_rows, read_rows
+from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows
 
 _CHUNK = 100
 
@@ -26,6 +27,7 @@ async def produce(config: Config) -> None:
     async with role_process(config, "producer", default_name("producer")) as role:
         queue = JobQueue(role.client, role.keys, partitions=config.consumer.count)
         source = _Source(role)
+        await source.claim(fingerprint(config.data))
         await source.announce(rows * config.data.epochs * config.producer.group_size)
         jobs = _jobs(config, await source.cursor(), source)
         while chunk := list(islice(jobs, _CHUNK)):
@@ -82,8 +84,19 @@ class _Source:
 
     def __init__(self, role: Role) -> None:
         self._client, self._key = role.client, role.keys.source
+        self._run, self._path = role.config.run, role.config.data.path
         self._stop_at_malformed = role.config.data.on_malformed == "stop"
         self._malformed = 0
+
+    async def claim(self, data: str) -> None:
+        """Tie the run to its data: another file under the same run name would be skipped in silence."""
+        await cast("Awaitable[int]", self._client.hsetnx(self._key, "data", data))
+        held = await cast("Awaitable[bytes]", self._client.hget(self._key, "data"))
+        if held.decode() != data:
+            raise ConfigError(
+                f"run {self._run!r} was started on other data than {self._path}; give this one a name of its own "
+                "(--set run=NAME), or restore the file to go on"
+            )
 
     async def announce(self, total: int) -> None:
         await self._set(total=total)

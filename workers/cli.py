@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.config import load_config
 
 
 def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
@@ -13,6 +10,9 @@ def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
 
     Example: `sluice worker -c configs/text.yaml`
     """
+    import asyncio
+
+    from pipeline.config import load_config
     from workers.role import work
 
     asyncio.run(work(load_config(config, overrides)))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.config import load_config
 
 
 def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
@@ -13,6 +10,9 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
 
     Example: `sluice train -c configs/text.yaml`
     """
+    import asyncio
+
     from consumers.training.role import train as run
+    from pipeline.config import load_config
 
     asyncio.run(run(load_config(config, overrides)))

@@ -13,6 +13,7 @@ from consumers.codec import HFTextCodec
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from consumers.training.trainer import Trainer
+from pipeline import provenance
 from pipeline.config.types import Config
 from pipeline.gpu import use_free_gpu
 from pipeline.lifecycle import default_name, role_process
@@ -34,6 +35,7 @@ async def _train(config: Config) -> None:
         owner = Ownership(role.client, role.keys, "trainer")
         await owner.acquire(deadline_s=60, waiting=role.status.waiting)
         role.spawn(owner.keep())
+        provenance.store(config, Path(config.run_dir) / config.run)
         role.status.waiting(f"the model to load from {source}")
         model = await asyncio.to_thread(load_policy, source, config.model)
         codec = HFTextCodec(source)

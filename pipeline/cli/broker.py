@@ -6,13 +6,14 @@ import signal
 import threading
 
 from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.config import load_config
-from pipeline.config.load import hide_password
-from pipeline.embedded import embedded_broker
 
 
 def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """Run the embedded broker until Ctrl-C, so that roles started by hand can share it."""
+    from pipeline.config import load_config
+    from pipeline.config.load import hide_password
+    from pipeline.embedded import embedded_broker
+
     settings = load_config(config, overrides)
     done = threading.Event()
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from cyclopts import App, Parameter
 
 from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.config import Config, load_config, resolved_yaml
 from pipeline.errors import ConfigError
 
 app = App(help="Look at and check configurations.")
@@ -19,6 +16,8 @@ app = App(help="Look at and check configurations.")
 @app.command
 def show(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """Print the resolved configuration, defaults filled in."""
+    from pipeline.config import load_config, resolved_yaml
+
     print(resolved_yaml(load_config(config, overrides)), end="")
 
 
@@ -28,6 +27,8 @@ def check(*files: Path) -> int:
 
     Example: `sluice config check configs/*.yaml`
     """
+    from pipeline.config import load_config
+
     bad = 0
     for file in files:
         try:
@@ -45,6 +46,12 @@ def schema(*, check_file: Annotated[Path | None, Parameter(name="--check")] = No
 
     With `--check FILE`, compare instead; exit code 2 when FILE is out of date.
     """
+    import json
+
+    import msgspec
+
+    from pipeline.config import Config
+
     text = json.dumps(msgspec.json.schema(Config), indent=1, sort_keys=True) + "\n"
     if check_file is None:
         print(text, end="")

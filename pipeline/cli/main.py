@@ -10,8 +10,7 @@ from typing import Any
 from cyclopts import App
 
 from pipeline import __version__
-from pipeline.errors import SluiceError
-from pipeline.lifecycle import first_cause
+from pipeline.errors import SluiceError, first_cause
 
 GROUP = "sluice.commands"
 _HELP = """Queue-driven rollouts for post-training language models.
@@ -30,10 +29,7 @@ def build() -> App:
     app = App(name="sluice", help=_HELP, version=__version__, help_format="markdown")
     for entry in sorted(entry_points(group=GROUP), key=lambda found: found.name):
         command: Any = entry.load()
-        if isinstance(command, App):
-            app.command(command, name=entry.name)
-        else:
-            app.command(command, name=entry.name)
+        app.command(command, name=entry.name)
     return app
 
 

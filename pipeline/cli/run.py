@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.cli.up import run_stack, with_workers
-from pipeline.config import load_config
 
 
 def run(
@@ -24,6 +22,9 @@ def run(
 
     Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl`
     """
+    from pipeline.config import load_config
+    from pipeline.stack import run_stack, with_workers
+
     paths = [f"{key}={value}" for key, value in (("model.path", model), ("data.path", data)) if value]
     settings = load_config(config, [*overrides, *paths])
     if workers is not None:
