@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cyclopts import App
 
 app = App(help="Measure; with --json the last line is one JSON object.")
+
+
+@app.command
+def pipeline(
+    *,
+    json: bool = False,
+    sequences: int = 512,
+    workers: int = 2,
+    model: Path | None = None,
+    rounds: int = 5,
+    max_batch: int = 32,
+) -> None:
+    """Queue, workers, result stream and a null sink against the bare engine, side by side in one run.
+
+    Rounds of both alternate over the same prompts, sampling and seeds, with as many processes on either side and
+    every engine loaded and warm; efficiency is the median of the rounds' ratios. Without --model, a tiny random
+    Qwen3 of the demo's size is made in .sluice/bench. Then latency (enqueue to result) under half the load.
+
+    Example: `sluice bench pipeline --workers 2 --json`
+    """
+    from bench.pipeline.compare import compare
+    from bench.pipeline.plan import Plan
+    from bench.report import finish
+
+    plan = Plan.of(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch, model=model)
+    finish(compare(plan), as_json=json)

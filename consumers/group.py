@@ -13,16 +13,19 @@ class Group:
     """Members so far, by index; a dead member is its DeadLetter."""
 
     group_id: str
-    size: int | None = None  # unknown until a living member arrives
+    size: int
     members: dict[int, SequenceResult | DeadLetter] = field(default_factory=dict)
     entry_ids: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """All members are here; a group whose members all died is complete at any size."""
-        if self.size is None:
-            return bool(self.members)
+        """All members are here, alive or dead."""
         return len(self.members) >= self.size
+
+    @property
+    def unrecorded(self) -> list[DeadLetter]:
+        """Members that ended in the consumer; those that died in the queue are recorded there."""
+        return [m for m in self.members.values() if isinstance(m, DeadLetter) and m.state == "dropped"]
 
     @property
     def living(self) -> list[SequenceResult]:
@@ -38,20 +41,19 @@ class Assembler:
 
     def add_result(self, entry_id: str, result: SequenceResult) -> Group | None:
         """Returns the group when this member completes it."""
-        group = self._open.setdefault(result.group_id, Group(result.group_id))
-        group.size = result.group_size
-        group.members[result.index] = result
-        return self._close_if_complete(group, entry_id)
+        return self._add(entry_id, result.group_id, result.group_size, result.index, result)
 
-    def add_dead(self, entry_id: str, group_id: str, letter: DeadLetter) -> Group | None:
-        """The same for a tombstone."""
-        group = self._open.setdefault(group_id, Group(group_id))
-        group.members[int(letter.seq_id.rpartition(":")[2])] = letter
-        return self._close_if_complete(group, entry_id)
+    def add_dead(self, entry_id: str, group_id: str, size: int, index: int, letter: DeadLetter) -> Group | None:
+        """The same for a tombstone, or for a result that cannot be read."""
+        return self._add(entry_id, group_id, size, index, letter)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def _close_if_complete(self, group: Group, entry_id: str) -> Group | None:
+    def _add(
+        self, entry_id: str, group_id: str, size: int, index: int, member: SequenceResult | DeadLetter
+    ) -> Group | None:
+        group = self._open.setdefault(group_id, Group(group_id, size))
+        group.members[index] = member
         group.entry_ids.append(entry_id)
         return self._open.pop(group.group_id) if group.complete else None

@@ -14,15 +14,16 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Sequence
 from hashlib import sha256
 
 from consumers.group import Assembler, Group
 from consumers.pack import pack_rows
+from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
 from pipeline import metrics
-from pipeline.errors import MessageError, TaskError
+from pipeline.errors import MessageError
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
@@ -31,15 +32,15 @@ from pipeline.status import snapshot
 from pipeline.streams import Entry, hand_off, result_reader
 
 _READ = 128
-_UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
 
 
 class Consumer:
     """Owns one partition of results."""
 
     def __init__(self, role: Role, partition: int, owner: Ownership, task: Task, context: TaskContext) -> None:
-        self._role, self._owner, self._task, self._context = role, owner, task, context
-        self._reader = result_reader(role.client, role.keys, partition, role.name)
+        self._role, self._owner = role, owner
+        self._sampler = Sampler(task, context, role.config.consumer)
+        self._reader = result_reader(role.client, role.keys, partition, role.name, owner)
         self._groups = Assembler()
         self._samples: list[TrainingSample] = []
         self._entry_ids: list[str] = []
@@ -66,28 +67,23 @@ class Consumer:
         self._report()
 
     async def _assemble(self, entry: Entry) -> Group | None:
+        fields = entry.fields
         try:
-            if b"r" in entry.fields:
-                return self._groups.add_result(entry.entry_id, decode(SequenceResult, entry.fields[b"r"]))
-            letter = decode(DeadLetter, entry.fields[b"d"])
-            return self._groups.add_dead(entry.entry_id, entry.fields[b"g"].decode(), letter)
-        except (MessageError, KeyError, UnicodeDecodeError, ValueError) as error:
-            await self._drop([entry.entry_id], [_letter(entry.entry_id, "malformed_result", str(error))])
+            place = fields[b"g"].decode(), int(fields[b"n"]), int(fields[b"i"])
+        except (KeyError, ValueError) as error:
+            await self._drop([entry.entry_id], [letter(entry.entry_id, "malformed_result", str(error))])
             return None
+        try:
+            if b"r" in fields:
+                return self._groups.add_result(entry.entry_id, decode(SequenceResult, fields[b"r"]))
+            return self._groups.add_dead(entry.entry_id, *place, decode(DeadLetter, fields[b"d"]))
+        except (MessageError, KeyError) as error:
+            problem = letter(f"{place[0]}:{place[2]}", "malformed_result", str(error))
+            return self._groups.add_dead(entry.entry_id, *place, problem)
 
     async def _finish_group(self, group: Group) -> None:
-        samples, letters = [], []
-        for result in group.living:
-            try:
-                samples.append(self._sample(result))
-            except TaskError as error:
-                letters.append(_letter(result.seq_id, "invalid_truth", str(error)))
-            except _Untrained as ending:
-                letters.append(_letter(result.seq_id, str(ending), f"decode ended with {ending}"))
-        incomplete = len(samples) < len(group.members)
-        if incomplete and self._role.config.consumer.on_incomplete_group == "drop":
-            letters += [_letter(s.seq_id, "incomplete_group", f"group {group.group_id}") for s in samples]
-            samples = []
+        # In a thread: a slow task must not keep this process from renewing its ownership.
+        samples, letters = await asyncio.to_thread(self._sampler.samples_of, group)
         if samples:
             # Its drops leave with the group's samples, or a consumer killed in between would record them twice.
             self._samples += samples
@@ -95,13 +91,6 @@ class Consumer:
             self._letters += letters
         else:
             await self._drop(group.entry_ids, letters)
-
-    def _sample(self, result: SequenceResult) -> TrainingSample:
-        if result.finish_reason in _UNTRAINED_ENDINGS:
-            raise _Untrained(result.finish_reason)
-        parsed = self._task.parse(result, self._context)
-        matched = self._task.match(parsed, result.truth, self._context)
-        return self._task.target(matched, self._context)
 
     async def _hand_off_batch(self) -> None:
         lengths = [len(sample.token_ids) for sample in self._samples]
@@ -116,9 +105,9 @@ class Consumer:
         self._samples, self._entry_ids, self._letters = [], [], []
 
     async def _drop(self, entry_ids: list[str], letters: list[DeadLetter]) -> None:
-        for letter in letters:
-            get_logger().warning("dropped", sequence=letter.seq_id, reason=letter.reason, detail=letter.detail)
-        identity = _batch_id([*entry_ids, *(letter.seq_id for letter in letters)])
+        for each in letters:
+            get_logger().warning("dropped", sequence=each.seq_id, reason=each.reason, detail=each.detail)
+        identity = _batch_id([*entry_ids, *(each.seq_id for each in letters)])
         await self._out(TrainingBatch(batch_id=identity, samples=[]), entry_ids, letters)
 
     async def _out(self, batch: TrainingBatch, entry_ids: list[str], letters: list[DeadLetter]) -> None:
@@ -149,14 +138,6 @@ class Consumer:
         role = self._role
         role.status.fact(handed=self._handed, pending=len(self._samples), open_groups=len(self._groups))
         role.status.waiting("results from the workers")
-
-
-class _Untrained(Exception):
-    """A decode that ended in a way that is not trained on."""
-
-
-def _letter(seq_id: str, reason: str, detail: str) -> DeadLetter:
-    return DeadLetter(seq_id=seq_id, reason=reason, state="dropped", detail=detail[:500], at=time.time())
 
 
 def _batch_id(parts: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from consumers.training.ledger import read_steps
 from pipeline.config import Config
 from pipeline.jobs import job_id_for
 from pipeline.status import Snapshot
-from producers.sources import Row, read_rows
+from producers.sources import Row, identity, read_rows
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def audit(config: Config, run_dir: Path) -> Audit:
 def _expected(config: Config) -> set[str]:
     n = config.producer.group_size
     return {
-        f"{job_id_for(config.run, str(row.id), epoch, config.sampling, n)}:{index}"
+        f"{job_id_for(config.run, identity(row), epoch, config.sampling, n)}:{index}"
         for epoch in range(config.data.epochs)
         for row in read_rows(config.data)
         if isinstance(row, Row)

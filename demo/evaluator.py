@@ -27,6 +27,7 @@ from workers.generation.engine import GenerationEngine
 from workers.generation.options import GenerationOptions, TextGenerationRequest
 
 MAX_NEW_TOKENS = 64
+_EVERY_S = 3.0  # leaves the cores to the pipeline
 
 
 def heldout_scenes(count: int, seed: int) -> list[Scene]:
@@ -50,13 +51,14 @@ def measure(model_dir: Path, chosen: list[Scene]) -> dict[str, Any]:
 
 def follow(versions: Path, out: Path, chosen: list[Scene]) -> None:
     """Measure the newest version whenever there is one that was not measured; for ever."""
-    measured = -1
+    measured, started = -1, -_EVERY_S
     while True:
         found = sorted(versions.glob("v??????"))
         newest = int(found[-1].name[1:]) if found else -1
-        if newest <= measured:
+        if newest <= measured or time.monotonic() - started < _EVERY_S:
             time.sleep(0.2)
             continue
+        started = time.monotonic()
         # A version may be retired while it is being read; the next one is there by then.
         with contextlib.suppress(FileNotFoundError, WeightsError, OSError):
             score = measure(found[-1], chosen)

@@ -5,15 +5,17 @@ Retried calls may run twice, so every script answers a repeat with the same effe
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import redis
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.retry import Retry
 
@@ -23,7 +25,32 @@ from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError
 
 _BACKOFF_CAP_S = 1.0
-_TRANSIENT: list[type[Exception]] = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError]
+_TRANSIENT: list[type[Exception]] = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, OSError]
+
+
+class UntilRetry(AsyncRetry):
+    """Retries until a deadline; nested uses (command, connect) share it, as the outer one has the earlier start.
+
+    Leans on `_backoff` and `_supported_errors` of redis-py 5.3; tests/integration/test_outage.py fails if they move.
+    """
+
+    def __init__(self, for_s: float) -> None:
+        super().__init__(ExponentialBackoff(cap=_BACKOFF_CAP_S, base=0.02), 0)  # type: ignore[no-untyped-call]
+        self._for_s = for_s
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], fail: Callable[[redis.RedisError], Any]) -> Any:
+        """The answer of `do`, or its last transient error once the time is up."""
+        until = time.monotonic() + self._for_s
+        failures = 0
+        while True:
+            try:
+                return await do()
+            except self._supported_errors as error:
+                failures += 1
+                await fail(cast(Any, error))
+                if time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
 
 
 def broker_url(config: BrokerConfig) -> str:
@@ -41,23 +68,19 @@ def broker_url(config: BrokerConfig) -> str:
 
 
 def connect(config: BrokerConfig) -> Redis:
-    """An asyncio client; nothing is sent yet. See `ping`."""
-    retries = max(1, int(config.retry_for_s / _BACKOFF_CAP_S))
-    retry = AsyncRetry(ExponentialBackoff(cap=_BACKOFF_CAP_S, base=0.02), retries)  # type: ignore[no-untyped-call]
+    """An asyncio client that outlasts an outage of `retry_for_s`; nothing is sent yet. See `ping`."""
     return cast(
         Redis,
         Redis.from_url(  # type: ignore[no-untyped-call]
-            broker_url(config), retry=retry, retry_on_error=_TRANSIENT, **_timeouts(config)
+            broker_url(config), retry=UntilRetry(config.retry_for_s), retry_on_error=_TRANSIENT, **_timeouts(config)
         ),
     )
 
 
-def connect_sync(config: BrokerConfig, *, patient: bool = True) -> redis.Redis:
-    """A blocking client, for threads and short commands; `patient=False` gives up at the first failure."""
-    retries = max(1, int(config.retry_for_s / _BACKOFF_CAP_S)) if patient else 0
-    retry = Retry(ExponentialBackoff(cap=_BACKOFF_CAP_S, base=0.02), retries)  # type: ignore[no-untyped-call]
+def connect_sync(config: BrokerConfig) -> redis.Redis:
+    """A blocking client for threads and short commands; it gives up at the first failure."""
     return redis.Redis.from_url(  # type: ignore[no-untyped-call]
-        broker_url(config), retry=retry, retry_on_error=_TRANSIENT if patient else [], **_timeouts(config)
+        broker_url(config), retry=Retry(NoBackoff(), 0), **_timeouts(config)
     )
 
 
@@ -65,7 +88,7 @@ def ping(config: BrokerConfig) -> dict[str, Any]:
     """Facts of the server; raises BrokerError that says what is wrong and what to do."""
     url = hide_password(broker_url(config))
     try:
-        with connect_sync(config, patient=False) as client:
+        with connect_sync(config) as client:
             facts = cast("dict[str, Any]", cast(Any, client).info())
     except AuthenticationError as error:
         raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error

@@ -31,7 +31,7 @@ _STOP_S = 15.0
 _SETTINGS = """\
 bind 127.0.0.1
 port {port}
-dir {directory}
+dir "{directory}"
 requirepass {password}
 appendonly yes
 appendfsync everysec
@@ -71,10 +71,10 @@ def embedded_broker(config: BrokerConfig) -> Generator[str]:
 
 
 def _serve(directory: Path) -> Generator[str]:
+    (directory / "broker.json").unlink(missing_ok=True)  # that of a broker which was killed
     password, port = secrets.token_urlsafe(24), _free_port()
     settings = directory / "broker.conf"
-    write_atomic(settings, _SETTINGS.format(port=port, directory=directory, password=password))
-    settings.chmod(0o600)
+    write_atomic(settings, _SETTINGS.format(port=port, directory=directory, password=password), mode=0o600)
     url = f"redis://:{password}@127.0.0.1:{port}/0"
     with (directory / "broker.log").open("ab") as log:
         server = subprocess.Popen(
@@ -83,9 +83,7 @@ def _serve(directory: Path) -> Generator[str]:
     try:
         _wait_ready(url, server, directory)
         card = directory / "broker.json"
-        card.touch(mode=0o600)
-        write_atomic(card, json.dumps({"url": url, "pid": server.pid}))
-        card.chmod(0o600)
+        write_atomic(card, json.dumps({"url": url, "pid": server.pid}), mode=0o600)
         yield url
     finally:
         (directory / "broker.json").unlink(missing_ok=True)
@@ -95,8 +93,11 @@ def _serve(directory: Path) -> Generator[str]:
 def _join(directory: Path) -> str:
     until = time.monotonic() + _START_S
     while time.monotonic() < until:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return str(json.loads((directory / "broker.json").read_text())["url"])
+        with contextlib.suppress(OSError, ValueError, KeyError, redis.RedisError):
+            url = str(json.loads((directory / "broker.json").read_text())["url"])
+            with redis.Redis.from_url(url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
+                client.ping()  # type: ignore[no-untyped-call]
+            return url
         time.sleep(0.1)
     raise BrokerError(f"{directory}: another process holds the broker's lock, but no broker came up in {_START_S} s")
 

@@ -41,7 +41,7 @@ class ModelError(SluiceError):
 class EngineError(SluiceError):
     """The generation engine failed or was asked for something that it cannot do."""
 
-    exit_code = 5
+    exit_code = 8  # not that of ModelError: a failed engine is started again
 
 
 class RequestError(EngineError):

@@ -6,12 +6,16 @@ import os
 from pathlib import Path
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data`; a reader sees the old or the new file, never a part."""
+def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
+    """Replace `path` by `data`; a reader sees the old or the new file, never a part.
+
+    `mode` (narrowed by the umask) holds from the first byte on.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as stream:
+        aside.unlink(missing_ok=True)
+        with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
             stream.flush()
             os.fsync(stream.fileno())

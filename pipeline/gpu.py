@@ -32,9 +32,14 @@ def claim_gpu(gpus: list[str], lock_dir: Path) -> tuple[str, IO[str]] | None:
     """
     if not gpus:
         return None
-    lock_dir.mkdir(parents=True, exist_ok=True)
     for gpu in gpus:
-        lock = (lock_dir / f"gpu-{gpu}.lock").open("a")
+        try:
+            lock_dir.mkdir(parents=True, exist_ok=True)
+            lock = (lock_dir / f"gpu-{gpu}.lock").open("a")
+        except OSError as error:
+            raise EngineError(
+                f"GPU locks cannot be made ({error}); set {LOCK_DIR} to a directory that every user may write"
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

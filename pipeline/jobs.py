@@ -175,7 +175,7 @@ def _read_payload(payload: bytes) -> tuple[DecodeJob | None, str]:
     except (DeserializationError, ValueError, TypeError) as error:
         return None, f"malformed envelope: {error.__cause__ or error}"
     if function != FUNCTION:
-        return None, f"unknown function {function!r}; this queue serves {FUNCTION!r}"
+        return None, f"unknown function: {function!r}; this queue serves {FUNCTION!r}"
     if not isinstance(cast(Any, args), list | tuple) or len(args) != 1 or not isinstance(args[0], bytes):
         return None, "malformed arguments: expected one encoded DecodeJob"
     try:

@@ -3,8 +3,9 @@
     async with role_process(config, "worker", "worker-0") as role:
         ...            # role.client, role.keys, role.status, role.stop, role.spawn(task)
 
-- SIGTERM and SIGINT set `role.stop`; the body sees it and drains. What has not ended `up.stop_grace_s` later is
-  cut off: its leases run out by themselves, and nobody waits for a broker that is gone.
+- SIGTERM and SIGINT set `role.stop`; the body sees it and drains; the process then ends with 128 + signal.
+- What has not ended `up.stop_grace_s` after that is cut off: its leases run out by themselves, and nobody waits for
+  a broker that is gone.
 - Every background task belongs to the role; one that fails ends the role with its error.
 """
 
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
@@ -26,6 +28,8 @@ from pipeline.errors import DeadlineExceeded, SluiceError
 from pipeline.heartbeat import StatusReporter
 from pipeline.keys import Keys
 
+_CANCEL_AGAIN_S = 0.5
+
 
 class Role:
     """What the body of a role process works with."""
@@ -36,6 +40,7 @@ class Role:
         self.scripts = broker.Scripts(client)
         self.status = StatusReporter(client, self.keys, role, name)
         self.stop = asyncio.Event()
+        self.stopped_by: int | None = None  # the signal
         self._tasks, self._background = tasks, list[asyncio.Task[Any]]()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -44,10 +49,16 @@ class Role:
         self._background.append(task)
         return task
 
-    def cancel_background(self) -> None:
-        """End the spawned tasks."""
-        for task in self._background:
-            task.cancel()
+    async def end_background(self) -> None:
+        """End the spawned tasks.
+
+        Cancels until they are gone: before Python 3.12 `asyncio.wait_for`, which redis-py sends through, loses a
+        cancellation that comes in the moment of success.
+        """
+        while pending := [task for task in self._background if not task.done()]:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
 
     async def nap(self, seconds: float) -> bool:
         """Sleep, or return at once when asked to stop; True while there is work to do."""
@@ -79,15 +90,18 @@ async def role_process(config: Config, role: str, name: str, stop: asyncio.Event
         async with asyncio.TaskGroup() as tasks:
             context = Role(config, client, name, role, tasks)
             if stop is None:
-                _on_signals(lambda: _begin_stop(context))
+                _on_signals(context)
             else:
                 context.stop = stop
             context.spawn(context.status.run())
             try:
                 yield context
             finally:
-                context.cancel_background()
+                await context.end_background()
         await context.status.farewell()
+    if context.stopped_by is not None:
+        # Not 0: whoever supervises this process must not take a stop for the end of its work.
+        sys.exit(128 + context.stopped_by)
 
 
 def default_name(role: str) -> str:
@@ -95,8 +109,9 @@ def default_name(role: str) -> str:
     return os.environ.get("SLUICE_PROCESS_NAME") or f"{role}-{os.uname().nodename}-{os.getpid()}"
 
 
-def _begin_stop(role: Role) -> None:
+def _begin_stop(role: Role, number: int) -> None:
     role.stop.set()
+    role.stopped_by = number
     grace_s = role.config.up.stop_grace_s
     asyncio.get_running_loop().call_later(grace_s, _cut_off, role.name, grace_s)
 
@@ -106,7 +121,7 @@ def _cut_off(name: str, grace_s: float) -> None:
     os._exit(SluiceError.exit_code)
 
 
-def _on_signals(stop: Callable[[], None]) -> None:
+def _on_signals(role: Role) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, _begin_stop, role, number)

@@ -25,7 +25,8 @@ class Ownership:
     def __init__(self, client: Redis, keys: Keys, role: str) -> None:
         self._scripts = Scripts(client)
         self.role = role
-        self.key = f"{keys.owner}{role}"
+        self.key, self.last_key = f"{keys.owner}{role}", f"{keys.last_owner}{role}"
+        self._held = False
         self.nonce = secrets.token_hex(8)
 
     async def acquire(self, deadline_s: float, waiting: Callable[[str | None], None]) -> None:
@@ -42,13 +43,20 @@ class Ownership:
         """Renew until cancelled; raises LeaseLost when another process took the role."""
         while True:
             await asyncio.sleep(TTL_S / 4)
-            if not await self.try_acquire():
-                raise LeaseLost(f"{self.role}: another process took this role; this one stops")
+            await self.confirm()
+
+    async def confirm(self) -> None:
+        """Before an effect that no script fences (files); raises LeaseLost when another process took the role."""
+        if not await self.try_acquire():
+            raise LeaseLost(f"{self.role}: another process took this role; this one stops")
 
     async def release(self) -> None:
         """Give the role back at once."""
         await self._scripts.run("disown", [self.key], [self.nonce])
 
     async def try_acquire(self) -> bool:
-        """Take or renew the role; False while another process holds it."""
-        return bool(await self._scripts.run("own", [self.key], [self.nonce, int(TTL_S * 1000)]))
+        """Take or renew the role; False while another process holds it, and for good once one has held it since."""
+        args = [self.nonce, int(TTL_S * 1000), int(self._held)]
+        ours = bool(await self._scripts.run("own", [self.key, self.last_key], args))
+        self._held = self._held or ours
+        return ours

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -42,7 +43,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """One line that stays."""
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def update(self, now: Snapshot) -> None:
         """Draw the newest state."""
@@ -94,14 +95,14 @@ class Progress:
         cells = list(self.cells(now).items())
         for start in range(0, len(cells), 6):
             chunk = cells[start : start + 6]
-            flow.add_row(*(f"[dim]{name}[/dim] [bold]{value}[/bold]" for name, value in chunk))
+            flow.add_row(*(f"[dim]{name}[/dim] [bold]{escape(value)}[/bold]" for name, value in chunk))
         rows = Table.grid(padding=(0, 2))
         for process in now.processes:
             cause = process.waiting_for
             waiting = "working" if cause is None else f"waits for {cause}"
-            rows.add_row(f"[cyan]{process.name}[/cyan]", f"[dim]{waiting}[/dim]")
+            rows.add_row(f"[cyan]{escape(process.name)}[/cyan]", f"[dim]{escape(waiting)}[/dim]")
         outer = Table.grid()
         outer.add_row(flow)
         outer.add_row("")
         outer.add_row(rows)
-        return Panel(outer, title=self.title, border_style="blue")
+        return Panel(outer, title=escape(self.title), border_style="blue")

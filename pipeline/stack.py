@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from pipeline import broker as connections
 from pipeline import logs, provenance
 from pipeline.config import Config
+from pipeline.config.load import ENVIRONMENT
 from pipeline.embedded import embedded_broker
+from pipeline.errors import BrokerError
 from pipeline.files import write_atomic
 from pipeline.keys import Keys
 from pipeline.progress import Progress
@@ -23,6 +29,7 @@ from pipeline.supervise import Supervisor, sluice_command
 
 Watch = Callable[[Snapshot, Supervisor, Progress], Awaitable[None]]
 _LOOK_S = 0.25
+_LAST_LOOK_S = 5.0
 
 
 def with_workers(config: Config, count: int) -> Config:
@@ -57,12 +64,17 @@ def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
     return roles
 
 
+def child_environment(config: Config) -> dict[str, str]:
+    """The URL goes by environment: passwords belong in no file. Other settings are in the resolved file alone."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    return {**inherited, "REDIS_URL": config.broker.url or ""}
+
+
 async def _supervised(config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]]) -> int:
     logs.configure("up")
     run_dir = Path(config.run_dir) / config.run
     resolved = provenance.store(config, run_dir)
-    # The children get the URL by environment: passwords belong in no file of the run.
-    supervisor = Supervisor(config.up, run_dir / "logs", {"REDIS_URL": config.broker.url or ""})
+    supervisor = Supervisor(config.up, run_dir / "logs", child_environment(config))
     for name, command in {**plan(config, resolved), **extra}.items():
         supervisor.add(name, command)
     stop = asyncio.Event()
@@ -70,32 +82,54 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     client = connections.connect(config.broker)
     keys = Keys(config.run)
-    care = asyncio.create_task(supervisor.run())
     try:
+        await cast(Any, client).hset(keys.source, "exhausted", "0")  # the producer says so anew
         with Progress(title) as progress:
-            while not stop.is_set() and not supervisor.children["trainer"].done:
+
+            async def look() -> None:
                 now = await snapshot(client, keys)
                 progress.update(now)
                 if watch:
                     await watch(now, supervisor, progress)
-                if care.done():
-                    care.result()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), _LOOK_S)
+
+            await _until_trained(supervisor, stop, look)
+        final = await _last_look(client, keys, run_dir)
+    finally:
+        await client.aclose()
+    return _report(final, run_dir, interrupted=stop.is_set())
+
+
+async def _until_trained(supervisor: Supervisor, stop: asyncio.Event, look: Callable[[], Awaitable[None]]) -> None:
+    """Look again and again until the trainer is done or a stop is asked for; all children have ended then."""
+    care = asyncio.create_task(supervisor.run())
+    try:
+        while not stop.is_set() and not supervisor.children["trainer"].done:
+            await look()
+            if care.done():
+                care.result()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _LOOK_S)
     finally:
         care.cancel()
         await asyncio.gather(care, return_exceptions=True)
         await supervisor.stop()
-        final = await snapshot(client, keys)
-        await client.aclose()
+
+
+async def _last_look(client: Redis, keys: Keys, run_dir: Path) -> Snapshot:
+    """The final state, also as summary.json."""
+    try:
+        final = await asyncio.wait_for(snapshot(client, keys), _LAST_LOOK_S)
+    except (TimeoutError, RedisError, OSError) as error:
+        raise BrokerError(f"the broker was gone at the end ({error}); start the run again to go on") from error
     write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(final)))
-    return _report(final, run_dir, interrupted=stop.is_set())
+    return final
 
 
 def _report(final: Snapshot, run_dir: Path, *, interrupted: bool) -> int:
+    word = "interrupted" if interrupted else "complete" if final.complete else "stopped at trainer.max_versions"
     print(
-        f"{'interrupted' if interrupted else 'complete'}: enqueued {final.enqueued}, trained {final.trained}, "
-        f"dead {final.dead}, dropped {final.dropped}, weights v{final.latest_version}; files in {run_dir}",
+        f"{word}: enqueued {final.enqueued}, trained {final.trained}, dead {final.dead}, dropped {final.dropped}, "
+        f"weights v{final.latest_version}; files in {run_dir}",
         file=sys.stderr,
     )
     if interrupted:

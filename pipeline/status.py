@@ -87,8 +87,13 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         exhausted=source.get(b"exhausted") == b"1",
         malformed_rows=int(source.get(b"malformed", 0)),
         reasons={key: value for key, value in number.items() if ":" in key},
-        metrics=msgspec.json.decode(metrics, type=dict[str, float]) if metrics else {},
+        metrics=_finite(msgspec.json.decode(metrics, type=dict[str, float | None]) if metrics else {}),
         processes=sorted(
             (msgspec.json.decode(raw, type=Heartbeat) for raw in processes.values()), key=lambda row: row.name
         ),
     )
+
+
+def _finite(metrics: dict[str, float | None]) -> dict[str, float]:
+    """JSON has no NaN: a loss that was not finite comes as null, and is left out."""
+    return {key: value for key, value in metrics.items() if value is not None}

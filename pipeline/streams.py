@@ -4,6 +4,7 @@
 
 - The reader holds its role's ownership (ownership.py); what a dead reader had taken is taken over whole.
 - Entries leave a stream only through hand_off or ack, after their effect.
+- A reader that lost its role takes nothing more: what it took would be out of its successor's sight.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pipeline.broker import Scripts
-from pipeline.errors import LeaseLost
+from pipeline.errors import BrokerError, LeaseLost
 from pipeline.keys import BATCH_GROUP, RESULT_GROUP, Keys
 from pipeline.messages import DeadLetter, TrainingBatch, encode
+from pipeline.ownership import Ownership
 
 _PAGE = 256
 
@@ -32,10 +34,12 @@ class Entry:
 
 
 class StreamReader:
-    """Reads one stream as the only member of its group."""
+    """Reads one stream as the only member of its group; `owner` fences every read."""
 
-    def __init__(self, client: Redis, stream: str, group: str, name: str) -> None:
+    def __init__(self, client: Redis, stream: str, group: str, name: str, owner: Ownership | None = None) -> None:
         self._client, self.stream, self.group, self.name = client, stream, group, name
+        self._owner, self._scripts = owner, Scripts(client)
+        self._last = "0-0"  # newest entry that was seen
 
     async def open(self) -> list[Entry]:
         """Make the group if need be and take over all that an earlier reader left unfinished, in order."""
@@ -56,34 +60,46 @@ class StreamReader:
             found += _entries(answer[1])
             start = answer[0].decode()
             if start == "0-0":
+                self._last = found[-1].entry_id if found else self._last
                 return found
 
     async def read(self, count: int, block_ms: int) -> list[Entry]:
-        """New entries; an empty list after `block_ms` without any."""
+        """New entries; an empty list after `block_ms` without any. Raises LeaseLost when another owner took over."""
         try:
-            answer = cast(
-                "list[Any] | None",
-                await self._client.xreadgroup(self.group, self.name, {self.stream: ">"}, count=count, block=block_ms),
-            )
-        except ResponseError as error:
+            found = await self._take(count)
+            if not found:
+                await self._client.xread({self.stream: self._last}, count=1, block=block_ms)
+                found = await self._take(count)
+        except (ResponseError, BrokerError) as error:
             if "NOGROUP" not in str(error):
                 raise
             return await self.open()
-        return _entries(answer[0][1]) if answer else []
+        self._last = found[-1].entry_id if found else self._last
+        return found
+
+    async def _take(self, count: int) -> list[Entry]:
+        fence = [self._owner.key, self._owner.last_key] if self._owner else []
+        nonce = self._owner.nonce if self._owner else ""
+        answer = await self._scripts.run(
+            "read", [self.stream, *fence], [nonce, self.group, self.name, count, self._last]
+        )
+        if answer == -1:
+            raise LeaseLost(f"{self.stream}: another process took over; this one stops")
+        return _entries([(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in answer])
 
     async def depth(self) -> int:
         """Entries in the stream, taken or not."""
         return int(await cast("Awaitable[int]", self._client.xlen(self.stream)))
 
 
-def result_reader(client: Redis, keys: Keys, partition: int, name: str) -> StreamReader:
+def result_reader(client: Redis, keys: Keys, partition: int, name: str, owner: Ownership | None = None) -> StreamReader:
     """The reader of one partition of results."""
-    return StreamReader(client, f"{keys.results}{partition}", RESULT_GROUP, name)
+    return StreamReader(client, f"{keys.results}{partition}", RESULT_GROUP, name, owner)
 
 
-def batch_reader(client: Redis, keys: Keys, name: str) -> StreamReader:
+def batch_reader(client: Redis, keys: Keys, name: str, owner: Ownership | None = None) -> StreamReader:
     """The trainer's reader."""
-    return StreamReader(client, keys.batches, BATCH_GROUP, name)
+    return StreamReader(client, keys.batches, BATCH_GROUP, name, owner)
 
 
 async def hand_off(

@@ -51,7 +51,7 @@ class Supervisor:
 
     def __init__(self, config: UpConfig, log_dir: Path, env: dict[str, str]) -> None:
         self.config, self.log_dir = config, log_dir
-        self.env = {**os.environ, **env}
+        self.env = env
         self.children: dict[str, Child] = {}
         self.deaths = 0
 

@@ -9,7 +9,6 @@ it is a model directory of its own. Safetensors headers are read here without to
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Awaitable
@@ -28,6 +27,7 @@ from pipeline.messages import WeightVersion, decode, encode
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
+_MOST_HEADER = 100 << 20  # the format's own limit
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -53,18 +53,34 @@ def tensor_table(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name → (dtype, shape) from the safetensors headers; raises WeightsError for a damaged file."""
     table: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in weight_files(directory):
-        try:
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(length)) if length < file.stat().st_size else None
-        except (OSError, ValueError) as error:
-            raise WeightsError(f"{file}: not a safetensors file ({error})") from error
-        if not isinstance(header, dict):
-            raise WeightsError(f"{file}: cut short or not a safetensors file")
-        for name, entry in cast("dict[str, Any]", header).items():
-            if name != "__metadata__":
-                table[name] = (entry["dtype"], tuple(entry["shape"]))
+        for name, entry in _header(file).items():
+            if name in table:
+                raise WeightsError(f"{directory}: {name} is in two files; remove the stale one")
+            table[name] = (entry.dtype, entry.shape)
     return table
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _header(file: Path) -> dict[str, _Entry]:
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= min(size - 8, _MOST_HEADER):
+                raise WeightsError(f"{file}: cut short or not a safetensors file")
+            tree = msgspec.json.decode(stream.read(length), type=dict[str, Any])
+        tree.pop("__metadata__", None)
+        header = msgspec.convert(tree, dict[str, _Entry])
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{file}: not a safetensors file ({error})") from error
+    if 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0) > size:
+        raise WeightsError(f"{file}: cut short; copy or download it again")
+    return header
 
 
 def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVersion:
@@ -95,10 +111,10 @@ def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVe
 def read_manifest(directory: Path) -> WeightVersion:
     """The manifest of a version directory; raises WeightsError."""
     try:
-        tree = msgspec.json.decode((directory / MANIFEST).read_bytes())
+        tree = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=dict[str, Any])
         tree.pop("probe_token_ids", None)
         return msgspec.convert(tree, WeightVersion)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise WeightsError(f"{directory}: no readable {MANIFEST} ({error})") from error
 
 
@@ -107,7 +123,10 @@ def verify(version: WeightVersion) -> Path:
     directory = Path(version.path)
     if not directory.is_dir():
         raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
-    found = digest_of(directory)
+    try:
+        found = digest_of(directory)
+    except OSError as error:  # retired while it was read, or a file that cannot be
+        raise WeightsError(f"version {version.version}: {error}") from error
     if found != version.digest:
         raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
     if tensor_table(directory) != version.tensors:
@@ -116,7 +135,9 @@ def verify(version: WeightVersion) -> Path:
 
 
 def retire(root: Path, newest: int, retention: int) -> None:
-    """Delete directories of versions older than the newest `retention`."""
+    """Delete versions older than the newest `retention`, and what a killed writer left aside."""
+    for aside in root.glob(".v*.tmp"):
+        shutil.rmtree(aside, ignore_errors=True)
     for directory in root.glob("v??????"):
         if int(directory.name[1:]) <= newest - retention:
             shutil.rmtree(directory)
@@ -156,7 +177,7 @@ class WeightsRegistry:
 
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)  # the file itself: a hub cache holds relative links
     except OSError:
         shutil.copy2(source, target)
 

@@ -6,6 +6,7 @@ number, unique; else the row's own content is its identity), `metadata`. Malform
 
 from __future__ import annotations
 
+import codecs
 import importlib
 from collections.abc import Iterator
 from hashlib import sha256
@@ -48,6 +49,11 @@ class Malformed(msgspec.Struct, frozen=True):
         return DataError(f"{self.where}: {self.problem}")
 
 
+def identity(row: Row) -> str:
+    """What makes a row the same row again: its id, else its messages. `1` and `"1"` are two ids."""
+    return msgspec.json.encode(row.messages if row.id is None else row.id).decode()
+
+
 def fingerprint(config: DataConfig) -> str:
     """Identity of the data file: its length and the bytes at its beginning and end."""
     path = _existing(config)
@@ -62,7 +68,7 @@ def count_rows(config: DataConfig) -> int:
     """Rows of one epoch, malformed ones included."""
     path = _existing(config)
     if _format(config) == "parquet":
-        rows = int(_parquet().ParquetFile(path).metadata.num_rows)
+        rows = int(_parquet_file(path).metadata.num_rows)
     else:
         with path.open("rb") as stream:
             rows = sum(1 for line in stream if line.strip())
@@ -82,8 +88,9 @@ def read_rows(config: DataConfig) -> Iterator[Row | Malformed]:
 def _read_jsonl(path: Path) -> Iterator[Row | Malformed]:
     decoder = msgspec.json.Decoder(Row)
     with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, raw in enumerate(stream, start=1):
             where = f"{path}:{number}"
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if not line.strip():
                 continue
             if len(line) > MAX_ROW_BYTES:
@@ -97,7 +104,7 @@ def _read_jsonl(path: Path) -> Iterator[Row | Malformed]:
 
 def _read_parquet(path: Path) -> Iterator[Row | Malformed]:
     number = 0
-    for batch in _parquet().ParquetFile(path).iter_batches(batch_size=256):
+    for batch in _parquet_file(path).iter_batches(batch_size=256):
         for tree in batch.to_pylist():
             number += 1
             try:
@@ -122,8 +129,10 @@ def _format(config: DataConfig) -> str:
     return "parquet" if config.path.endswith((".parquet", ".pq")) else "jsonl"
 
 
-def _parquet() -> Any:
+def _parquet_file(path: Path) -> Any:
     try:
-        return importlib.import_module("pyarrow.parquet")
+        return importlib.import_module("pyarrow.parquet").ParquetFile(path)
     except ModuleNotFoundError as error:
         raise DataError("Parquet needs pyarrow: `pip install sluice[data]`, or give JSONL") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a whole Parquet file ({error})") from error

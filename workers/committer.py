@@ -1,4 +1,8 @@
-"""Commits finished sequences: everything that ended within a tick goes out in one script call."""
+"""Commits finished sequences: everything that ended within a tick goes out in one script call.
+
+While the engine's batch is full a tick lasts `TICK_S`: every call to the broker takes time from the decode thread.
+Otherwise a result goes out at once.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,14 @@ from pipeline.jobs import Finished, JobQueue
 from pipeline.logs import get_logger
 
 _MOST_AT_ONCE = 256
+TICK_S = 0.04
 
 
 class Committer:
     """Owned by one worker; `put` from its event loop."""
 
-    def __init__(self, queue: JobQueue) -> None:
-        self._queue = queue
+    def __init__(self, queue: JobQueue, busy: Callable[[], bool] = lambda: False) -> None:
+        self._queue, self._busy = queue, busy
         self._pending: list[Finished] = []
         self._after: list[Callable[[], None]] = []
         self._ready = asyncio.Event()
@@ -37,6 +42,8 @@ class Committer:
         """Commit until cancelled."""
         while True:
             await self._ready.wait()
+            if self._busy():
+                await asyncio.sleep(TICK_S)
             await self.flush()
 
     async def flush(self) -> None:

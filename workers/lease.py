@@ -1,7 +1,7 @@
 """Keeps this worker's leases from a thread of its own, so that a busy event loop or a long engine step loses none.
 
 - Renewal stops while the engine reports no progress for `stall_timeout_s`: a hung engine loses its jobs.
-- A lease that is lost cancels the local attempt through `on_lost`.
+- A lease that is lost cancels the local attempt through `on_lost(job_id, attempt)`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import redis
 
 from pipeline import broker, lua
@@ -23,11 +24,13 @@ class LeaseKeeper(threading.Thread):
     """Renews every `renew_s`; `hold` and `drop` name the claims, from any thread."""
 
     def __init__(
-        self, config: Config, queue: JobQueue, progress: Callable[[], float], on_lost: Callable[[str], Any]
+        self, config: Config, queue: JobQueue, progress: Callable[[], float], on_lost: Callable[[str, int], Any]
     ) -> None:
         super().__init__(name="lease-keeper", daemon=True)
         self._config, self._queue, self._progress, self._on_lost = config, queue, progress, on_lost
-        self._client = broker.connect_sync(config.broker, patient=False)
+        short = min(config.broker.socket_timeout_s, config.worker.lease_s / 4)  # a slow answer must not cost the lease
+        patience = msgspec.structs.replace(config.broker, socket_timeout_s=short, connect_timeout_s=short)
+        self._client = broker.connect_sync(patience)
         self._script = self._client.register_script(lua.source("renew"))
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -72,4 +75,4 @@ class LeaseKeeper(threading.Thread):
             get_logger().warning("renewal failed; the next one is due soon", error=str(error))
             return
         for raw in lost:
-            self._on_lost(raw.decode())
+            self._on_lost(raw.decode(), held[raw.decode()])

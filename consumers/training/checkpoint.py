@@ -8,12 +8,14 @@ is killed anywhere trains each batch once: acked twice is harmless, trained twic
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file
 
 from consumers.training.model import write_model
@@ -45,7 +47,7 @@ def save(
 ) -> Path:
     """Write step `state.step`; returns its directory once it is durable."""
     target = root / f"step-{state.step:06d}"
-    aside = root / f".{target.name}.tmp"
+    aside = root / f".{target.name}.{os.getpid()}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     (aside / "trainer").mkdir(parents=True)
     write_model(model, source, aside)
@@ -61,7 +63,7 @@ def save(
 
 def newest(root: Path) -> Path | None:
     """The newest whole checkpoint."""
-    found = sorted(root.glob("step-*"))
+    found = _all(root)
     return found[-1] if found else None
 
 
@@ -71,7 +73,7 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
         state = msgspec.json.decode((directory / _STATE).read_bytes(), type=TrainerState)
         load_model(model, str(directory / "model.safetensors"))
         _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
         raise ModelError(
             f"{directory}: damaged checkpoint ({error}); delete it to go on from the one before"
         ) from error
@@ -79,9 +81,16 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep`."""
-    for directory in sorted(root.glob("step-*"))[:-keep]:
+    """Delete all but the newest `keep`, and what a killed trainer left half-written."""
+    for leftover in root.glob(".step-*.tmp"):
+        shutil.rmtree(leftover)
+    for directory in _all(root)[:-keep]:
         shutil.rmtree(directory)
+
+
+def _all(root: Path) -> list[Path]:
+    """Oldest first; a number may outgrow its six digits."""
+    return sorted(root.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

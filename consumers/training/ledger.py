@@ -40,5 +40,5 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 def _step_of(line: bytes) -> float:
     try:
         return float(msgspec.json.decode(line)["step"]) if line.endswith(b"\n") else float("inf")
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
         return float("inf")

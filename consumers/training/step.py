@@ -16,7 +16,10 @@ import torch
 from consumers.pack import PackedRows, attention_mask, collate, pack_rows
 from consumers.training.losses import expected_coordinates, geometry_loss, weighted_cross_entropy
 from pipeline.config.types import TrainerConfig
+from pipeline.errors import ModelError
 from pipeline.messages import TrainingSample
+
+_KEEP_SAMPLES_APART = ("sdpa", "eager")
 
 
 class TrainStep:
@@ -32,6 +35,11 @@ class TrainStep:
         coord_ids: Sequence[int] = (),
     ) -> None:
         self.model, self._config, self._pad_id, self._row_tokens = model, config, pad_id, row_tokens
+        if model.config._attn_implementation not in _KEEP_SAMPLES_APART:
+            raise ModelError(
+                f"model.attn_implementation {model.config._attn_implementation!r} ignores the mask that keeps packed "
+                f"samples apart; use one of {', '.join(_KEEP_SAMPLES_APART)}"
+            )
         self._coord_ids = torch.tensor(list(coord_ids), dtype=torch.long, device=model.device)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -97,13 +105,21 @@ class TrainStep:
         logits = self.model(
             input_ids=torch.from_numpy(packed.input_ids).to(device),
             position_ids=torch.from_numpy(packed.position_ids).to(device),
-            attention_mask=torch.from_numpy(attention_mask(packed.segment_ids)).to(device),
+            attention_mask=self._mask(packed.segment_ids),
             use_cache=False,
         ).logits
         labels = torch.from_numpy(packed.labels).to(device)
         weights = torch.from_numpy(packed.weights).to(device)
         ce = weighted_cross_entropy(logits, labels, weights).sum
         return ce, self._geometry(logits, packed, samples)
+
+    def _mask(self, segment_ids: np.ndarray) -> torch.Tensor:
+        """sdpa takes what may be seen as bools; eager adds its mask to the scores, where True would hide nothing."""
+        seen = torch.from_numpy(attention_mask(segment_ids)).to(self.model.device)
+        if self.model.config._attn_implementation == "sdpa":
+            return seen
+        dtype = self.model.dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
     def _geometry(self, logits: torch.Tensor, packed: PackedRows, samples: list[TrainingSample]) -> torch.Tensor:
         rows: list[int] = []

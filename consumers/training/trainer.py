@@ -36,6 +36,9 @@ from pipeline.status import snapshot
 from pipeline.streams import Entry, ack_batches, batch_reader
 from pipeline.tokens import TokenArray
 
+# A batch as it was read, and those of its samples that these weights do not hold yet.
+Taken = tuple[str, TrainingBatch, list[TrainingSample]]
+
 
 class Trainer:
     """The one trainer of a run."""
@@ -46,7 +49,7 @@ class Trainer:
         run_dir = Path(role.config.run_dir) / role.config.run
         self._checkpoints, self._versions = run_dir / "checkpoints", run_dir / "weights"
         self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / "trained.jsonl")
-        self._reader = batch_reader(role.client, role.keys, role.name)
+        self._reader = batch_reader(role.client, role.keys, role.name, owner)
         self._registry = weights.WeightsRegistry(role.client, role.keys)
         self._unread: deque[Entry] = deque()
         self._state = checkpoint.TrainerState()
@@ -62,6 +65,8 @@ class Trainer:
             if not batches:
                 break
             await self._train(batches)
+        if self._state.unacked:  # steps since the last checkpoint, with checkpoint_every > 1
+            await self._checkpoint()
 
     def _enough_versions(self) -> bool:
         limit = self._config.trainer.max_versions
@@ -82,20 +87,23 @@ class Trainer:
         self._metrics.cut_after(self._state.step)
         self._trained.cut_after(self._state.step)
 
-    async def _next_batches(self) -> list[tuple[str, TrainingBatch]]:
+    async def _next_batches(self) -> list[Taken]:
         """Batches worth one optimiser step; fewer at the end of the run; none when it is over or stopped."""
         wanted = self._config.producer.samples_per_version
-        taken: list[tuple[str, TrainingBatch]] = []
+        taken: list[Taken] = []
         until = time.monotonic() + self._config.trainer.batch_wait_s
-        while sum(len(batch.samples) for _, batch in taken) < wanted:
+        dry = False
+        while sum(len(fresh) for _, _, fresh in taken) < wanted:
             if self._role.stop.is_set():
                 return []
             if not self._unread:
                 self._role.status.waiting("training batches from the consumers")
-                self._unread.extend(await self._reader.read(8, block_ms=200))
+                dry = await self._source_is_dry()  # asked first: what was handed on by then is read now
+                self._unread.extend(await self._reader.read(8, block_ms=1 if dry else 200))
             if self._unread:
                 taken += await self._open(self._unread.popleft())
-            elif await self._source_is_dry():
+                until = time.monotonic() + self._config.trainer.batch_wait_s
+            elif dry:
                 break
             elif time.monotonic() > until:
                 raise DeadlineExceeded(
@@ -109,32 +117,34 @@ class Trainer:
         now = await snapshot(self._role.client, self._role.keys)
         return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
 
-    async def _open(self, entry: Entry) -> list[tuple[str, TrainingBatch]]:
+    async def _open(self, entry: Entry) -> list[Taken]:
         try:
             batch = decode(TrainingBatch, entry.fields[b"b"])
         except (MessageError, KeyError) as error:
             # Nothing but our consumer writes here: losing samples silently is worse than stopping.
             raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
         known = set(self._state.recent)
-        if batch.samples and all(sample.seq_id in known for sample in batch.samples):
+        fresh = [sample for sample in batch.samples if sample.seq_id not in known]
+        if batch.samples and not fresh:
             get_logger().warning("batch was trained before; acked only", batch=batch.batch_id)
-            pairs = [(entry.entry_id, 0)]
+            pairs = [(entry.entry_id, len(batch.samples))]  # the broker undid the first count with the ack
             await ack_batches(self._role.scripts, self._role.keys, self._owner.key, self._owner.nonce, pairs)
             return []
-        return [(entry.entry_id, batch)]
+        return [(entry.entry_id, batch, fresh)]
 
-    async def _train(self, batches: list[tuple[str, TrainingBatch]]) -> None:
-        samples = [sample for _, batch in batches for sample in batch.samples]
+    async def _train(self, batches: list[Taken]) -> None:
+        samples = [sample for _, _, fresh in batches for sample in fresh]
         state = self._state
         state.step += 1
         started = time.monotonic()
         record = await asyncio.to_thread(self._step.run, samples, state.step)
         record["train/step_s"] = time.monotonic() - started
-        state.unacked += [(entry_id, len(batch.samples)) for entry_id, batch in batches]
+        await self._owner.confirm()
+        state.unacked += [(entry_id, len(batch.samples)) for entry_id, batch, _ in batches]
         state.samples += len(samples)
         state.tokens += int(record["train/tokens"])
         state.remember([sample.seq_id for sample in samples])
-        record |= _combined(batches)
+        record |= _combined(samples)
         self._log(samples, record)
         last = state.step % self._config.trainer.checkpoint_every == 0 or await self._source_is_dry()
         if last:
@@ -148,6 +158,7 @@ class Trainer:
         self._trained.append(state.step, seq_ids=[sample.seq_id for sample in samples])
 
     async def _checkpoint(self) -> None:
+        await self._owner.confirm()
         self._state.version += 1
         directory = await asyncio.to_thread(
             checkpoint.save,
@@ -193,5 +204,5 @@ class Trainer:
         get_logger().info("step", step=state.step, loss=round(record["train/loss"], 4))
 
 
-def _combined(batches: list[tuple[str, TrainingBatch]]) -> dict[str, float]:
-    return metrics.reduce([sample.metrics for _, batch in batches for sample in batch.samples])
+def _combined(samples: list[TrainingSample]) -> dict[str, float]:
+    return metrics.reduce([sample.metrics for sample in samples])

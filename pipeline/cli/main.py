@@ -10,7 +10,7 @@ from typing import Any
 from cyclopts import App
 
 from pipeline import __version__
-from pipeline.errors import SluiceError, first_cause
+from pipeline.errors import BrokerError, SluiceError, first_cause
 
 GROUP = "sluice.commands"
 _HELP = """Queue-driven rollouts for post-training language models.
@@ -19,8 +19,8 @@ Start here: `sluice demo` trains a tiny model on real digits, end to end, in min
 Your own:   `sluice run -c CONFIG.yaml --model DIR --data FILE.jsonl`
 Trouble:    `sluice doctor -c CONFIG.yaml` says what is wrong and how to mend it.
 
-Exit codes: 0 done, 1 other error, 2 configuration, 3 data, 4 broker, 5 model or engine, 6 weights,
-7 a wait ran out of time, 130 interrupted.
+Exit codes: 0 done, 1 other error, 2 configuration, 3 data, 4 broker, 5 model, 6 weights,
+7 a wait ran out of time, 8 engine, 130 interrupted.
 """
 
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except (SluiceError, ExceptionGroup) as error:
-        cause = first_cause(error)
+    except Exception as error:
+        cause = _ours(first_cause(error))
         if isinstance(cause, KeyboardInterrupt):
             sys.exit(130)
         if not isinstance(cause, SluiceError):
@@ -50,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(cause.exit_code)
     if isinstance(result, int):
         sys.exit(result)
+
+
+def _ours(cause: BaseException) -> BaseException:
+    """What the broker's client raises once its patience is over, as our error; `--help` never imports the client."""
+    client: Any = sys.modules.get("redis")
+    if client is not None and isinstance(cause, client.RedisError):
+        return BrokerError(f"the broker fails us ({cause}); is it running? `sluice doctor` looks")
+    return cause
 
 
 if __name__ == "__main__":

@@ -48,10 +48,23 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "broker.socket_timeout_s": config.broker.socket_timeout_s,
     }
     found = [(value > 0, f"{key} must be > 0, got {value}") for key, value in positive.items()]
+    limit = config.data.limit
+    found.append((limit is None or limit >= 0, f"data.limit must be >= 0, got {limit}"))
     fraction = config.rollout_matching.gt_only_fraction
     found.append((0 <= fraction <= 1, f"rollout_matching.gt_only_fraction must be in 0..1, got {fraction}"))
     found.append((config.worker.count >= 0, f"worker.count must be >= 0, got {config.worker.count}"))
     return found
+
+
+def _sequences_for_a_version(config: Config) -> int:
+    """At most this many must be admitted before a version is sure to come out.
+
+    Each of several consumers may hold back all but one sample of a batch; partly trained groups leave a remainder.
+    """
+    producer, count = config.producer, config.consumer.count
+    held = producer.samples_per_version - count if count > 1 else 0
+    rest = producer.group_size - 1 if config.consumer.on_incomplete_group == "train_partial" else 0
+    return producer.samples_per_version * config.trainer.checkpoint_every + held + rest
 
 
 def _flow(config: Config) -> list[tuple[bool, str]]:
@@ -63,19 +76,26 @@ def _flow(config: Config) -> list[tuple[bool, str]]:
             "or one missed renewal loses the lease",
         ),
         (
-            producer.max_in_flight >= producer.samples_per_version,
-            f"producer.max_in_flight {producer.max_in_flight} is below producer.samples_per_version "
-            f"{producer.samples_per_version}: the trainer's batch could never fill; raise it",
+            producer.max_in_flight >= _sequences_for_a_version(config),
+            f"producer.max_in_flight {producer.max_in_flight} is below {_sequences_for_a_version(config)}, which a "
+            "version may need (samples_per_version x checkpoint_every, and what consumers hold): the trainer's batch "
+            "could never fill; raise it",
         ),
         (
-            producer.samples_per_version % producer.group_size == 0,
-            f"producer.samples_per_version {producer.samples_per_version} must be a multiple of "
-            f"producer.group_size {producer.group_size}",
+            (producer.max_staleness + 1) * producer.samples_per_version * config.trainer.checkpoint_every
+            >= _sequences_for_a_version(config),
+            f"producer.max_staleness {producer.max_staleness} admits fewer than the "
+            f"{_sequences_for_a_version(config)} sequences that a version may need with these consumers; raise it",
         ),
         (
-            producer.samples_per_version % config.consumer.count == 0,
+            producer.samples_per_version % (config.consumer.count * producer.group_size) == 0,
             f"producer.samples_per_version {producer.samples_per_version} must be a multiple of "
-            f"consumer.count {config.consumer.count}",
+            f"consumer.count x producer.group_size = {config.consumer.count} x {producer.group_size}",
+        ),
+        (
+            worker.drain_s < config.up.stop_grace_s,
+            f"worker.drain_s {worker.drain_s} must be below up.stop_grace_s {config.up.stop_grace_s}, "
+            "or a draining worker is cut off before it hands its jobs back",
         ),
         (
             config.weights.retention >= producer.max_staleness + 2,

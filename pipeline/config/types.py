@@ -78,6 +78,7 @@ class ConsumerConfig(Section, frozen=True, kw_only=True):
     count: int = 1
     on_incomplete_group: Literal["train_partial", "drop"] = "drop"
     row_tokens: int = 1024  # token budget of a packed row
+    max_sample_tokens: int = 32_768  # longer samples (prompt and target) are dropped, reason too_long
     poll_s: float = 0.05
 
 
@@ -136,7 +137,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 
     retention: int = 4  # >= max_staleness + 2
     probe_tokens: int = 16
-    probe_tolerance: float = 1e-2  # nats, on the summed score of the probe
+    probe_tolerance: float = 1e-2  # nats a probe token between trainer and worker; ten times that in half precision
 
 
 class UpConfig(Section, frozen=True, kw_only=True):

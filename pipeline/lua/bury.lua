@@ -23,8 +23,8 @@ local function bury(id, state, payload_key, jobs, counts, dlq, ttl_ms, reason, d
         kind = 'dead_letter', schema = 1, seq_id = id .. ':' .. index, reason = reason, state = 'dead',
         detail = detail, attempts = tonumber(f[2] or '0'), worker = worker, at = now_ms() / 1000,
       })
-      redis.call('XADD', dlq, '*', 'd', letter, 'p', payload)
-      if f[3] then redis.call('XADD', f[3], '*', 'd', letter, 'g', id) end
+      redis.call('XADD', dlq, '*', 'd', letter, 'p', buried == 0 and payload or '')  -- once per job: it may be large
+      if f[3] then redis.call('XADD', f[3], '*', 'd', letter, 'g', id, 'i', index, 'n', n) end
       buried = buried + 1
     end
   end

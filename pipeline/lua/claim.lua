@@ -1,6 +1,6 @@
 -- Take up to `capacity` sequences' worth of ready jobs: highest priority first, oldest first.
 -- A leased job sits in the queue with its lease's end as score, so an expired lease is ready by itself;
--- that it was still owned then counts as one death of a worker over it.
+-- that another worker still owned it then counts as one death of a worker over it.
 -- KEYS jobs counts dlq
 -- ARGV payload_prefix state_prefix owner worker lease_ms capacity max_attempts tombstone_ms
 -- Returns per job: {id, payload, attempt, enqueued_ms, "i,j,…" committed indices}
@@ -13,7 +13,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', jobs, '-inf', now, 'LIMIT', 0, c
   local state, payload_key = ARGV[2] .. id, ARGV[1] .. id
   local f = redis.call('HMGET', state, 'owner', 'deaths', 'expires', 'n', 'ndone', 'at')
   local deaths = tonumber(f[2] or 0)
-  if f[1] then
+  if f[1] and f[1] ~= owner then
     deaths = deaths + 1
     redis.call('HSET', state, 'deaths', deaths)
     redis.call('HINCRBY', counts, 'redelivered', 1)

@@ -13,7 +13,7 @@ for i = 5, #ARGV, 7 do
   elseif f[1] ~= ARGV[3] or f[2] ~= ARGV[i + 3] then
     out[#out + 1] = 'fenced'
   else
-    redis.call('XADD', ARGV[i + 4], '*', 'r', ARGV[i + 6])
+    redis.call('XADD', ARGV[i + 4], '*', 'r', ARGV[i + 6], 'g', id, 'i', index, 'n', n)
     redis.call('HSET', state, 'd:' .. index, 1)
     redis.call('HINCRBY', counts, 'committed', 1)
     redis.call('HINCRBY', counts, 'tokens', ARGV[i + 5])

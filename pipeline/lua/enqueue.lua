@@ -8,18 +8,22 @@ local max_in_flight, per_version, staleness = tonumber(ARGV[3]), tonumber(ARGV[4
 local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped')
 local enqueued, trained = tonumber(c[1] or 0), tonumber(c[2] or 0)
 local lost = tonumber(c[3] or 0) + tonumber(c[4] or 0)
-local ahead = (staleness + tonumber(redis.call('GET', latest) or 0) + 1) * per_version
+-- Batches may run over samples_per_version (groups stay whole): what was trained counts as it is.
+local so_far = math.max(tonumber(redis.call('GET', latest) or 0) * per_version, trained)
+local ahead = (staleness + 1) * per_version + so_far
 local t = redis.call('TIME')
 local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
 local out, full = {}, false
 for i = 6, #ARGV, 7 do
   local id, payload, n = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
   local state, outcome = ARGV[2] .. id, nil
-  if redis.call('HGET', state, 'state') == 'done' then
+  if full then
+    outcome = 'over_credit'
+  elseif redis.call('HGET', state, 'state') == 'done' then
     outcome = 'done'
   elseif redis.call('EXISTS', state, ARGV[1] .. id) > 0 then
     outcome = 'duplicate'
-  elseif full or enqueued + n - trained - lost > max_in_flight or enqueued + n - lost > ahead then
+  elseif enqueued + n - trained - lost > max_in_flight or enqueued + n - lost > ahead then
     outcome, full = 'over_credit', true
   else
     local score = now - tonumber(ARGV[i + 3]) * 1e12
@@ -31,7 +35,7 @@ for i = 6, #ARGV, 7 do
     redis.call('HINCRBY', counts, 'enqueued', n)
     enqueued, outcome = enqueued + n, 'enqueued'
   end
-  if outcome ~= 'over_credit' and not full and ARGV[i + 6] ~= '' then
+  if outcome ~= 'over_credit' and ARGV[i + 6] ~= '' then
     redis.call('HSET', source, 'cursor', ARGV[i + 6])
   end
   out[#out + 1] = outcome

@@ -102,7 +102,7 @@ async def test_a_worker_that_kills_itself_over_a_job_ends_it_as_dead(client: Red
     queue = queue_of(client, keys)
     await enqueue(queue, "poison", n=2)
     for attempt in (1, 2):
-        [item] = await claim(queue, lease_s=0.01, attempts=2)
+        [item] = await claim(queue_of(client, keys), lease_s=0.01, attempts=2)
         assert item.attempt == attempt
         await asyncio.sleep(0.03)
     assert await claim(queue, attempts=2) == []
@@ -112,6 +112,25 @@ async def test_a_worker_that_kills_itself_over_a_job_ends_it_as_dead(client: Red
     assert [letter.reason for letter in letters] == ["worker_deaths"] * 2
     assert [letter.seq_id for letter in letters] == [f"{keys.run}:poison:0", f"{keys.run}:poison:1"]
     assert len(await client.xrange(keys.results + "0")) == 2  # tombstones, so that groups complete
+
+
+async def test_a_job_that_comes_back_to_the_worker_that_has_it_blames_nobody(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "a")
+    for attempt in (1, 2, 3, 4):
+        [item] = await claim(queue, lease_s=0.01, attempts=2)
+        assert item.attempt == attempt
+        await asyncio.sleep(0.03)
+
+
+async def test_what_lies_behind_a_refused_job_stays_refused(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "known")
+    jobs = [decode_job(f"{keys.run}:{name}") for name in ("new", "known", "newer")]
+    outcomes = await queue.enqueue(jobs, Credit(1, 100, 0), ["0:1", "0:2", "0:3"])
+    assert outcomes == ["over_credit"] * 3
+    raw: Any = client
+    assert await raw.hget(keys.source, "cursor") is None
 
 
 async def test_release_blames_nobody_and_keeps_the_place(client: Redis, keys: Keys) -> None:

@@ -32,6 +32,7 @@ from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.weights import load_weights
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, check_token_ids
 
+_STOP_S = 10.0
 _Job = tuple[Any, "Future[Any]"]
 
 
@@ -76,12 +77,12 @@ class DecodeThread:
         return time.monotonic() if self._idle else self._progress
 
     def stop(self) -> None:
-        """End the thread after the current step and wait for it."""
+        """End the thread after the current step; one that hangs is left behind after `_STOP_S`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_STOP_S)
 
     def _submit(self, queue: deque[_Job], what: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -1,0 +1,92 @@
+"""The engine alone: W processes, each with its share of a round's jobs; no Redis.
+
+As a process (`python -m bench.pipeline.bare WORKER WORKERS DIGITS SET…`) it loads its engine, then for every line
+`NAME COUNT LONGEST` on stdin prepares the jobs and answers `ready`, and for the line `go` decodes them and answers
+with their tokens. Rendering the prompts lies outside the clock here, and inside it on the queue's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from bench.pipeline.load import jobs, request_of, share
+from bench.pipeline.plan import Plan
+from bench.pipeline.processes import Fleet
+from bench.pipeline.stats import Sample
+from pipeline.config import Config, load_config
+from pipeline.errors import DeadlineExceeded
+from workers.generation.contracts import Backend, SequenceRequest
+
+_DEADLINE_S = 600.0
+
+
+class BareEngines:
+    """The parent's side."""
+
+    def __init__(self, plan: Plan, fleet: Fleet) -> None:
+        self._plan, self._fleet = plan, fleet
+
+    async def start(self) -> None:
+        """Start the processes; they load while other things happen."""
+        for worker in range(self._plan.workers):
+            arguments = [str(worker), str(self._plan.workers), str(int(self._plan.digits)), *self._plan.overrides()]
+            await self._fleet.start([sys.executable, "-m", "bench.pipeline.bare", *arguments])
+
+    async def round(self, name: str, count: int, longest: int) -> Sample:
+        """Decode the jobs of a round; the clock runs from `go` to the last answer."""
+        await self._ask(f"{name} {count} {longest}\n")
+        started, cpu_s = time.monotonic(), self._fleet.cpu_s()
+        answers = await self._ask("go\n")
+        seconds, cpu_s = time.monotonic() - started, self._fleet.cpu_s() - cpu_s
+        tokens: dict[str, list[int]] = {}
+        for answer in answers:
+            tokens |= msgspec.json.decode(answer, type=dict[str, list[int]])
+        return Sample(seconds, cpu_s, tokens)
+
+    async def _ask(self, line: str) -> list[bytes]:
+        """One answer of each process."""
+        for process in self._fleet.processes:
+            assert process.stdin is not None
+            process.stdin.write(line.encode())
+        reads = [process.stdout.readline() for process in self._fleet.processes if process.stdout is not None]
+        try:
+            answers = await asyncio.wait_for(asyncio.gather(*reads), _DEADLINE_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"a bare engine did not answer {line.strip()!r} in {_DEADLINE_S:.0f} s") from error
+        if not all(answers):
+            await asyncio.sleep(0.5)
+            self._fleet.check()
+        return answers
+
+
+async def _serve(config: Config, worker: int, workers: int, digits: bool) -> None:
+    """The child's side."""
+    from workers.generation.backends import make_backend
+    from workers.generation.prompts import PromptRenderer
+
+    backend = make_backend(config.model, config.worker)
+    await backend.start()
+    prompts = PromptRenderer(Path(config.model.path))
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        name, count, longest = line.split()
+        mine = share(jobs(name, int(count), digits=digits, longest=int(longest)), worker, workers)
+        requests = [request_of(job, prompts.render(job), config.seed) for job in mine]
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        print(msgspec.json.encode(await _decode(backend, requests)).decode(), flush=True)
+    await backend.close()
+
+
+async def _decode(backend: Backend, requests: list[SequenceRequest]) -> dict[str, list[int]]:
+    outputs = await asyncio.gather(*map(backend.decode, requests))
+    return {output.seq_key: output.token_ids for output in outputs}
+
+
+if __name__ == "__main__":
+    _worker, _workers, _digits, *_settings = sys.argv[1:]
+    asyncio.run(_serve(load_config(None, _settings, {}), int(_worker), int(_workers), bool(int(_digits))))

@@ -1,0 +1,89 @@
+"""The child processes of a benchmark: started, paused while the other side is measured, and always ended.
+
+They are process groups of this session: should this process be killed while they are paused, the kernel wakes and
+ends them (an orphaned group with a stopped member gets SIGHUP and SIGCONT).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from pathlib import Path
+from types import TracebackType
+
+from pipeline.errors import SluiceError
+from pipeline.supervise import last_line
+from pipeline.tether import tethered
+
+_GRACE_S = 5.0
+_LINE_LIMIT = 1 << 26  # an answer of the bare engine is one line
+
+
+class Fleet:
+    """Processes of one kind, for the length of an `async with` block."""
+
+    def __init__(self, kind: str, logs: Path) -> None:
+        self._kind, self._logs = kind, logs
+        self.processes: list[Process] = []
+
+    async def start(self, command: list[str], env: dict[str, str] | None = None) -> Process:
+        """Start one more; it writes its log to `<kind>-<number>.log`."""
+        name = f"{self._kind}-{len(self.processes)}"
+        with self._log(len(self.processes)).open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *tethered(command), stdin=PIPE if env is None else DEVNULL, stdout=PIPE if env is None else log,
+                stderr=log, env={**os.environ, **(env or {}), "SLUICE_PROCESS_NAME": name},
+                process_group=0, limit=_LINE_LIMIT,
+            )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def pause(self) -> None:
+        """Stop them in their tracks: an idle worker polls, and that is time of the other side."""
+        self._send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._send(signal.SIGCONT)
+
+    def cpu_s(self) -> float:
+        """Processor seconds that they have used so far (user and system); 0 where there is no /proc."""
+        ticks = 0
+        for process in self.processes:
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def check(self) -> None:
+        """Raise SluiceError when one has ended."""
+        for index, process in enumerate(self.processes):
+            if process.returncode is not None:
+                why = last_line(self._log(index))
+                raise SluiceError(f"{self._kind}-{index} ended with {process.returncode}: {why}")
+
+    async def __aenter__(self) -> Fleet:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._send(signal.SIGTERM)
+        self._send(signal.SIGCONT)
+        ends = asyncio.gather(*(process.wait() for process in self.processes))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(ends), _GRACE_S)
+        self._send(signal.SIGKILL)
+        await ends
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def _log(self, index: int) -> Path:
+        return self._logs / f"{self._kind}-{index}.log"

@@ -1,0 +1,61 @@
+"""The source's place in Redis: which data a run reads, how far it got, what it skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from pipeline.errors import ConfigError
+from pipeline.lifecycle import Role
+from pipeline.logs import get_logger
+from producers.sources import Malformed, fingerprint
+
+
+class SourcePlace:
+    """Owned by the one producer of a run."""
+
+    def __init__(self, role: Role) -> None:
+        self._client: Any = role.client
+        self._key, self._config = role.keys.source, role.config
+        self._malformed = 0
+
+    async def open(self, total: int) -> str:
+        """Tie the run to its data and its partitions, announce the total; returns the cursor of the last job."""
+        held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
+        data, partitions = fingerprint(self._config.data), self._config.consumer.count
+        self._check(held, data, partitions)
+        await self._set(data=data, path=self._config.data.path, partitions=partitions, total=total, exhausted=0)
+        return held.get(b"cursor", b"-1:-1").decode()
+
+    def skip(self, row: Malformed) -> None:
+        """Count a malformed row, or raise its DataError where the config says stop."""
+        if self._config.data.on_malformed == "stop":
+            raise row.error()
+        self._malformed += 1
+        get_logger().warning("row skipped", where=row.where, problem=row.problem)
+
+    async def store_skipped(self) -> None:
+        """The count from the first row on, so that a restart counts no row twice."""
+        if self._malformed:
+            await self._set(malformed=self._malformed)
+
+    async def finish(self) -> None:
+        """Say that there is nothing more to come."""
+        await self._set(exhausted=1)
+
+    def _check(self, held: dict[bytes, bytes], data: str, partitions: int) -> None:
+        """Other data under a known run name would be skipped in silence; other partitions would strand results."""
+        run, path = self._config.run, self._config.data.path
+        name_it = "give this one a name of its own (--set run=NAME)"
+        if held.get(b"partitions", b"%d" % partitions) != b"%d" % partitions:
+            raise ConfigError(
+                f"run {run!r} was started with consumer.count {held[b'partitions'].decode()}; set it back, or {name_it}"
+            )
+        if held.get(b"data", data.encode()) == data.encode():
+            return
+        if held.get(b"exhausted") == b"1" or held.get(b"path") != path.encode():
+            raise ConfigError(f"run {run!r} was started on other data than {path}; {name_it}, or restore the file")
+        get_logger().warning("the data file has changed; its first rows are not read again", path=path)
+
+    async def _set(self, **values: Any) -> None:
+        await cast("Awaitable[int]", self._client.hset(self._key, mapping=values))

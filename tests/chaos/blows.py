@@ -1,0 +1,41 @@
+"""How the chaos tests hit processes: always at a moment that is known to have come."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import uuid
+
+from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.stack import Stack
+
+PATIENT = {"max_attempts": 100}  # deaths that these tests cause are not the jobs' fault
+
+
+def seeded() -> random.Random:
+    """A random source; its seed is printed, and SLUICE_CHAOS_SEED repeats it."""
+    seed = int(os.environ.get("SLUICE_CHAOS_SEED") or uuid.uuid4().int % 10_000)
+    print(f"SLUICE_CHAOS_SEED={seed}")
+    return random.Random(seed)
+
+
+def stop_while_it_holds_jobs(stack: Stack, worker: Process) -> set[str]:
+    """SIGSTOP a worker at a moment when it holds leases; returns the jobs it holds."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        assert time.monotonic() < until, f"{worker.name} was never seen with jobs\n{stack.report(stack.snapshot())}"
+        if worker.name in stack.leased().values():
+            worker.signal(signal.SIGSTOP)
+            time.sleep(0.05)  # what it had sent before arrives
+            held = {job_id for job_id, name in stack.leased().items() if name == worker.name}
+            if held:
+                return held
+            worker.signal(signal.SIGCONT)
+        time.sleep(0.01)
+
+
+def resume(process: Process) -> None:
+    """SIGCONT."""
+    process.signal(signal.SIGCONT)

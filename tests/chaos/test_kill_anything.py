@@ -1,0 +1,49 @@
+"""A supervised run whose processes are killed at random, about once a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.chaos.blows import PATIENT, seeded
+from tests.e2e.fixtures import MakeStack, detection_rows
+from tests.e2e.processes import wait_gone
+
+pytestmark = pytest.mark.chaos
+KILLS = 10
+
+
+def test_ten_random_kills_lose_nothing(make_stack: MakeStack) -> None:
+    dice = seeded()
+    stack = make_stack(
+        detection_rows(200),
+        worker={**PATIENT, "count": 2, "lease_s": 2},
+        up={"max_restarts": 50, "restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
+    )
+    command = stack.start("run")
+    kills: list[str] = []
+    while len(kills) < KILLS and command.popen.poll() is None:
+        now = stack.snapshot()
+        if now.trained and now.processes:
+            victim = dice.choice(now.processes)
+            kills += [victim.name] if struck(victim.pid) else []
+            print(f"{now.trained} trained: SIGKILL to {victim.name}")
+        time.sleep(dice.uniform(0.5, 1.5))
+    assert command.wait(200) == 0, command.tail() + stack.report(stack.snapshot())
+    stack.assert_exactly_once()
+    assert stack.snapshot().dead == 0
+    assert kills, "the run was over before the first kill"
+    wait_gone(stack.mark)
+    assert not stack.litter()
+
+
+def struck(pid: int) -> bool:
+    """SIGKILL; False when it had ended already."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,90 @@
+"""What a user does wrong: each ends with its exit code and a message that names the place, or is counted."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from pipeline.files import write_atomic
+from tests.e2e.fixtures import MakeStack, detection_rows
+from tests.e2e.stack import Stack
+
+
+def spoil_line(stack: Stack, number: int) -> None:
+    """Replace one line of the data by something that is no row."""
+    lines = stack.data.read_text().splitlines()
+    lines[number - 1] = '{"messages": [{"role": "user"'
+    write_atomic(stack.data, "\n".join(lines) + "\n")
+
+
+def test_a_malformed_line_stops_the_run_and_is_named(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(8), embedded=True)
+    spoil_line(stack, 5)
+    alone, whole = stack.start("broker"), None
+    while "broker ready" not in alone.text():
+        assert alone.popen.poll() is None, alone.tail()
+    producer = stack.start("produce")
+    assert producer.wait() == 3, producer.tail()
+    assert f"error: {stack.data}:5: malformed row" in producer.text()
+    whole = stack.start("run")
+    assert whole.wait() == 3, whole.tail()
+    assert f"{stack.data}:5: malformed row" in whole.text()
+
+
+def test_bad_rows_are_counted_and_the_others_are_trained(make_stack: MakeStack) -> None:
+    """A malformed line, a truth that is no list of objects, and a model that writes garbage."""
+    rows = detection_rows(32)
+    rows[3]["truth"] = {"desc": "not a list"}
+    rows[4]["truth"] = "text"
+    stack = make_stack(rows, data={"on_malformed": "skip"})
+    spoil_line(stack, 32)
+    command = stack.start("run")
+    assert command.wait() == 0, command.tail()
+    now = stack.snapshot()
+    assert (now.malformed_rows, now.enqueued, now.trained, now.dropped) == (1, 31, 29, 2)
+    assert now.reasons == {"dropped:invalid_truth": 2}
+    good = [row for at, row in enumerate(rows) if at not in (3, 4, 31)]
+    assert set(stack.trained()) == stack.expected(good)
+    assert len(stack.trained()) == 29
+    assert now.metrics["stage2/invalid_rollout"] > 0, "random weights write no valid answer"
+    again = stack.start("produce")
+    assert again.wait() == 0, again.tail()
+    assert stack.snapshot().malformed_rows == 1, "a second look at the same row counts it once"
+
+
+def test_a_typo_in_the_configuration(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(1))
+    stack.configure(trainer={"learning_rat": 1})
+    command = stack.start("run")
+    assert command.wait() == 2, command.tail()
+    assert f"error: {stack.config_file}: " in command.text()
+    assert "trainer.learning_rat" in command.text()
+    assert "learning_rate" in command.text()
+
+
+def test_a_model_directory_without_weights(make_stack: MakeStack, model_dir: Path, tmp_path: Path) -> None:
+    hollow = tmp_path / "hollow"
+    hollow.mkdir()
+    for file in model_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (hollow / file.name).write_bytes(file.read_bytes())
+    stack = make_stack(detection_rows(8), model={"path": str(hollow)})
+    for command in (stack.start("run"), stack.start("worker")):
+        assert command.wait() == 5, command.tail()
+        assert f"{hollow}: no " in command.text()
+
+
+def test_a_broker_that_is_not_there(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(1), embedded=True)
+    with socket.socket() as taken:  # bound and never listening: nothing else answers there
+        taken.bind(("127.0.0.1", 0))
+        stack.broker_url = f"redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0"
+        commands = [stack.start(role) for role in ("produce", "status", "run")]
+        for command in commands:
+            assert command.wait() == 4, command.tail()
+            assert "the broker does not answer" in command.text()
+            assert "secret" not in command.text()
+    stack.broker_url = None
+    lonely = stack.start("produce")
+    assert lonely.wait() == 4
+    assert "no broker: REDIS_URL and broker.url are not set" in lonely.text()

@@ -1,0 +1,71 @@
+"""The other ways to start the roles: docker-compose.yml's commands, and arq's own command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.e2e.fixtures import MakeStack, detection_rows
+from tests.e2e.processes import BIN
+from tests.e2e.stack import Stack
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+
+
+def localised(word: str, stack: Stack) -> str:
+    """A word of the compose file with its container paths on this machine."""
+    word = word.replace("${SLUICE_CONFIG_FILE:-detection.yaml}", stack.config_file.name)
+    for inside, here in (("/configs", stack.config_file.parent), ("/inputs", "inputs"), ("/runs", "runs")):
+        if word.startswith(inside):
+            return str(stack.directory / here) + word.removeprefix(inside)
+    return word
+
+
+def start_service(stack: Stack, name: str) -> None:
+    """A service's command with a service's environment; only the broker is another one."""
+    service = SERVICES[name]
+    command = [str(BIN / service["command"][0]), *(localised(word, stack) for word in service["command"][1:])]
+    env = {key: localised(value, stack) for key, value in service["environment"].items() if key != "REDIS_URL"}
+    stack.spawn(command, name=name, **env)
+
+
+def test_the_compose_commands_run_to_the_end(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(48))
+    (stack.directory / "inputs").mkdir()
+    (stack.directory / "inputs/model").symlink_to(stack.tree["model"]["path"])
+    stack.data.rename(stack.directory / "inputs/data.jsonl")
+    stack.configure(model={"path": ""}, data={"path": ""})
+    for name in ("producer", "worker", "worker", "consumer", "trainer"):
+        start_service(stack, name)
+    stack.wait(lambda now: len(now.alive("worker")) == 2 and now.trained, "two workers and a first step")
+    health = SERVICES["worker"]["healthcheck"]["test"][1:]
+    looked = stack.spawn([str(BIN / health[0]), *(localised(word, stack) for word in health[1:])], name="health")
+    assert looked.wait() == 0, looked.tail()
+    stack.finish()
+    stack.assert_exactly_once()
+
+
+def test_arqs_own_command_serves_the_queue_and_hands_its_jobs_back(make_stack: MakeStack) -> None:
+    long = {"max_new_tokens": 180}
+    stack = make_stack(detection_rows(24), sampling=long, worker={"drain_s": 0, "lease_s": 60, "renew_s": 5})
+    for role in ("produce", "consume", "train"):
+        stack.start(role)
+    first, second = (arq_worker(stack) for _ in range(2))
+    stack.wait(lambda now: len(holders := set(stack.leased().values())) == 2 and holders, "both to hold jobs")
+    first.expendable = True
+    assert first.terminate() == 0, first.tail()
+    assert first.name not in stack.leased().values()
+    # A lease that is left behind would block its job for a minute.
+    end = stack.finish(deadline_s=55)
+    stack.assert_exactly_once()
+    assert (end.dead, end.redelivered_jobs) == (0, 0)
+    assert second.popen.poll() == 0
+
+
+def arq_worker(stack: Stack) -> Any:
+    """The real `arq` command on this run's configuration."""
+    command = [str(BIN / "arq"), "workers.main.WorkerSettings"]
+    return stack.spawn(command, name="arq", SLUICE_CONFIG=str(stack.config_file))

@@ -1,0 +1,71 @@
+"""`sluice run` and `sluice up`: one command from nothing to the end, and again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fixtures import MakeStack, detection_rows
+from tests.e2e.processes import Process, wait_gone
+from tests.e2e.stack import Stack
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_command(stack: Stack, data: Path | None = None) -> Process:
+    """`sluice run` on the shipped detection config; everything else by options."""
+    wanted = {
+        "run": stack.run,
+        "run_dir": stack.directory / "runs",
+        "sampling.max_new_tokens": 12,
+        "producer.samples_per_version": 8,
+        "producer.max_in_flight": 24,
+        "worker.count": 1,
+        "worker.claim_gpu": "false",
+        "consumer.row_tokens": 256,
+        "model.device": "cpu",
+        "broker.embedded_dir": stack.directory / "broker",
+    }
+    sets = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+    config = str(ROOT / "configs/detection.yaml")
+    model = stack.tree["model"]["path"]
+    return stack.sluice("run", "-c", config, "--model", model, "--data", str(data or stack.data), *sets)
+
+
+def test_run_goes_to_the_end_and_a_second_time_does_nothing(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(48))
+    first = run_command(stack)
+    assert first.wait() == 0, first.tail()
+    stack.assert_exactly_once()
+    before = (stack.trained(), stack.digests(), (stack.run_dir / "metrics.jsonl").read_text())
+    second = run_command(stack)
+    assert second.wait() == 0, second.tail()
+    assert "complete: enqueued 48, trained 48, dead 0, dropped 0" in second.text()
+    assert (stack.trained(), stack.digests(), (stack.run_dir / "metrics.jsonl").read_text()) == before
+    wait_gone(stack.mark)
+
+
+def test_run_reads_parquet_on_its_own_broker(make_stack: MakeStack) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    stack = make_stack(detection_rows(16), embedded=True)
+    table = stack.directory / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(stack.rows), table)
+    command = run_command(stack, table)
+    assert command.wait() == 0, command.tail()
+    assert "complete: enqueued 16, trained 16, dead 0, dropped 0, weights v2" in command.text()
+    assert set(stack.trained()) == stack.expected()
+    assert len(stack.trained()) == 16
+    wait_gone(stack.mark)
+    assert not (stack.directory / "broker/broker.json").exists()
+
+
+def test_up_starts_as_many_workers_as_asked(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(48))
+    command = stack.start("up", "--workers", "2")
+    stack.wait(lambda now: command.popen.poll() == 0, "the end of `sluice up`")
+    stack.assert_exactly_once()
+    logs = {log.stem for log in (stack.run_dir / "logs").glob("*.log")}
+    assert logs == {"producer", "worker-0", "worker-1", "consumer-0", "trainer"}
+    wait_gone(stack.mark)

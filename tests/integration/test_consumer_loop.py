@@ -1,0 +1,187 @@
+"""The consumer against a real broker: whole groups, dropped ones, and the same batches after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers import exact_answer
+from consumers.loop import Consumer
+from consumers.task import Task, TaskContext
+from pipeline.broker import Scripts
+from pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, TrainingBatch, decode, encode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.tokens import FloatArray, Runs, TokenArray
+from tests.factories import sequence_result
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_tokenizer import tiny_codec
+
+TASK = Task("exact_answer", exact_answer.parse, exact_answer.match, exact_answer.target)
+CONTEXT = TaskContext(tiny_codec("bytes"), RolloutMatchingConfig(task="exact_answer"))
+
+
+def config_of(broker: BrokerConfig, keys: Keys, run_dir: Path, *, size: int = 4, policy: str = "drop") -> Config:
+    producer = {"samples_per_version": size, "max_in_flight": 64}
+    return run_config(broker, keys, run_dir, producer=producer, consumer={"on_incomplete_group": policy})
+
+
+async def put(client: Any, keys: Keys, group: str, index: int = 0, size: int = 1, **changes: Any) -> None:
+    ids = CONTEXT.codec.encode("seven")
+    arrays: dict[str, Any] = {
+        "token_ids": TokenArray(ids),
+        "logprobs": FloatArray([-0.5] * len(ids)),
+        "versions": Runs.of([0] * len(ids)),
+        "truth": "seven",
+        "task": "exact_answer",
+    }
+    result = sequence_result(group, index, size, **{**arrays, **changes})
+    await client.xadd(keys.results + "0", {"r": encode(result), "g": group, "i": index, "n": size})
+    await client.hincrby(keys.counts, "enqueued", 1)
+
+
+async def put_dead(client: Any, keys: Keys, group: str, index: int) -> None:
+    letter = DeadLetter(seq_id=f"{group}:{index}", reason="expired")
+    await client.xadd(keys.results + "0", {"d": encode(letter), "g": group, "i": index, "n": 2})
+    await client.hincrby(keys.counts, "enqueued", 1)
+    await client.hincrby(keys.counts, "dead", 1)
+
+
+async def consume(config: Config, until: Callable[[], Awaitable[bool]], cause: str = "the consumer's effect") -> None:
+    """Run a consumer until its effect is there, then stop it."""
+    async with role_of(config, "consumer", "c") as role:
+        owner = Ownership(role.client, role.keys, "consumer:0")
+        await owner.acquire(10, role.status.waiting)
+        running = asyncio.create_task(Consumer(role, 0, owner, TASK, CONTEXT).run())
+        await eventually(until, cause)
+        role.stop.set()
+        await running
+        await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
+
+
+def ended(client: Any, keys: Keys, count: int) -> Callable[[], Awaitable[bool]]:
+    """Handed on, dead or dropped."""
+
+    async def holds() -> bool:
+        now = await snapshot(client, keys)
+        return now.accepted + now.dead + now.dropped >= count
+
+    return holds
+
+
+async def batches(client: Any, keys: Keys) -> list[TrainingBatch]:
+    return [decode(TrainingBatch, fields[b"b"]) for _, fields in await client.xrange(keys.batches)]
+
+
+async def test_groups_become_batches_of_the_configured_size(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    for number in range(4):
+        for index in (1, 0):
+            await put(client, keys, f"g{number}", index, 2)
+    await consume(config_of(broker_config, keys, run_dir), ended(client, keys, 8))
+    found = await batches(client, keys)
+    assert [len(batch.samples) for batch in found] == [4, 4]
+    names = [sample.seq_id for batch in found for sample in batch.samples]
+    assert names == [f"g{number}:{index}" for number in range(4) for index in range(2)]
+    assert sorted(index for row in found[0].rows for index in row) == [0, 1, 2, 3]
+    assert found[0].metrics
+    assert await client.xlen(keys.results + "0") == 0
+
+
+@pytest.mark.parametrize(("policy", "kept", "dropped"), [("drop", 0, 1), ("train_partial", 1, 0)])
+async def test_an_incomplete_group_is_dropped_or_trained_in_part(
+    policy: str, kept: int, dropped: int, broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    await put(client, keys, "g", 0, 2)
+    await put_dead(client, keys, "g", 1)
+    await consume(config_of(broker_config, keys, run_dir, size=1, policy=policy), ended(client, keys, 2))
+    now = await snapshot(client, keys)
+    assert (now.accepted, now.dead, now.dropped) == (kept, 1, dropped)
+    assert now.reasons == ({"dropped:incomplete_group": 1} if dropped else {})
+
+
+@pytest.mark.parametrize("ending", ["deadline", "cancelled", "error"])
+async def test_an_ending_that_is_not_trained_is_a_drop_with_that_reason(
+    ending: str, broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    await put(client, keys, "g", finish_reason=ending)
+    await consume(config_of(broker_config, keys, run_dir), ended(client, keys, 1))
+    assert (await snapshot(client, keys)).reasons == {f"dropped:{ending}": 1}
+
+
+async def test_a_truth_that_makes_no_sense_is_dropped_and_its_neighbour_trained(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    await put(client, keys, "bad", truth=[1, 2])
+    await put(client, keys, "good")
+    await consume(config_of(broker_config, keys, run_dir, size=1), ended(client, keys, 2))
+    now = await snapshot(client, keys)
+    assert (now.accepted, now.reasons) == (1, {"dropped:invalid_truth": 1})
+    [(_, fields)] = await client.xrange(keys.dead)
+    assert decode(DeadLetter, fields[b"d"]).seq_id == "bad:0"
+
+
+PLACE = {"g": b"g", "i": 0, "n": 1}
+
+
+@pytest.mark.parametrize("fields", [{"r": b"junk", **PLACE}, {"x": b"1"}, {"d": b"junk", **PLACE}, {"r": b"\xc1"}])
+async def test_a_malformed_result_is_a_drop(
+    fields: dict[str, Any], broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    await client.xadd(keys.results + "0", fields)
+    await put(client, keys, "good")
+    await consume(config_of(broker_config, keys, run_dir, size=1), ended(client, keys, 2))
+    assert (await snapshot(client, keys)).reasons == {"dropped:malformed_result": 1}
+    assert await client.xlen(keys.results + "0") == 0
+
+
+async def test_an_unreadable_member_does_not_hold_its_group_open(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    await put(client, keys, "g", 0, 2)
+    await client.xadd(keys.results + "0", {"r": b"junk", "g": b"g", "i": 1, "n": 2})
+    await consume(config_of(broker_config, keys, run_dir), ended(client, keys, 2))
+    assert (await snapshot(client, keys)).reasons == {"dropped:malformed_result": 1, "dropped:incomplete_group": 1}
+
+
+async def test_what_is_left_goes_out_at_the_end_of_the_source(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    for number in range(3):
+        await put(client, keys, f"g{number}")
+    await client.hset(keys.source, "exhausted", 1)
+    await consume(config_of(broker_config, keys, run_dir, size=64), ended(client, keys, 3))
+    assert [len(batch.samples) for batch in await batches(client, keys)] == [3]
+
+
+async def test_a_complete_run_ends_the_consumer(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    await client.hset(keys.source, "exhausted", 1)
+    async with role_of(config_of(broker_config, keys, run_dir), "consumer", "c") as role:
+        owner = Ownership(role.client, role.keys, "consumer:0")
+        await owner.acquire(10, role.status.waiting)
+        await asyncio.wait_for(Consumer(role, 0, owner, TASK, CONTEXT).run(), 20)
+
+
+async def test_the_successor_of_a_killed_consumer_makes_the_same_batches(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    """The first reader took all and handed on one batch; what it had in memory is read again."""
+    config = config_of(broker_config, keys, run_dir)
+    for number in range(6):
+        await put(client, keys, f"g{number}")
+    await consume(config, ended(client, keys, 4))
+    assert await client.xlen(keys.results + "0") == 2
+    for number in range(6, 8):
+        await put(client, keys, f"g{number}")
+    await consume(config, ended(client, keys, 8))
+    names = [[sample.seq_id for sample in batch.samples] for batch in await batches(client, keys)]
+    assert names == [[f"g{number}:0" for number in range(4)], [f"g{number}:0" for number in range(4, 8)]]

@@ -1,0 +1,247 @@
+"""The queue worker with the real engine on a tiny model, against a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.config.types import BrokerConfig, Config, ModelConfig
+from pipeline.errors import EngineError
+from pipeline.jobs import ARQ_JOB, Claim, Credit, Finished, JobQueue
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, WeightVersion, decode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.tokens import TokenArray
+from pipeline.weights import WeightsRegistry, write_version
+from tests.contract.engine_fixtures import started
+from tests.factories import decode_job, sequence_result
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_models import save_tiny_model
+from workers.committer import Committer
+from workers.decode import DecodeWorker
+from workers.generation.backends.hf import HfBackend
+from workers.generation.prompts import PromptRenderer
+from workers.lease import LeaseKeeper
+from workers.weights_watch import WeightsWatch
+
+PLENTY = Credit(10_000, 10_000, 1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def backend(source: Path) -> Iterator[HfBackend]:
+    with started(source, max_batch=4) as running:
+        yield running
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
+    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
+
+
+def changed(config: Config, **worker: Any) -> Config:
+    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, **worker))
+
+
+@contextlib.asynccontextmanager
+async def working(config: Config, backend: HfBackend, name: str = "w") -> AsyncIterator[asyncio.Event]:
+    """A worker that serves until the block ends, or until the event is set."""
+    async with role_of(config, "worker", name) as role:
+        worker = DecodeWorker(role, backend, PromptRenderer(Path(config.model.path)))
+        running = asyncio.create_task(worker.run())
+        yield role.stop
+        role.stop.set()
+        await running
+
+
+async def enqueue(client: Any, keys: Keys, *names: str, n: int = 1, **changes: Any) -> None:
+    jobs = [decode_job(f"{keys.run}:{name}", n=n, **changes) for name in names]
+    assert set(await JobQueue(client, keys).enqueue(jobs, PLENTY)) == {"enqueued"}
+
+
+async def results(client: Any, keys: Keys) -> dict[str, SequenceResult]:
+    entries = await client.xrange(keys.results + "0")
+    found = [decode(SequenceResult, fields[b"r"]) for _, fields in entries if b"r" in fields]
+    assert len({one.seq_id for one in found}) == len(found), "a sequence was committed twice"
+    return {one.seq_id.partition(":")[2]: one for one in found}
+
+
+async def over(client: Any, keys: Keys, count: int) -> None:
+    async def holds() -> bool:
+        now = await snapshot(client, keys)
+        return now.committed + now.dead >= count
+
+    await eventually(holds, f"{count} sequences to end")
+
+
+async def test_each_sequence_is_committed_once_with_its_arrays(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    await enqueue(client, keys, *"abcde", n=3, truth={"x": 1}, metadata={"row": 1})
+    async with working(config, backend):
+        await over(client, keys, 15)
+    found = await results(client, keys)
+    assert sorted(found) == sorted(f"{name}:{index}" for name in "abcde" for index in range(3))
+    for one in found.values():
+        assert len(one.token_ids) == len(one.logprobs) == len(one.versions) > 0
+        assert (one.group_size, one.truth, one.metadata, one.worker) == (3, {"x": 1}, {"row": 1}, "w")
+    assert len({tuple(found[f"a:{index}"].token_ids) for index in range(3)}) > 1, "members have seeds of their own"
+    assert (await snapshot(client, keys)).queued_jobs == 0
+
+
+async def test_bad_jobs_are_dead_letters_and_their_neighbours_are_unharmed(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    await client.set(ARQ_JOB + f"{keys.run}:junk", b"junk")
+    await client.zadd(keys.jobs, {f"{keys.run}:junk": 1})
+    await enqueue(client, keys, "long", n=2, sampling=SamplingParams(max_new_tokens=100_000))
+    await enqueue(client, keys, "foreign", messages=[], prompt_token_ids=TokenArray([10**6]))
+    await enqueue(client, keys, "good", n=2)
+    async with working(config, backend):
+        await over(client, keys, 6)
+    assert sorted(await results(client, keys)) == ["good:0", "good:1"]
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
+    reasons = {letter.seq_id.partition(":")[2]: letter.reason for letter in letters}
+    assert reasons["junk:0"] == "malformed_envelope"
+    assert {reasons[name] for name in ("long:0", "long:1", "foreign:0")} == {"invalid_request"}
+
+
+async def test_a_stop_hands_jobs_back_without_blame_and_the_next_worker_makes_the_same_tokens(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    await enqueue(client, keys, "a", "b", n=2, sampling=SamplingParams(max_new_tokens=24))
+    async with working(config, backend):
+        await over(client, keys, 4)
+    before = {name: list(one.token_ids) for name, one in (await results(client, keys)).items()}
+    for name in ("a", "b"):  # the same jobs once more, as if nothing had been done
+        await client.delete(f"{keys.job_state}{keys.run}:{name}")
+    await client.delete(keys.results + "0")
+    await enqueue(client, keys, "a", "b", n=2, sampling=SamplingParams(max_new_tokens=24))
+    async with working(changed(config, drain_s=0.0, max_attempts=1), backend) as stop:
+
+        async def claimed() -> bool:
+            return bool(await client.hget(f"{keys.job_state}{keys.run}:a", "owner"))
+
+        await eventually(claimed, "a claim")
+        stop.set()
+    assert (await snapshot(client, keys)).dead == 0
+    async with working(changed(config, max_attempts=1), backend, "next"):
+        await over(client, keys, 8)
+    after = {name: list(one.token_ids) for name, one in (await results(client, keys)).items()}
+    assert after == before
+    assert (await snapshot(client, keys)).dead == 0
+
+
+async def held_claim(client: Any, keys: Keys, lease_s: float) -> tuple[JobQueue, Claim]:
+    await enqueue(client, keys, "a")
+    queue = JobQueue(client, keys, worker="w")
+    [claim] = await queue.claim(1, lease_s, 3)
+    return queue, claim
+
+
+@contextlib.contextmanager
+def keeping(config: Config, queue: JobQueue, claim: Claim, idle_s: float, lost: list[str]) -> Iterator[LeaseKeeper]:
+    keeper = LeaseKeeper(config, queue, lambda: time.monotonic() - idle_s, lambda job_id, attempt: lost.append(job_id))
+    keeper.hold(claim)
+    keeper.start()
+    try:
+        yield keeper
+    finally:
+        keeper.stop()
+
+
+async def test_a_lease_is_renewed_and_a_lost_one_is_told(config: Config, client: Any, keys: Keys) -> None:
+    queue, claim = await held_claim(client, keys, 0.5)
+    lost: list[str] = []
+    with keeping(config, queue, claim, 0.0, lost) as keeper:
+        first = await client.zscore(keys.jobs, claim.job_id)
+
+        async def renewed() -> bool:
+            return await client.zscore(keys.jobs, claim.job_id) > first + 600
+
+        await eventually(renewed, "renewals")
+        await client.script_flush()  # a broker that was restarted
+        await client.hset(f"{keys.job_state}{claim.job_id}", "owner", "another")
+
+        async def told() -> bool:
+            return claim.job_id in lost
+
+        await eventually(told, "the loss to be told")
+        assert not keeper.stalled
+
+
+async def test_a_stalled_engine_renews_nothing(config: Config, client: Any, keys: Keys) -> None:
+    queue, claim = await held_claim(client, keys, 0.5)
+    with keeping(changed(config, stall_timeout_s=1.0), queue, claim, 5.0, []) as keeper:
+
+        async def seen() -> bool:
+            return keeper.stalled
+
+        await eventually(seen, "the stall to be seen")
+        taken: list[Claim] = []
+
+        async def taken_over() -> bool:
+            taken.extend(await JobQueue(client, keys, worker="next").claim(1, 5, 3))
+            return bool(taken)
+
+        await eventually(taken_over, "the lease to run out")
+    assert taken[0].attempt == 2
+
+
+async def test_the_committer_sends_what_ended_once_and_calls_after(client: Any, keys: Keys) -> None:
+    queue, claim = await held_claim(client, keys, 30)
+    committer, called = Committer(queue), []
+    committer.put(Finished(claim, sequence_result(claim.job_id)))
+    committer.put(Finished(claim, sequence_result(claim.job_id)))
+    committer.when_flushed(lambda: called.append(committer.sequences))
+    await asyncio.gather(committer.flush(), committer.flush())
+    assert (committer.sequences, committer.tokens, called) == (1, 3, [1])
+    assert len(await results(client, keys)) == 1
+
+
+async def publish(client: Any, keys: Keys, source: Path, run_dir: Path, version: int, **changes: Any) -> None:
+    owner, registry = Ownership(client, keys, "trainer"), WeightsRegistry(client, keys)
+    await client.delete(owner.key)
+    assert await owner.try_acquire()
+    full = write_version(source, run_dir / "weights", WeightVersion(version=version, path="", digest=""))
+    await registry.register(msgspec.structs.replace(full, **changes), owner.key, owner.nonce, 4)
+
+
+async def test_new_weights_are_pulled_and_damaged_ones_refused(
+    config: Config, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    other = save_tiny_model(run_dir / "other", seed=1)
+    wrong = {"probe_token_ids": TokenArray([7, 8, 9]), "probe_score": 9.0}
+    engine = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=2)
+    await engine.start()
+    try:
+        async with role_of(config) as role:
+            assert await WeightsWatch(role, engine).newer() is None
+            await publish(client, keys, other, run_dir, 1)
+            assert await WeightsWatch(role, engine).newer() == 1
+            assert await WeightsWatch(role, engine).pull(1)
+            assert engine.version == 1
+            await publish(client, keys, other, run_dir, 2, digest="0" * 64)
+            watch = WeightsWatch(role, engine)
+            assert not await watch.pull(2)
+            assert await watch.newer() is None, "a refused version is not tried again"
+            assert engine.version == 1
+            assert not await watch.pull(77), "a retired version is no error"
+            await publish(client, keys, other, run_dir, 3, **wrong)
+            with pytest.raises(EngineError, match="probe"):
+                await WeightsWatch(role, engine).pull(3)
+    finally:
+        await engine.close()

@@ -1,0 +1,172 @@
+"""A role process: it announces itself, waits with a name, and leaves in order. And the registry of versions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.broker import Scripts
+from pipeline.config.types import BrokerConfig
+from pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
+from pipeline.heartbeat import StatusReporter
+from pipeline.keys import Keys
+from pipeline.messages import WeightVersion
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.weights import WeightsRegistry
+from tests.roles import role_of, run_config
+
+
+async def test_a_role_is_on_the_status_page_while_it_lives(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    async with role_of(run_config(broker_config, keys, run_dir), "worker", "w-7") as role:
+        role.status.waiting("the moon")
+        role.status.fact(version=3)
+        await role.status.beat()
+        [row] = (await snapshot(client, keys)).alive("worker")
+        assert (row.name, row.waiting_for, row.facts) == ("w-7", "the moon", {"version": 3})
+        assert row.waiting_since is not None
+        role.status.waiting(None)
+        assert role.status.row.waiting_since is None
+    assert (await snapshot(client, keys)).processes == []
+
+
+async def test_a_wait_keeps_its_first_time_while_its_cause_is_the_same(client: Any, keys: Keys) -> None:
+    status = StatusReporter(client, keys, "worker", "w")
+    status.waiting("jobs")
+    since = status.row.waiting_since
+    status.waiting("jobs")
+    assert status.row.waiting_since == since
+
+
+async def test_a_nap_ends_at_once_when_asked_to_stop(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> None:
+    async with role_of(run_config(broker_config, keys, run_dir)) as role:
+        assert await role.nap(0)
+        asyncio.get_running_loop().call_soon(role.stop.set)
+        assert not await asyncio.wait_for(role.nap(60), 5)
+
+
+async def test_a_background_task_that_loses_a_cancellation_is_ended_all_the_same(
+    broker_config: BrokerConfig, keys: Keys, run_dir: Path
+) -> None:
+    lost = 0
+
+    async def deaf() -> None:
+        nonlocal lost
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:  # what asyncio.wait_for of Python 3.11 does now and then
+                lost += 1
+                if lost > 2:
+                    raise
+
+    async with asyncio.timeout(60):
+        async with role_of(run_config(broker_config, keys, run_dir)) as role:
+            role.spawn(deaf())
+            await asyncio.sleep(0)
+    assert lost == 3
+
+
+async def test_a_wait_names_its_cause_and_its_deadline(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> None:
+    async def never() -> bool:
+        return False
+
+    async def always() -> bool:
+        return True
+
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - the scope raises, not one line of it
+        async with role_of(run_config(broker_config, keys, run_dir), name="w-1") as role:
+            assert await role.wait_until(always, "nothing", 0)
+            await role.wait_until(never, "the first weights", 0.2)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, DeadlineExceeded)
+    assert "w-1: waited 0 s for the first weights" in str(cause)
+    async with role_of(run_config(broker_config, keys, run_dir)) as role:
+        role.stop.set()
+        assert not await role.wait_until(never, "nothing", 60)
+
+
+async def test_a_background_task_that_fails_ends_the_role_with_its_error(
+    broker_config: BrokerConfig, keys: Keys, run_dir: Path
+) -> None:
+    async def fail() -> None:
+        raise LeaseLost("taken")
+
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - the scope raises, not one line of it
+        async with role_of(run_config(broker_config, keys, run_dir)) as role:
+            role.spawn(fail())
+            await asyncio.sleep(60)
+    assert isinstance(first_cause(caught.value), LeaseLost)
+
+
+async def test_a_role_without_a_broker_says_so(keys: Keys, run_dir: Path) -> None:
+    config = run_config(BrokerConfig(url="redis://127.0.0.1:1/0"), keys, run_dir)
+    with pytest.raises(BrokerError, match="does not answer"):
+        async with role_of(config):
+            pass
+
+
+def test_the_cause_that_a_user_reads_is_ours() -> None:
+    ours = BrokerError("ours")
+    group = BaseExceptionGroup("a", [ValueError("x"), BaseExceptionGroup("b", [KeyError("y"), ours])])
+    assert first_cause(group) is ours
+    assert isinstance(first_cause(BaseExceptionGroup("a", [ValueError("x")])), ValueError)
+    assert first_cause(ours) is ours
+
+
+async def test_a_metric_that_was_not_finite_breaks_no_status_page(client: Any, keys: Keys) -> None:
+    await client.set(keys.metrics, '{"train/loss":null,"rollout/f1":0.5}')
+    assert (await snapshot(client, keys)).metrics == {"rollout/f1": 0.5}
+
+
+class Publisher:
+    def __init__(self, client: Any, keys: Keys) -> None:
+        self.registry, self.owner = WeightsRegistry(client, keys), Ownership(client, keys, "trainer")
+
+    async def publish(self, version: int, digest: str = "d", retention: int = 3) -> None:
+        manifest = WeightVersion(version=version, path="p", digest=f"{digest}{version}")
+        await self.registry.register(manifest, self.owner.key, self.owner.nonce, retention)
+
+
+async def test_versions_are_registered_in_order_with_one_digest_each(client: Any, keys: Keys) -> None:
+    trainer = Publisher(client, keys)
+    assert await trainer.owner.try_acquire()
+    assert await trainer.registry.latest() is None
+    for version in (0, 1, 1, 2):
+        await trainer.publish(version)  # a repeat is the same version
+    assert await trainer.registry.latest() == 2
+    for version, digest in ((4, "d"), (1, "other"), (2, "other")):
+        with pytest.raises(WeightsError, match=f"version {version} refused"):
+            await trainer.publish(version, digest)
+    assert await trainer.registry.latest() == 2
+
+
+async def test_the_registry_forgets_retired_versions_but_never_their_digests(client: Any, keys: Keys) -> None:
+    trainer = Publisher(client, keys)
+    assert await trainer.owner.try_acquire()
+    for version in range(6):
+        await trainer.publish(version, retention=2)
+    assert [version for version in range(6) if await trainer.registry.get(version)] == [4, 5]
+    with pytest.raises(WeightsError, match="conflict"):
+        await trainer.publish(0, "other")
+
+
+async def test_a_trainer_that_was_replaced_publishes_nothing(client: Any, keys: Keys) -> None:
+    old, new = Publisher(client, keys), Publisher(client, keys)
+    assert await old.owner.try_acquire()
+    await Scripts(client).run("disown", [old.owner.key], [old.owner.nonce])
+    assert await new.owner.try_acquire()
+    with pytest.raises(LeaseLost):
+        await old.publish(0)
+    assert await new.registry.latest() is None
+
+
+async def test_a_damaged_registry_entry_is_a_weights_error(client: Any, keys: Keys) -> None:
+    await client.hset(keys.versions, "3", b"junk")
+    with pytest.raises(WeightsError, match="unreadable"):
+        await WeightsRegistry(client, keys).get(3)

@@ -1,0 +1,171 @@
+"""The producer against a real broker: credit, cursor, restarts, malformed rows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.types import BrokerConfig, Config, DataConfig
+from pipeline.errors import ConfigError, DataError, first_cause
+from pipeline.jobs import Claim, Finished, JobQueue
+from pipeline.keys import Keys
+from pipeline.status import Snapshot, snapshot
+from producers.submit import produce
+from tests.factories import sequence_result
+from tests.roles import eventually, run_config
+
+
+def config_of(
+    broker: BrokerConfig, keys: Keys, tmp_path: Path, lines: list[str], *, wide: int = 10_000, **data: Any
+) -> Config:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    producer = {"max_in_flight": wide, "samples_per_version": wide, "poll_s": 0.01}
+    return run_config(broker, keys, tmp_path / "runs", producer=producer, data=DataConfig(path=str(path), **data))
+
+
+def row(number: int) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": f"q{number}"}], "id": number, "truth": number})
+
+
+async def queued(client: Any, keys: Keys) -> list[Claim]:
+    return await JobQueue(client, keys).claim(1000, 30, 3)
+
+
+async def is_full(client: Any, keys: Keys, count: int) -> Snapshot:
+    """Wait until the producer says that it waits for credit, with `count` sequences enqueued."""
+
+    async def waits() -> bool:
+        now = await snapshot(client, keys)
+        causes = [process.waiting_for or "" for process in now.processes]
+        return now.enqueued == count and any("credit" in cause for cause in causes)
+
+    await eventually(waits, f"credit to be used up at {count}")
+    return await snapshot(client, keys)
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_every_row_of_every_epoch_becomes_a_job(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(5)], epochs=2)
+    await produce(config)
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.total, now.exhausted) == (10, 10, True)
+    jobs = [claim.job for claim in await queued(client, keys)]
+    found = sorted((job.metadata["epoch"], job.truth) for job in jobs if job)
+    assert found == [(epoch, number) for epoch in range(2) for number in range(5)]
+
+
+async def test_running_it_again_enqueues_nothing_twice(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(4)])
+    await produce(config)
+    await produce(config)
+    assert (await snapshot(client, keys)).enqueued == 4
+    await client.hdel(keys.source, "cursor")  # a broker that lost its last second
+    await produce(config)
+    assert (await snapshot(client, keys)).enqueued == 4
+
+
+async def test_it_waits_for_credit_and_a_killed_one_goes_on_behind_its_cursor(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(9)], wide=4)
+    first = asyncio.create_task(produce(config))
+    await is_full(client, keys, 4)
+    await end(first)  # no farewell, as after a kill: only what Redis holds survives
+    assert await client.hget(keys.source, "cursor") == b"0:3"
+    claims = await queued(client, keys)
+    assert sorted(claim.job.truth for claim in claims if claim.job) == [0, 1, 2, 3]
+    second = asyncio.create_task(produce(config))
+    await is_full(client, keys, 4)
+    await client.hset(keys.counts, "trained", 4)
+    await is_full(client, keys, 8)
+    await client.hset(keys.counts, "trained", 8)
+    await asyncio.wait_for(second, 20)
+    rest = await queued(client, keys)
+    assert sorted(claim.job.truth for claim in rest if claim.job) == [4, 5, 6, 7, 8]
+    assert (await snapshot(client, keys)).exhausted
+
+
+async def test_staleness_holds_it_back_until_a_new_version_is_there(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(5)], wide=1)
+    settings = {"max_in_flight": 100, "samples_per_version": 1, "max_staleness": 2, "poll_s": 0.01}
+    config = run_config(broker_config, keys, tmp_path, producer=settings, data=config.data)
+    running = asyncio.create_task(produce(config))
+    await is_full(client, keys, 3)
+    await client.set(keys.latest, 2)
+    await asyncio.wait_for(running, 20)
+    assert (await snapshot(client, keys)).enqueued == 5
+
+
+async def test_done_jobs_are_not_enqueued_again_after_a_restart(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(0), row(1)])
+    await produce(config)
+    queue = JobQueue(client, keys)
+    claims = await queue.claim(10, 30, 3)
+    assert await queue.commit([Finished(one, sequence_result(one.job_id)) for one in claims]) == ["ok", "ok"]
+    await client.hdel(keys.source, "cursor")
+    await produce(config)
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.queued_jobs) == (2, 0)
+
+
+async def test_a_malformed_row_stops_it_with_file_and_line(
+    broker_config: BrokerConfig, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(0), "{nonsense"])
+    with pytest.raises(ExceptionGroup) as caught:
+        await produce(config)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, DataError)
+    assert f"{config.data.path}:2: malformed row" in str(cause)
+
+
+async def test_skipped_rows_are_counted_once_however_often_it_starts(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    lines = [row(0), "{bad", row(1), "{bad", row(2)]
+    config = config_of(broker_config, keys, tmp_path, lines, wide=1, on_malformed="skip")
+    first = asyncio.create_task(produce(config))
+    await is_full(client, keys, 1)
+    await end(first)
+    await client.hset(keys.counts, "trained", 9)
+    await client.set(keys.latest, 9)
+    for _ in range(2):
+        await asyncio.wait_for(produce(config), 20)
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.malformed_rows, now.exhausted) == (3, 2, True)
+
+
+async def test_other_data_under_the_same_run_are_refused(
+    broker_config: BrokerConfig, keys: Keys, tmp_path: Path
+) -> None:
+    await produce(config_of(broker_config, keys, tmp_path, [row(0)]))
+    with pytest.raises(ExceptionGroup) as caught:
+        await produce(config_of(broker_config, keys, tmp_path, [row(1)]))
+    assert isinstance(first_cause(caught.value), ConfigError)
+
+
+async def test_an_empty_file_is_exhausted_at_once(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    await produce(config_of(broker_config, keys, tmp_path, [""]))
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.total, now.complete) == (0, 0, True)

@@ -1,0 +1,142 @@
+"""Tiny real children: restarts, final errors, grace, and an end with the parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.types import UpConfig
+from pipeline.errors import ConfigError, DataError, ModelError, SluiceError
+from pipeline.supervise import Supervisor, last_line
+from tests.roles import eventually
+
+QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 10.0}
+
+
+def supervisor(tmp_path: Path, **changes: Any) -> Supervisor:
+    return Supervisor(UpConfig(**{**QUICK, **changes}), tmp_path / "logs", {"MARK": str(tmp_path / "mark")})
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, signal, sys, time\n{code}"]
+
+
+async def until(holds: Callable[[], bool], cause: str) -> None:
+    async def ask() -> bool:
+        return holds()
+
+    await eventually(ask, cause)
+
+
+async def test_a_failing_child_is_restarted_and_one_that_ends_with_0_is_done(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path)
+    boss.add("c", python("m = os.environ['MARK']\nif not os.path.exists(m): open(m, 'w'); sys.exit(9)\nprint('hello')"))
+    care = asyncio.create_task(boss.run())
+    await until(lambda: boss.children["c"].done, "the second start")
+    care.cancel()
+    assert (boss.children["c"].starts, boss.deaths) == (2, 1)
+    assert last_line(boss.children["c"].log) == "hello"
+
+
+async def test_restarts_wait_longer_and_longer(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path, restart_backoff_s=0.5, restart_backoff_max_s=30.0)
+    boss.add("c", python(""))
+    child = boss.children["c"]
+    delays = []
+    for _ in range(3):
+        boss._after_failure(child, 9)
+        delays.append(child.due - time.monotonic())
+    assert delays == pytest.approx([0.5, 1.0, 2.0], abs=0.2)
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError, ModelError])
+async def test_an_error_that_comes_again_is_final_with_its_message(tmp_path: Path, kind: type[SluiceError]) -> None:
+    boss = supervisor(tmp_path)
+    boss.add("trainer", python(f"print('error: what to do', file=sys.stderr); sys.exit({kind.exit_code})"))
+    with pytest.raises(kind, match="trainer stopped: what to do"):
+        await asyncio.wait_for(boss.run(), 20)
+
+
+async def test_too_many_restarts_end_with_the_last_line_of_the_log(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path, max_restarts=2)
+    boss.add("c", python("print('out of memory'); sys.exit(1)"))
+    with pytest.raises(SluiceError, match="c ended 3 times, last with 1: out of memory"):
+        await asyncio.wait_for(boss.run(), 30)
+
+
+async def test_old_restarts_are_forgiven(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path, max_restarts=1, restart_window_s=0.0)
+    boss.add("c", python(""))
+    for _ in range(5):
+        boss._after_failure(boss.children["c"], 1)
+        await asyncio.sleep(0)
+    assert len(boss.children["c"].restarts) <= 1
+
+
+async def test_stop_asks_first_and_kills_after_the_grace_time(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path, stop_grace_s=1.0)
+    boss.add(
+        "polite",
+        python("signal.signal(15, lambda *_: sys.exit(print('bye')))\nprint('up', flush=True)\ntime.sleep(99)"),
+    )
+    boss.add("deaf", python("signal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(99)"))
+    care = asyncio.create_task(boss.run())
+    logs = [child.log for child in boss.children.values()]
+    await until(lambda: all(log.exists() and last_line(log) == "up" for log in logs), "both children")
+    care.cancel()
+    processes = {name: child.process for name, child in boss.children.items()}
+    await boss.stop()
+    assert last_line(boss.children["polite"].log) == "bye"
+    assert {name: process.returncode for name, process in processes.items() if process} == {"polite": 0, "deaf": -9}
+
+
+async def test_kill_is_sigkill_and_needs_a_running_child(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path, restart_backoff_s=60.0, restart_backoff_max_s=60.0)
+    boss.add("c", python("print('up', flush=True)\ntime.sleep(99)"))
+    care = asyncio.create_task(boss.run())
+    await until(lambda: boss.children["c"].pid is not None, "the child")
+    assert boss.kill("c") > 0
+    await until(lambda: boss.deaths == 1, "its death to be seen")
+    with pytest.raises(SluiceError, match="not running"):
+        boss.kill("c")
+    care.cancel()
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
+    code = (
+        "import subprocess, sys, time\nfrom pipeline.tether import tethered\n"
+        "child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(9)']),"
+        " stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        parent.send_signal(signal.SIGKILL)
+    until_s = time.monotonic() + 10
+    while not gone(pid):
+        assert time.monotonic() < until_s, "the child outlives its parent"
+        time.sleep(0.02)
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
+    command = [sys.executable, "-m", "pipeline.tether", str(os.getpid() + 1), "echo", "started"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,194 @@
+"""The trainer against a real broker: each batch once, whatever is cut off where."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers.training import checkpoint
+from consumers.training.ledger import read_steps
+from consumers.training.trainer import Trainer
+from pipeline.broker import Scripts
+from pipeline.config.types import BrokerConfig, Config
+from pipeline.errors import DeadlineExceeded, first_cause
+from pipeline.keys import Keys
+from pipeline.messages import TrainingBatch, encode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.weights import WeightsRegistry, verify
+from tests.roles import role_of, run_config
+from tests.tiny_models import save_tiny_model
+from tests.trainers import random_sample, train_step
+
+
+class CutOff(Exception):
+    """Where a SIGKILL would have struck."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def config_of(broker: BrokerConfig, keys: Keys, run_dir: Path, **trainer: Any) -> Config:
+    producer = {"samples_per_version": 2, "max_in_flight": 64}
+    return run_config(broker, keys, run_dir, producer=producer, trainer={"batch_wait_s": 0.3, **trainer})
+
+
+async def hand_on(client: Any, keys: Keys, first: int, count: int, *, last: bool = True) -> None:
+    """Batches of two samples, as a consumer leaves them, and the counts that go with them."""
+    for number in range(first, first + count):
+        samples = [random_sample(f"{number}-{member}", 12) for member in range(2)]
+        await client.xadd(keys.batches, {"b": encode(TrainingBatch(batch_id=str(number), samples=samples))})
+        await client.hincrby(keys.counts, "enqueued", 2)
+        await client.hincrby(keys.counts, "accepted", 2)
+    if last:
+        await client.hset(keys.source, "exhausted", 1)
+
+
+async def train(config: Config, source: Path) -> None:
+    async with role_of(config, "trainer", "trainer") as role:
+        owner = Ownership(role.client, role.keys, "trainer")
+        await owner.acquire(10, role.status.waiting)
+        try:
+            await Trainer(role, owner, train_step(source, learning_rate=1e-3), source).run()
+        finally:
+            await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
+
+
+def trained(config: Config) -> Counter[str]:
+    lines = read_steps(Path(config.run_dir) / config.run / "trained.jsonl")
+    return Counter(seq_id for line in lines for seq_id in line["seq_ids"])
+
+
+async def assert_each_once(client: Any, keys: Keys, config: Config, batches: int) -> None:
+    assert trained(config) == Counter(f"{number}-{member}:0" for number in range(batches) for member in range(2))
+    now = await snapshot(client, keys)
+    assert (now.trained, now.waiting_batches, now.complete) == (2 * batches, 0, True)
+    latest = await WeightsRegistry(client, keys).latest()
+    manifest = await WeightsRegistry(client, keys).get(latest or 0)
+    assert manifest is not None
+    assert verify(manifest)
+    newest = checkpoint.newest(Path(config.run_dir) / config.run / "checkpoints")
+    assert newest is not None
+
+
+async def test_batches_become_steps_and_versions(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 3)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 3)
+    assert (await snapshot(client, keys)).latest_version == 3
+    await train(config, source)  # once more: nothing is left
+    await assert_each_once(client, keys, config, 3)
+
+
+CUTS = {
+    "before the checkpoint": ("consumers.training.checkpoint.save", 2),
+    "after the checkpoint, before the ack": ("consumers.training.trainer.Trainer._ack", 2),
+    "after the ack, before the publication": ("consumers.training.trainer.Trainer._publish", 3),
+    "after the files, before the registration": ("pipeline.weights.WeightsRegistry.register", 3),
+    "before the first version": ("consumers.training.trainer.Trainer._publish", 1),
+    "before the old checkpoints go": ("consumers.training.checkpoint.prune", 1),
+}
+
+
+@pytest.mark.parametrize("place", CUTS)
+async def test_a_restart_trains_each_sequence_once_wherever_it_was_cut_off(
+    place: str,
+    broker_config: BrokerConfig,
+    client: Any,
+    keys: Keys,
+    run_dir: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 3)
+    target, at_call = CUTS[place]
+    module, _, name = target.rpartition(".")
+    holder: Any = __import__("pkgutil").resolve_name(module)
+    real, calls = getattr(holder, name), [0]
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at_call:
+            raise CutOff
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, cut)
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config, source)
+    assert isinstance(first_cause(caught.value), CutOff)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 3)
+
+
+async def test_steps_since_the_last_checkpoint_are_not_lost_at_the_end(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir, checkpoint_every=2, batch_wait_s=5.0)
+    await hand_on(client, keys, 0, 3)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 3)
+
+
+async def test_max_versions_ends_it(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    await hand_on(client, keys, 0, 3)
+    await train(config_of(broker_config, keys, run_dir, max_versions=1), source)
+    now = await snapshot(client, keys)
+    assert (now.latest_version, now.trained, now.waiting_batches) == (1, 2, 2)
+    config = config_of(broker_config, keys, run_dir)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 3)
+
+
+async def test_a_wait_without_batches_names_its_cause(
+    broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config_of(broker_config, keys, run_dir), source)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, DeadlineExceeded)
+    assert "no training batch" in str(cause)
+
+
+async def test_a_batch_that_the_broker_brings_again_is_counted_but_not_trained(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """A broker that lost power undoes its last second: the ack, with its count, and the batch is there again."""
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 2)
+    await train(config, source)
+    await client.hincrby(keys.counts, "trained", -2)
+    await client.hincrby(keys.counts, "enqueued", -2)
+    await client.hincrby(keys.counts, "accepted", -2)
+    await hand_on(client, keys, 1, 1)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 2)
+
+
+async def test_a_loss_that_is_not_finite_stops_nobody(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 2)
+    real = Trainer._train
+
+    async def poisoned(self: Trainer, batches: Any) -> None:
+        run = self._step.run
+        self._step.run = lambda *args: run(*args) | {"train/loss": math.nan}  # pyright: ignore[reportAttributeAccessIssue]
+        await real(self, batches)
+
+    monkeypatch.setattr(Trainer, "_train", poisoned)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 2)

@@ -1,0 +1,149 @@
+"""Checkpoints are whole or absent and give back the very same run; the step log agrees with them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consumers.training import checkpoint
+from consumers.training.checkpoint import TrainerState
+from consumers.training.ledger import StepLog, read_steps
+from consumers.training.step import TrainStep
+from pipeline.errors import ModelError
+from tests.tiny_models import save_tiny_model
+from tests.trainers import random_sample, same, train_step, weights_of
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def steps(step: TrainStep, first: int, last: int) -> None:
+    """Steps on data that the random state picks, as dropout would."""
+    for number in range(first, last + 1):
+        seed = int(torch.randint(0, 1 << 30, ()))
+        step.run([random_sample("a", 20, seed), random_sample("b", 11, seed)], number)
+
+
+def save(root: Path, step: TrainStep, source: Path, number: int = 1) -> Path:
+    state = TrainerState(step=number, version=number, unacked=[("1-0", 2)], samples=4)
+    return checkpoint.save(root, step.model, step.optimizer, state, source)
+
+
+def test_a_resumed_run_has_bit_identical_weights(tmp_path: Path, source: Path) -> None:
+    options: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.1}
+    straight = train_step(source, **options)
+    steps(straight, 1, 6)
+    first = train_step(source, **options)
+    steps(first, 1, 3)
+    directory = save(tmp_path, first, source, 3)
+    torch.manual_seed(99)
+    resumed = train_step(source, **options)
+    state = checkpoint.load(directory, resumed.model, resumed.optimizer)
+    assert (state.step, state.version, state.unacked) == (3, 3, [("1-0", 2)])
+    assert same(weights_of(first), weights_of(resumed))
+    steps(resumed, 4, 6)
+    assert same(weights_of(straight), weights_of(resumed))
+
+
+def test_a_checkpoint_before_any_step_loads(tmp_path: Path, source: Path) -> None:
+    step = train_step(source)
+    directory = save(tmp_path, step, source, 0)
+    assert checkpoint.load(directory, step.model, step.optimizer).step == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer/state.json", "trainer/optimizer.safetensors"])
+@pytest.mark.parametrize("how", ["cut", "junk", "empty", "gone"])
+def test_a_damaged_checkpoint_is_a_model_error_that_names_it(tmp_path: Path, source: Path, name: str, how: str) -> None:
+    step = train_step(source)
+    file = save(tmp_path, step, source) / name
+    raw = file.read_bytes()
+    file.unlink()
+    if how != "gone":
+        file.write_bytes({"cut": raw[: len(raw) // 2], "junk": b"\x07" * 300, "empty": b""}[how])
+    with pytest.raises(ModelError, match="step-000001: damaged checkpoint"):
+        checkpoint.load(tmp_path / "step-000001", step.model, step.optimizer)
+
+
+def test_a_checkpoint_of_another_model_is_a_model_error(tmp_path: Path, source: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", groups=1)
+    directory = save(tmp_path / "c", train_step(other), other)
+    step = train_step(source)
+    with pytest.raises(ModelError):
+        checkpoint.load(directory, step.model, step.optimizer)
+
+
+def test_an_interrupted_save_leaves_the_old_one(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = train_step(source)
+    old = save(tmp_path, step, source, 1)
+
+    def die(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "fsync_tree", die)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, step, source, 2)
+    assert checkpoint.newest(tmp_path) == old
+    assert checkpoint.load(old, step.model, step.optimizer).step == 1
+    assert checkpoint.newest(save(tmp_path, step, source, 2).parent) == tmp_path / "step-000002"
+
+
+def test_the_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    for number in (3, 999_999, 1_000_000):
+        (tmp_path / f"step-{number:06d}").mkdir()
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-1000000"
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+
+
+def test_a_checkpoint_is_a_model_directory(tmp_path: Path, source: Path) -> None:
+    directory = save(tmp_path, train_step(source), source)
+    assert same(weights_of(train_step(directory)), weights_of(train_step(source)))
+    assert (directory / "tokenizer.json").exists()
+
+
+def test_remembered_ids_are_bounded() -> None:
+    state = TrainerState()
+    for number in range(20):
+        state.remember([f"{number}:{index}" for index in range(1000)])
+    assert len(state.recent) == 8192
+    assert state.recent[-1] == "19:999"
+
+
+def test_the_step_log_is_cut_to_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "log" / "steps.jsonl"
+    log = StepLog(path)
+    log.cut_after(3)
+    assert read_steps(path) == []
+    for number in range(1, 6):
+        log.append(number, loss=number / 2)
+    with path.open("ab") as stream:
+        stream.write(b'{"step": 2, "lo')  # killed while it wrote
+    log.cut_after(3)
+    assert [line["step"] for line in read_steps(path)] == [1, 2, 3]
+    log.append(4, loss=9.0)
+    assert read_steps(path)[-1] == {"step": 4, "loss": 9.0}
+
+
+def test_junk_in_the_step_log_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'junk\n[]\n3\n{"step": "x"}\n{"no": 1}\n{"step":1}\n')
+    StepLog(path).cut_after(5)
+    assert read_steps(path) == [{"step": 1}]
+
+
+def test_a_save_over_the_same_step_replaces_it(tmp_path: Path, source: Path) -> None:
+    step = train_step(source)
+    first = save(tmp_path, step, source)
+    (first / "stray").write_text("")
+    again = save(tmp_path, step, source)
+    assert not (again / "stray").exists()
+    shutil.rmtree(again)
+    assert checkpoint.newest(tmp_path) is None

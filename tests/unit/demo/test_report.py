@@ -1,0 +1,96 @@
+"""The demo's audit finds what is lost or doubled; its report needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from consumers.training.ledger import StepLog
+from demo import report
+from demo.audit import audit
+from demo.charts import Line, line_chart
+from demo.digits.model import ModelSettings
+from demo.digits.warm_start import WarmStartSettings, ensure_warm_start
+from demo.drill import Drill, Moment
+from demo.evaluator import heldout_scenes
+from pipeline.config.types import Config, DataConfig
+from pipeline.jobs import job_id_for
+from pipeline.status import Snapshot
+
+
+def run_of(tmp_path: Path, rows: int = 4, **counts: int) -> tuple[Config, list[str]]:
+    """A finished run's files; returns the ids that its data imply."""
+    data = tmp_path / "train.jsonl"
+    line = {"messages": [{"role": "user", "content": "x"}]}
+    data.write_text("".join(json.dumps({**line, "id": number}) + "\n" for number in range(rows)))
+    config = Config(run="r", data=DataConfig(path=str(data)))
+    now = Snapshot(run="r", state="finished", enqueued=rows, latest_version=2, **counts)  # pyright: ignore[reportArgumentType]
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(now))
+    ids = [f"{job_id_for('r', str(number), 0, config.sampling, 1)}:0" for number in range(rows)]
+    return config, ids
+
+
+def ledger(tmp_path: Path, *steps: list[str]) -> None:
+    log = StepLog(tmp_path / "trained.jsonl")
+    for number, ids in enumerate(steps, start=1):
+        log.append(number, seq_ids=ids)
+
+
+def test_a_whole_run_has_nothing_lost_and_nothing_doubled(tmp_path: Path) -> None:
+    config, ids = run_of(tmp_path)
+    ledger(tmp_path, ids[:2], ids[2:])
+    found = audit(config, tmp_path)
+    assert (found.trained, found.lost, found.duplicated, found.versions) == (4, 0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("taken", "lost", "doubled"),
+    [([0, 1, 2], 1, 0), ([0, 1, 2, 3, 3], 0, 1), ([0, 0, 0, 1], 2, 2), ([], 4, 0)],
+)
+def test_lost_and_doubled_ids_are_found(tmp_path: Path, taken: list[int], lost: int, doubled: int) -> None:
+    config, ids = run_of(tmp_path)
+    ledger(tmp_path, [ids[number] for number in taken])
+    found = audit(config, tmp_path)
+    assert (found.lost, found.duplicated) == (lost, doubled)
+
+
+def test_dead_and_dropped_sequences_are_not_lost_and_strangers_count_as_doubled(tmp_path: Path) -> None:
+    config, ids = run_of(tmp_path, dead=1, dropped=1)
+    ledger(tmp_path, [*ids[:2], "stranger:0"])
+    found = audit(config, tmp_path)
+    assert (found.lost, found.duplicated) == (0, 1)
+
+
+def test_a_chart_is_one_svg_whatever_its_points() -> None:
+    for points in ([], [(0.0, 0.0)], [(0.0, 1.0), (5.0, -1.0)], [(1.0, 1e9)]):
+        root = ElementTree.fromstring(line_chart("a < b & c", "x", [Line("<n>", points)], mark=0.5))
+        assert root.tag.endswith("svg")
+
+
+def test_the_report_is_one_file_without_any_address(tmp_path: Path) -> None:
+    tiny = ModelSettings(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    model = ensure_warm_start(tmp_path / "cache", replace(WarmStartSettings(), num_steps=1, batch_size=1, model=tiny))
+    config, _ = run_of(tmp_path)
+    drill = Drill(config, tmp_path / "evals.jsonl", kill=True)
+    drill.timeline = [Moment(float(at), at * 100, at, at, at) for at in range(9)]
+    drill.kill_at_s = 3.0
+    (tmp_path / "evals.jsonl").write_text('{"version": 1, "f1": 0.5}\n{"version": 2, "f1"')
+    names = ("trained", "lost", "duplicated", "dead", "dropped", "worker_kills", "versions", "enqueued")
+    summary: dict[str, Any] = {name: 1 for name in names} | {"f1_warm": 0.1, "f1_final": 0.9, "pipeline_s": 3.0}
+    scenes = heldout_scenes(1, 7)
+    page = report.write(
+        tmp_path, summary=summary | {"wall_s": 4.0}, drill=drill, warm=model, final=model, scenes=scenes
+    )
+    text = page.read_text()
+    assert "0.90" in text
+    assert "SIGKILL" in text
+    assert text.count("<svg") >= 5
+    assert not re.search(r"(src|href|@import|url\()\s*=?\s*[\"']?(https?:)?//", text)
+    assert "<script" not in text

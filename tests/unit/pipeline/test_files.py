@@ -1,0 +1,65 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.files import fsync_tree, write_atomic
+
+
+def test_it_replaces_the_old_file_and_makes_directories(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b.txt"
+    write_atomic(target, "old")
+    write_atomic(target, b"new")
+    assert target.read_bytes() == b"new"
+    assert list(target.parent.iterdir()) == [target]
+    fsync_tree(target.parent)
+
+
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    target, seen = tmp_path / "f", set()
+    write_atomic(target, b"a" * 50_000)
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(target.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for letter in (b"b", b"c", b"d") * 5:
+        write_atomic(target, letter * 50_000)
+    done.set()
+    reader.join()
+    assert {len(raw) for raw in seen} == {50_000}
+    assert all(len(set(raw)) == 1 for raw in seen)
+
+
+def test_a_write_that_dies_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "f"
+    write_atomic(target, "old")
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline import files\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "files.write_atomic(Path(sys.argv[1]), 'new')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(target)], check=False, timeout=60)
+    assert done.returncode == -9
+    assert target.read_text() == "old"
+
+
+def test_an_error_leaves_nothing_aside(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    with pytest.raises(OSError, match="d"):
+        write_atomic(tmp_path / "d", "a directory is in the way")
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "s", "password", mode=0o600)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600

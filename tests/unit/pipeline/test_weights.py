@@ -1,0 +1,218 @@
+"""Weight version directories: digests, headers, whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from pipeline.errors import WeightsError
+from pipeline.messages import WeightVersion
+from pipeline.weights import MANIFEST, digest_of, read_manifest, retire, tensor_table, verify, write_version
+
+
+def model_dir(path: Path, seed: int = 0, files: int = 1) -> Path:
+    """A directory of `files` shards with two tensors each, and a config."""
+    path.mkdir(parents=True, exist_ok=True)
+    for number in range(files):
+        values = np.full((3, 4), seed + number, dtype=np.float32)
+        name = "model.safetensors" if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        save_file({f"a{number}": values, f"b{number}": values[0].astype(np.int64)}, path / name)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def header_file(path: Path, header: bytes, length: int | None = None, data: bytes = b"\0" * 64) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    size = len(header) if length is None else length
+    (path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + header + data)
+    return path
+
+
+def manifest(version: int = 1) -> WeightVersion:
+    return WeightVersion(version=version, path="", digest="")
+
+
+def test_the_table_names_every_tensor_of_every_shard(tmp_path: Path) -> None:
+    table = tensor_table(model_dir(tmp_path, files=2))
+    assert table == {"a0": ("F32", (3, 4)), "b0": ("I64", (4,)), "a1": ("F32", (3, 4)), "b1": ("I64", (4,))}
+
+
+def test_the_digest_depends_on_names_and_contents_alone(tmp_path: Path) -> None:
+    first, second, other = (model_dir(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    (second / "config.json").write_text('{"another": 1}')
+    assert digest_of(first) == digest_of(second) != digest_of(other)
+    (second / "model.safetensors").rename(second / "renamed.safetensors")
+    assert digest_of(first) != digest_of(second)
+
+
+HOSTILE = {
+    "empty file": (b"", 0, b""),
+    "no json": (b"{nonsense", None, b"\0" * 64),
+    "not utf-8": (b'{"a\xff": 1}', None, b"\0" * 64),
+    "a list": (b"[1, 2]", None, b"\0" * 64),
+    "longer than the file": (b"{}", 1 << 40, b""),
+    "entry is a number": (b'{"a": 3}', None, b"\0" * 64),
+    "entry without shape": (b'{"a": {"dtype": "F32", "data_offsets": [0, 4]}}', None, b"\0" * 64),
+    "shape is a number": (b'{"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}', None, b"\0" * 64),
+    "shape of strings": (b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}', None, b"\0" * 64),
+    "nested for ever": (b'{"a": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", None, b"\0" * 64),
+    "data cut short": (b'{"a": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}', None, b"\0" * 16),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_or_hostile_header_is_a_weights_error_that_names_the_file(tmp_path: Path, case: str) -> None:
+    header, length, data = HOSTILE[case]
+    header_file(tmp_path, header, length, data)
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        tensor_table(tmp_path)
+
+
+@given(st.binary(max_size=200), st.integers(0, 2**64 - 1) | st.integers(0, 200))
+@settings(max_examples=60, deadline=None)
+def test_random_bytes_never_crash_the_header_reader(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes, n: int
+) -> None:
+    directory = header_file(tmp_path_factory.mktemp("raw"), raw, n, b"")
+    with contextlib.suppress(WeightsError):
+        tensor_table(directory)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    model_dir(tmp_path)
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "stale.safetensors")
+    with pytest.raises(WeightsError, match="two files"):
+        tensor_table(tmp_path)
+
+
+def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors"):
+        digest_of(tmp_path)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_version_is_a_model_directory_of_its_own(tmp_path: Path, files: int) -> None:
+    source = model_dir(tmp_path / "source", files=files)
+    made = write_version(source, tmp_path / "weights", manifest(12))
+    directory = tmp_path / "weights" / "v000012"
+    assert made.path == str(directory)
+    assert made.digest == digest_of(source) == digest_of(directory)
+    assert made.tensors == tensor_table(source)
+    assert (directory / "config.json").exists()
+    assert verify(made) == directory
+    assert read_manifest(directory).digest == made.digest
+
+
+def test_links_into_a_hub_cache_become_files(tmp_path: Path) -> None:
+    """A snapshot of the hub's cache holds relative links to blobs."""
+    blobs = model_dir(tmp_path / "cache" / "blobs")
+    snapshot = tmp_path / "cache" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    made = write_version(snapshot, tmp_path / "weights", manifest())
+    assert verify(made)
+    assert not any(file.is_symlink() for file in Path(made.path).iterdir())
+
+
+def test_a_number_never_gets_a_second_digest(tmp_path: Path) -> None:
+    first, other = model_dir(tmp_path / "a", 1), model_dir(tmp_path / "b", 2)
+    made = write_version(first, tmp_path / "weights", manifest())
+    assert write_version(first, tmp_path / "weights", manifest()).digest == made.digest
+    with pytest.raises(WeightsError, match="second digest"):
+        write_version(other, tmp_path / "weights", manifest())
+    assert verify(made)
+
+
+def test_an_interrupted_write_leaves_no_version(tmp_path: Path) -> None:
+    """Killed by SIGKILL right before the rename, in a process of its own."""
+    source, root = model_dir(tmp_path / "source"), tmp_path / "weights"
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline import weights\n"
+        "from pipeline.messages import WeightVersion\n"
+        "weights.fsync_tree = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "weights.write_version(Path(sys.argv[1]), Path(sys.argv[2]), WeightVersion(version=1, path='', digest=''))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(source), str(root)], check=False, timeout=60)
+    assert done.returncode == -9
+    assert list(root.glob("v??????")) == []
+    made = write_version(source, root, manifest())
+    assert verify(made)
+    retire(root, 1, 4)
+    assert [path.name for path in root.iterdir()] == ["v000001"], "what a killed writer left is swept"
+
+
+@pytest.mark.parametrize("retention", [1, 3])
+def test_retire_keeps_exactly_retention(tmp_path: Path, retention: int) -> None:
+    source = model_dir(tmp_path / "source")
+    for version in range(6):
+        write_version(source, tmp_path / "weights", manifest(version))
+        retire(tmp_path / "weights", version, retention)
+    kept = sorted(path.name for path in (tmp_path / "weights").iterdir())
+    assert kept == [f"v{version:06d}" for version in range(6 - retention, 6)]
+
+
+def flip(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.unlink()
+    file.write_bytes(raw)
+
+
+def cut(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    raw = file.read_bytes()[:-8]
+    file.unlink()
+    file.write_bytes(raw)
+
+
+def unreadable(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    os.symlink("nowhere", directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        cut,
+        unreadable,
+        shutil.rmtree,
+        lambda directory: (directory / "model.safetensors").unlink(),
+        lambda directory: (
+            model_dir(directory / "x", 5).joinpath("model.safetensors").rename(directory / "z.safetensors")
+        ),
+    ],
+    ids=["flipped bit", "cut", "dangling link", "gone", "no file", "one file more"],
+)
+def test_verify_finds_every_damage(tmp_path: Path, damage) -> None:
+    made = write_version(model_dir(tmp_path / "source"), tmp_path / "weights", manifest())
+    damage(Path(made.path))
+    with pytest.raises(WeightsError):
+        verify(made)
+
+
+def test_verify_compares_the_tensors_of_the_manifest(tmp_path: Path) -> None:
+    made = write_version(model_dir(tmp_path / "source"), tmp_path / "weights", manifest())
+    with pytest.raises(WeightsError, match="tensors differ"):
+        verify(msgspec.structs.replace(made, tensors={"other": ("F32", (1,))}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", json.dumps({"kind": "weight_version"}), "{"])
+def test_a_damaged_manifest_is_a_weights_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(WeightsError, match=r"manifest\.json"):
+        read_manifest(tmp_path)

@@ -1,0 +1,147 @@
+"""Rows from JSONL and Parquet: what is read, and what is refused with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config.types import DataConfig
+from pipeline.errors import DataError
+from pipeline.jobs import job_id_for
+from pipeline.messages import SamplingParams
+from producers import sources
+from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def jsonl(tmp_path: Path, *lines: bytes | dict[str, Any], **options: Any) -> DataConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return DataConfig(path=str(path), **options)
+
+
+def rows(config: DataConfig) -> list[Row | Malformed]:
+    return list(read_rows(config))
+
+
+def test_rows_come_in_file_order_with_all_their_fields(tmp_path: Path) -> None:
+    full = {**GOOD, "id": 7, "truth": {"a": [1]}, "metadata": {"k": "v"}, "unknown": 1}
+    config = jsonl(tmp_path, full, GOOD)
+    first, second = rows(config)
+    assert first == Row(messages=GOOD["messages"], id=7, truth={"a": [1]}, metadata={"k": "v"})
+    assert second == Row(messages=GOOD["messages"])
+    assert count_rows(config) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{nonsense", "malformed row"),
+        (b'{"messages": []}', "is empty"),
+        (b'{"messages": [{"role": "user"}]}', "needs a `role` string and `content`"),
+        (b'{"messages": "hi"}', "messages"),
+        (b'{"truth": 1}', "messages"),
+        (b'["a list"]', "malformed row"),
+        (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "malformed row"),
+        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "malformed row"),
+        (b"\x00\x01", "malformed row"),
+    ],
+    ids=["no json", "no message", "no content", "text", "no messages", "a list", "bad utf-8", "nested", "binary"],
+)
+def test_a_malformed_row_is_named_by_file_and_line_and_its_neighbours_are_read(
+    tmp_path: Path, line: bytes, words: str
+) -> None:
+    first, bad, last = rows(jsonl(tmp_path, GOOD, line, GOOD))
+    assert isinstance(first, Row)
+    assert isinstance(last, Row)
+    assert isinstance(bad, Malformed)
+    assert bad.where == f"{tmp_path / 'rows.jsonl'}:2"
+    assert words in bad.problem
+    assert f"{bad.where}: " in str(bad.error())
+
+
+def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
+    config = jsonl(tmp_path, b"", GOOD, b"  \t", b"x")
+    good, bad = rows(config)
+    assert isinstance(good, Row)
+    assert isinstance(bad, Malformed)
+    assert bad.where.endswith(":4")
+    assert count_rows(config) == 2
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    [row] = rows(jsonl(tmp_path, b"\xef\xbb\xbf" + json.dumps(GOOD).encode()))
+    assert isinstance(row, Row)
+
+
+def test_an_oversize_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
+    big, good = rows(jsonl(tmp_path, {"messages": [{"role": "user", "content": "x" * 200}]}, GOOD))
+    assert isinstance(big, Malformed)
+    assert "at most 100" in big.problem
+    assert isinstance(good, Row)
+
+
+def test_the_limit_is_one_of_rows(tmp_path: Path) -> None:
+    config = jsonl(tmp_path, *[GOOD] * 5, limit=3)
+    assert len(rows(config)) == count_rows(config) == 3
+    assert len(rows(jsonl(tmp_path, GOOD, limit=9))) == 1
+
+
+@pytest.mark.parametrize(("path", "words"), [("", "not set"), ("nosuch.jsonl", "no such file"), (".", "no such file")])
+def test_a_missing_file_is_a_data_error(path: str, words: str) -> None:
+    for read in (rows, count_rows, fingerprint):
+        with pytest.raises(DataError, match=words):
+            read(DataConfig(path=path))
+
+
+def test_parquet_rows_read_like_jsonl_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = pa.Table.from_pylist(
+        [
+            {"messages": GOOD["messages"], "id": "a", "truth": "4"},
+            {"messages": [], "id": "b", "truth": None},
+            {"messages": GOOD["messages"], "id": None, "truth": None},
+        ]
+    )
+    pq.write_table(table, path)
+    config = DataConfig(path=str(path))
+    first, bad, last = rows(config)
+    assert first == Row(messages=GOOD["messages"], id="a", truth="4")
+    assert last == Row(messages=GOOD["messages"])
+    assert isinstance(bad, Malformed)
+    assert bad.where == f"{path}: row 2"
+    assert count_rows(config) == 3
+    renamed = path.rename(tmp_path / "rows.bin")
+    assert len(rows(DataConfig(path=str(renamed), format="parquet"))) == 3
+
+
+def test_a_file_that_is_no_parquet_is_a_data_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1 nonsense")
+    for read in (rows, count_rows):
+        with pytest.raises(DataError, match=r"rows\.parquet"):
+            read(DataConfig(path=str(path)))
+
+
+def test_the_fingerprint_is_that_of_the_contents(tmp_path: Path) -> None:
+    first = fingerprint(jsonl(tmp_path, GOOD))
+    assert fingerprint(jsonl(tmp_path, GOOD)) == first
+    assert fingerprint(jsonl(tmp_path, GOOD, GOOD)) != first
+
+
+def test_job_ids_depend_on_row_epoch_sampling_and_n_alone() -> None:
+    base: dict[str, Any] = {"run": "r", "source_row": "a", "epoch": 0, "sampling": SamplingParams(), "n": 2}
+    changes = [{"run": "s"}, {"source_row": "b"}, {"epoch": 1}, {"sampling": SamplingParams(top_p=0.5)}, {"n": 3}]
+    ids = {job_id_for(**{**base, **change}) for change in changes}
+    assert job_id_for(**base) == job_id_for(**base)
+    assert len(ids | {job_id_for(**base)}) == 6
+    assert all(one.startswith(("r:", "s:")) for one in ids)

@@ -1,0 +1,106 @@
+"""The jobs that a worker holds: which sequences run in the engine, which wait for their place.
+
+    claim ──▶ waiting ──start (room in the engine)──▶ running ──ended──▶ gone with the job's last sequence
+
+- The engine is given a few sequences more than its batch, so that a free row is filled within the same step;
+  some more wait here, so that nothing has to be fetched when a sequence ends.
+- A job of which nothing was started can be put back at any time; one that has started goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipeline.jobs import Claim
+from pipeline.messages import DecodeJob
+
+
+@dataclass(eq=False)
+class HeldJob:
+    """One claim with its prompt, its indices that still wait, and its running tasks."""
+
+    claim: Claim
+    job: DecodeJob
+    prompt: list[int]
+    waiting: deque[int]
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    started: bool = False
+
+
+class HeldJobs:
+    """Bounded by `capacity` sequences (a group may go over, as it is claimed whole)."""
+
+    def __init__(self, max_batch: int) -> None:
+        ahead = max_batch // 4
+        self.max_batch = max_batch
+        self.engine_limit = max_batch + max_batch // 8
+        self.capacity = self.engine_limit + ahead
+        self._jobs: dict[str, HeldJob] = {}
+        self._line: deque[HeldJob] = deque()
+        self.running = 0
+        self._waiting = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def room(self) -> int:
+        """Sequences worth claiming now: first up to a batch (others may want some), then what lies ahead."""
+        held = self.running + self._waiting
+        if held < self.max_batch:
+            return self.max_batch - held
+        return self.capacity - held if held <= self.engine_limit and self.capacity > self.max_batch else 0
+
+    def full(self) -> bool:
+        """The engine has a whole batch."""
+        return self.running >= self.max_batch
+
+    def add(self, held: HeldJob) -> None:
+        """A new claim, at the end of the line."""
+        self._jobs[held.claim.job_id] = held
+        self._line.append(held)
+        self._waiting += len(held.waiting)
+
+    def fill(self, start: Callable[[HeldJob, int], asyncio.Task[None]]) -> None:
+        """Start waiting sequences while the engine has room; `start` makes the task."""
+        while self._line and self.running < self.engine_limit:
+            held = self._line[0]
+            if not held.waiting:
+                self._line.popleft()
+                continue
+            index = held.waiting.popleft()
+            held.started = True
+            self._waiting -= 1
+            self.running += 1
+            held.tasks.add(start(held, index))
+
+    def end(self, held: HeldJob, task: asyncio.Task[None]) -> bool:
+        """A task has ended; True if it was the last of a job that is still held."""
+        self.running -= 1
+        held.tasks.discard(task)
+        if held.tasks or held.waiting or self._jobs.get(held.claim.job_id) is not held:
+            return False
+        del self._jobs[held.claim.job_id]
+        return True
+
+    def take_back(self, *, started: bool) -> list[HeldJob]:
+        """Remove the jobs of which nothing was started, or all of them; their tasks are cancelled."""
+        return [self._remove(held) for held in list(self._jobs.values()) if started or not held.started]
+
+    def lose(self, job_id: str, attempt: int | None = None) -> bool:
+        """Remove one job and cancel its tasks; False if it (in that attempt) is not held."""
+        held = self._jobs.get(job_id)
+        if held is None or attempt not in (None, held.claim.attempt):
+            return False
+        self._remove(held)
+        return True
+
+    def _remove(self, held: HeldJob) -> HeldJob:
+        del self._jobs[held.claim.job_id]
+        self._waiting -= len(held.waiting)
+        held.waiting.clear()
+        for task in held.tasks:
+            task.cancel()
+        return held
