@@ -29,8 +29,9 @@ class Keys:
         self.source = f"{self.prefix}source"  # hash: cursor, total, malformed, exhausted
         self.processes = f"{self.prefix}processes"  # hash: role:name → JSON heartbeat
         self.metrics = f"{self.prefix}metrics"  # string: newest metrics record
-        self.owner = f"{self.prefix}owner:"  # + role → nonce of the one process that plays it
-        self.last_owner = f"{self.prefix}last-owner:"  # + role → nonce of the newest process that played it
+        self.owner = (
+            f"{self.prefix}owner:"  # + role → nonce of the one process that plays it; + :last → the newest that did
+        )
         self.state = f"{self.prefix}state"  # string: running | finished
 
     def result_stream(self, group_id: str, partitions: int) -> str:

@@ -25,7 +25,7 @@ class Ownership:
     def __init__(self, client: Redis, keys: Keys, role: str) -> None:
         self._scripts = Scripts(client)
         self.role = role
-        self.key, self.last_key = f"{keys.owner}{role}", f"{keys.last_owner}{role}"
+        self.key = f"{keys.owner}{role}"
         self._held = False
         self.nonce = secrets.token_hex(8)
 
@@ -57,6 +57,6 @@ class Ownership:
     async def try_acquire(self) -> bool:
         """Take or renew the role; False while another process holds it, and for good once one has held it since."""
         args = [self.nonce, int(TTL_S * 1000), int(self._held)]
-        ours = bool(await self._scripts.run("own", [self.key, self.last_key], args))
+        ours = bool(await self._scripts.run("own", [self.key], args))
         self._held = self._held or ours
         return ours

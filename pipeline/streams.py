@@ -78,7 +78,7 @@ class StreamReader:
         return found
 
     async def _take(self, count: int) -> list[Entry]:
-        fence = [self._owner.key, self._owner.last_key] if self._owner else []
+        fence = [self._owner.key] if self._owner else []
         nonce = self._owner.nonce if self._owner else ""
         answer = await self._scripts.run(
             "read", [self.stream, *fence], [nonce, self.group, self.name, count, self._last]

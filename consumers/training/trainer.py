@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -36,6 +36,7 @@ from pipeline.status import snapshot
 from pipeline.streams import Entry, ack_batches, batch_reader
 from pipeline.tokens import TokenArray
 
+T = TypeVar("T")
 # A batch as it was read, and those of its samples that these weights do not hold yet.
 Taken = tuple[str, TrainingBatch, list[TrainingSample]]
 
@@ -160,7 +161,7 @@ class Trainer:
     async def _checkpoint(self) -> None:
         await self._owner.confirm()
         self._state.version += 1
-        directory = await asyncio.to_thread(
+        directory = await self._write(
             checkpoint.save,
             self._checkpoints,
             self._step.model,
@@ -171,6 +172,14 @@ class Trainer:
         await self._ack()
         await self._publish(directory)
         checkpoint.prune(self._checkpoints, self._config.trainer.keep_checkpoints)
+
+    async def _write(self, write: Callable[..., T], *args: Any) -> T:
+        """Write files; a trainer that was replaced meanwhile, whose files its successor swept, says just that."""
+        try:
+            return await asyncio.to_thread(write, *args)
+        except OSError:
+            await self._owner.confirm()
+            raise
 
     async def _ack(self) -> None:
         pairs = self._state.unacked
@@ -191,7 +200,7 @@ class Trainer:
             step=self._state.step,
             published_at=time.time(),
         )
-        full = await asyncio.to_thread(weights.write_version, directory, self._versions, manifest)
+        full = await self._write(weights.write_version, directory, self._versions, manifest)
         await self._registry.register(full, self._owner.key, self._owner.nonce, retention)
         await asyncio.to_thread(weights.retire, self._versions, version, retention)
         get_logger().info("published", version=version, digest=full.digest[:12])

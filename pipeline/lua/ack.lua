@@ -1,7 +1,7 @@
 -- The trainer's ack, after its checkpoint is durable; counts each batch once however often it is repeated.
 -- KEYS batches counts owner   ARGV nonce group then per batch: stream_id samples
 -- Returns the number of samples counted, -1 when another trainer took over.
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return -1 end
+if not owns(KEYS[3], ARGV[1]) then return -1 end
 local trained = 0
 for i = 3, #ARGV, 2 do
   if redis.call('XACK', KEYS[1], ARGV[2], ARGV[i]) == 1 then

@@ -2,7 +2,7 @@
 -- KEYS results batches counts owner dlq
 -- ARGV nonce group batch_id batch samples num_results num_drops, the result ids, then per drop: reason letter
 -- Returns ok | dup | fenced
-if redis.call('GET', KEYS[4]) ~= ARGV[1] then return 'fenced' end
+if not owns(KEYS[4], ARGV[1]) then return 'fenced' end
 if redis.call('HGET', KEYS[3], 'last:' .. KEYS[1]) == ARGV[3] then return 'dup' end
 redis.call('HSET', KEYS[3], 'last:' .. KEYS[1], ARGV[3])
 if tonumber(ARGV[5]) > 0 then

@@ -1,7 +1,7 @@
 -- Register a weight version: in order, and one digest per number for ever.
 -- KEYS versions latest owner   ARGV nonce version digest manifest retired
 -- Returns ok | fenced | conflict | order
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return 'fenced' end
+if not owns(KEYS[3], ARGV[1]) then return 'fenced' end
 local known = redis.call('HGET', KEYS[1], ARGV[2] .. ':digest')
 if known then return known == ARGV[3] and 'ok' or 'conflict' end
 local latest = redis.call('GET', KEYS[2])

@@ -1,10 +1,8 @@
 -- The next entries for the one reader that plays the stream's role; a late one takes nothing from its successor.
 -- First what it was given and never saw (the answer got lost), then new ones.
--- KEYS stream [owner last_owner]   ARGV nonce group reader count last_seen
+-- KEYS stream [owner]   ARGV nonce group reader count last_seen
 -- Returns the entries as {id, {field, value, ...}}, -1 when another owner took over.
-local held = KEYS[2] and redis.call('GET', KEYS[2])
-if held and held ~= ARGV[1] then return -1 end
-if KEYS[3] and not held and redis.call('GET', KEYS[3]) ~= ARGV[1] then return -1 end
+if KEYS[2] and not owns(KEYS[2], ARGV[1]) then return -1 end
 for _, from in ipairs({ ARGV[5], '>' }) do
   local answer = redis.call('XREADGROUP', 'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[1], from)
   if answer and #answer[1][2] > 0 then return answer[1][2] end

@@ -6,6 +6,7 @@ import pytest
 
 from tests.chaos.blows import PATIENT, resume, stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
+from tests.e2e.stack import STOPPED
 
 pytestmark = pytest.mark.chaos
 
@@ -26,7 +27,7 @@ def test_a_killed_and_a_paused_worker_lose_nothing_and_commit_nothing_late(make_
     resume(paused)
     stack.finish()
     stack.assert_exactly_once()
-    assert survivor.popen.poll() == 0
+    assert survivor.popen.poll() == STOPPED
     assert "outcome=ok" not in paused.text()
 
 

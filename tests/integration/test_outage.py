@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,46 +12,17 @@ import redis
 
 from pipeline import broker
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import find_server
-
-
-class Server:
-    """A broker on a fixed port that can be killed and started again on its own data."""
-
-    def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self._options = [
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(directory),
-            "--appendonly",
-            "yes",
-        ]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self._process = subprocess.Popen([find_server(), *self._options], stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        if self._process:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(10)
-            self._process = None
+from tests.killable_broker import KillableBroker
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+def server(tmp_path: Path) -> Iterator[KillableBroker]:
+    server = KillableBroker(tmp_path)
     yield server
     server.kill()
 
 
-async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: Server) -> None:
+async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: KillableBroker) -> None:
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=60)
     client: Any = broker.connect(config)
     early = asyncio.create_task(client.set("a", 1))
@@ -75,7 +43,7 @@ async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: Serve
     await client.aclose()
 
 
-async def test_an_outage_that_is_too_long_ends_in_an_error_in_time(server: Server) -> None:
+async def test_an_outage_that_is_too_long_ends_in_an_error_in_time(server: KillableBroker) -> None:
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=0.3)
     client: Any = broker.connect(config)
     with pytest.raises((redis.ConnectionError, OSError)):
