@@ -169,3 +169,29 @@ async def test_an_empty_file_is_exhausted_at_once(
     await produce(config_of(broker_config, keys, tmp_path, [""]))
     now = await snapshot(client, keys)
     assert (now.enqueued, now.total, now.complete) == (0, 0, True)
+
+
+async def test_other_partitions_under_a_known_run_name_are_refused(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(2)])
+    await produce(config)
+    await client.hset(keys.source, "partitions", 3)
+    with pytest.raises((ConfigError, ExceptionGroup)) as caught:
+        await produce(config)
+    assert "consumer.count 3" in str(first_cause(caught.value))
+
+
+async def test_rows_before_a_malformed_one_are_enqueued_and_the_mended_file_goes_on(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    lines = [row(0), row(1), "{broken", row(3)]
+    config = config_of(broker_config, keys, tmp_path, lines, on_malformed="stop")
+    with pytest.raises((DataError, ExceptionGroup)) as caught:
+        await produce(config)
+    assert "rows.jsonl:3" in str(first_cause(caught.value))
+    assert (await snapshot(client, keys)).enqueued == 2
+    Path(config.data.path).write_text("\n".join([row(0), row(1), row(2), row(3)]) + "\n")
+    await produce(config)
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.exhausted) == (4, True)

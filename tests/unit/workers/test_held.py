@@ -1,0 +1,53 @@
+"""What a worker holds: a bounded number of sequences, the unstarted ones free to go back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from pipeline.jobs import Claim
+from tests.factories import decode_job
+from workers.held import HeldJob, HeldJobs
+
+
+def held_job(name: str, n: int = 1, attempt: int = 1) -> HeldJob:
+    job = decode_job(f"r:{name}", n=n)
+    return HeldJob(Claim(job.job_id, attempt, 0.0, frozenset(), job), job, [1], deque(range(n)))
+
+
+def start(held: HeldJob, index: int) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(asyncio.sleep(60))
+
+
+async def test_the_engine_is_filled_and_the_rest_waits_and_goes_back_unstarted() -> None:
+    jobs = HeldJobs(max_batch=8)
+    for number in range(jobs.capacity):
+        jobs.add(held_job(str(number)))
+    jobs.fill(start)
+    assert (jobs.running, jobs.full(), jobs.room()) == (jobs.engine_limit, True, 0)
+    back = jobs.take_back(started=False)
+    assert len(back) == jobs.capacity - jobs.engine_limit
+    assert all(not held.started for held in back)
+    assert len(jobs.take_back(started=True)) == jobs.engine_limit
+    assert not jobs
+
+
+async def test_a_job_is_gone_with_its_last_sequence() -> None:
+    jobs, held = HeldJobs(max_batch=4), held_job("a", n=2)
+    jobs.add(held)
+    jobs.fill(start)
+    first, second = list(held.tasks)
+    assert not jobs.end(held, first)
+    assert jobs.end(held, second)
+    assert (jobs.running, bool(jobs)) == (0, False)
+
+
+async def test_only_the_named_attempt_is_lost_and_its_tasks_are_cancelled() -> None:
+    jobs, held = HeldJobs(max_batch=4), held_job("a", attempt=2)
+    jobs.add(held)
+    jobs.fill(start)
+    assert not jobs.lose("r:a", attempt=1)
+    [task] = held.tasks
+    assert jobs.lose("r:a", attempt=2)
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
