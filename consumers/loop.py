@@ -23,7 +23,7 @@ from consumers.pack import pack_rows
 from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
 from pipeline import metrics
-from pipeline.errors import MessageError
+from pipeline.errors import MessageError, ResultsLost
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
@@ -42,6 +42,7 @@ class Consumer:
         self._sampler = Sampler(task, context, role.config.consumer)
         self._reader = result_reader(role.client, role.keys, partition, role.name, owner)
         self._groups = Assembler()
+        self._sizes: dict[str, int] = {}  # bytes of each entry that is held
         self._samples: list[TrainingSample] = []
         self._entry_ids: list[str] = []
         self._letters: list[DeadLetter] = []
@@ -52,13 +53,24 @@ class Consumer:
         """Consume until asked to stop or until the run is over."""
         await self._take(await self._reader.open())
         while not self._role.stop.is_set():
-            entries = await self._reader.read(_READ, block_ms=200)
-            await self._take(entries)
-            if not entries and await self._at_the_end():
-                return
+            try:
+                entries = await self._reader.read(_READ, block_ms=200)
+                await self._take(entries)
+                if not entries and await self._at_the_end():
+                    return
+            except ResultsLost as error:
+                get_logger().warning("starting anew", cause=str(error))
+                self._start_anew()
+                await self._take(await self._reader.open())
+
+    def _start_anew(self) -> None:
+        self._reader.forget()
+        self._groups, self._sizes = Assembler(), {}
+        self._samples, self._entry_ids, self._letters = [], [], []
 
     async def _take(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
+            self._sizes[entry.entry_id] = entry.num_bytes
             group = await self._assemble(entry)
             if group is not None:
                 await self._finish_group(group)
@@ -119,8 +131,11 @@ class Consumer:
             nonce=self._owner.nonce,
             batch=batch,
             result_ids=entry_ids,
+            result_bytes=sum(self._sizes[entry_id] for entry_id in entry_ids),
             drops=letters,
         )
+        for entry_id in entry_ids:
+            del self._sizes[entry_id]
 
     async def _at_the_end(self) -> bool:
         """Hand on what is left once no more results can come; True when the whole run is over."""

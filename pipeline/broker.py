@@ -8,49 +8,36 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
+from hashlib import sha1
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import redis
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.connection import parse_url as options_of
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
 from pipeline import lua
 from pipeline.config.load import hide_password
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError
+from pipeline.logs import get_logger
+from pipeline.patience import TRANSIENT, PatientPool, PatientSentinelPool, UntilRetry
 
-_BACKOFF_CAP_S = 1.0
-_TRANSIENT: list[type[Exception]] = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, OSError]
+_HEALTH_CHECK_S = 15
+_ASK_AGAIN_S = 0.5
+_SENTINEL_PORT = 26379
 
 
-class UntilRetry(AsyncRetry):
-    """Retries until a deadline; nested uses (command, connect) share it, as the outer one has the earlier start.
-
-    Leans on `_backoff` and `_supported_errors` of redis-py 5.3; tests/integration/test_outage.py fails if they move.
-    """
-
-    def __init__(self, for_s: float) -> None:
-        super().__init__(ExponentialBackoff(cap=_BACKOFF_CAP_S, base=0.02), 0)  # type: ignore[no-untyped-call]
-        self._for_s = for_s
-
-    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], fail: Callable[[redis.RedisError], Any]) -> Any:
-        """The answer of `do`, or its last transient error once the time is up."""
-        until = time.monotonic() + self._for_s
-        failures = 0
-        while True:
-            try:
-                return await do()
-            except self._supported_errors as error:
-                failures += 1
-                await fail(cast(Any, error))
-                if time.monotonic() >= until:
-                    raise
-                await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
+class BrokerSilent(BrokerError):
+    """Nothing answers there, now."""
 
 
 def broker_url(config: BrokerConfig) -> str:
@@ -69,19 +56,47 @@ def broker_url(config: BrokerConfig) -> str:
 
 def connect(config: BrokerConfig) -> Redis:
     """An asyncio client that outlasts an outage of `retry_for_s`; nothing is sent yet. See `ping`."""
-    return cast(
-        Redis,
-        Redis.from_url(  # type: ignore[no-untyped-call]
-            broker_url(config), retry=UntilRetry(config.retry_for_s), retry_on_error=_TRANSIENT, **_timeouts(config)
-        ),
-    )
+    return Redis.from_pool(connection_pool(config))
+
+
+def connection_pool(config: BrokerConfig) -> ConnectionPool:
+    """What `connect` uses, for clients of another class; whoever asks for it disconnects it."""
+    patience: dict[str, Any] = {"retry": UntilRetry(config.retry_for_s), "retry_on_error": TRANSIENT}
+    settings: dict[str, Any] = {**_timeouts(config), **patience}
+    if config.sentinel_master is None:
+        settings.update(options_of(broker_url(config)))
+        return PatientPool(**settings)
+    sentinels, server = sentinel_addresses(config)
+    manager: Any = AsyncSentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
+    return PatientSentinelPool(config.sentinel_master, manager, **server, **settings)
 
 
 def connect_sync(config: BrokerConfig) -> redis.Redis:
     """A blocking client for threads and short commands; it gives up at the first failure."""
-    return redis.Redis.from_url(  # type: ignore[no-untyped-call]
-        broker_url(config), retry=Retry(NoBackoff(), 0), **_timeouts(config)
-    )
+    settings: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), **_timeouts(config)}
+    if config.sentinel_master is None:
+        return redis.Redis.from_url(broker_url(config), **settings)  # type: ignore[no-untyped-call]
+    sentinels, server = sentinel_addresses(config)
+    manager: Any = Sentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
+    return cast(redis.Redis, manager.master_for(config.sentinel_master, **server, **settings))
+
+
+def sentinel_addresses(config: BrokerConfig) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """Where the Sentinels of `redis://[user:password@]host:port[,host:port…]/db` are, and how to enter the servers."""
+    url = broker_url(config)
+    parts = urlsplit(url)
+    entry, at, hosts = parts.netloc.rpartition("@")
+    try:
+        found = [urlsplit(f"//{host}") for host in hosts.split(",")]
+        addresses = [(each.hostname or "", each.port or _SENTINEL_PORT) for each in found]
+        server = dict(options_of(f"{parts.scheme}://{entry}{at}sentinel{parts.path}?{parts.query}"))
+    except ValueError as error:
+        raise BrokerError(f"{hide_password(url)}: not an address of Sentinels ({error})") from error
+    if not all(host for host, _ in addresses):
+        raise BrokerError(f"{hide_password(url)}: write Sentinels as redis://:password@host:26379,host2:26379/0")
+    secure = server.pop("connection_class", None) is not None
+    server.pop("host", None)
+    return addresses, {**server, "ssl": True} if secure else server
 
 
 def ping(config: BrokerConfig) -> dict[str, Any]:
@@ -93,7 +108,7 @@ def ping(config: BrokerConfig) -> dict[str, Any]:
     except AuthenticationError as error:
         raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error
     except (RedisError, OSError, ValueError) as error:
-        raise BrokerError(
+        raise BrokerSilent(
             f"{url}: the broker does not answer ({error}); start it, or set REDIS_URL to one that runs"
         ) from error
     version = str(facts.get("redis_version", "0"))
@@ -102,20 +117,40 @@ def ping(config: BrokerConfig) -> dict[str, Any]:
     return facts
 
 
+async def wait_ready(config: BrokerConfig) -> dict[str, Any]:
+    """`ping`, but a broker that is away is waited for as long as `connect` would."""
+    until = time.monotonic() + config.retry_for_s
+    said = False
+    while True:
+        try:
+            return await asyncio.to_thread(ping, config)
+        except BrokerSilent as error:
+            if time.monotonic() >= until:
+                raise
+            if not said:
+                get_logger().warning("waiting for the broker", error=str(error), at_most_s=config.retry_for_s)
+            said = True
+        await asyncio.sleep(_ASK_AGAIN_S)
+
+
 class Scripts:
-    """Our Lua scripts over one connection; loaded once, reloaded when a restarted server forgot them."""
+    """Our Lua scripts over one connection; a server that forgot them (a restart, a failover) is given them again."""
 
     def __init__(self, client: Redis) -> None:
-        self._client = client
-        self._loaded: dict[str, Any] = {}
+        self._client: Any = client
+        self._digests: dict[str, str] = {}
 
     async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run `lua/{name}.lua`; raises BrokerError when the server refuses it."""
-        script = self._loaded.get(name)
-        if script is None:
-            script = self._loaded[name] = self._client.register_script(lua.source(name))
+        text = lua.source(name)
+        digest = self._digests.get(name)
+        if digest is None:
+            digest = self._digests[name] = sha1(text.encode()).hexdigest()
         try:
-            return await cast("Awaitable[Any]", script(keys=list(keys), args=list(args)))
+            try:
+                return await cast("Awaitable[Any]", self._client.evalsha(digest, len(keys), *keys, *args))
+            except NoScriptError:  # EVAL runs and keeps it in one step: nothing can be forgotten in between
+                return await cast("Awaitable[Any]", self._client.eval(text, len(keys), *keys, *args))
         except ResponseError as error:
             raise BrokerError(f"script {name} was refused: {error}") from error
 
@@ -124,6 +159,10 @@ def _timeouts(config: BrokerConfig) -> dict[str, Any]:
     return {
         "socket_timeout": config.socket_timeout_s,
         "socket_connect_timeout": config.connect_timeout_s,
-        "health_check_interval": 15,
+        "health_check_interval": _HEALTH_CHECK_S,
         "socket_keepalive": True,
     }
+
+
+def _sentinel_timeouts(config: BrokerConfig) -> dict[str, Any]:
+    return {"socket_timeout": config.connect_timeout_s, "socket_connect_timeout": config.connect_timeout_s}

@@ -56,6 +56,10 @@ class UnknownSchema(MessageError):
     """A message written by a newer release."""
 
 
+class ResultsLost(SluiceError):
+    """The broker lost its newest part, and with it results that were read; read what there is again."""
+
+
 class LeaseLost(SluiceError):
     """This attempt no longer owns its job; whatever it produced must be thrown away."""
 

@@ -5,9 +5,12 @@ Prefix `sluice:{run}:`; arq's own `arq:job:` constants are the one exception.
 
 from __future__ import annotations
 
-from zlib import crc32
+from hashlib import sha1
 
 ARQ_JOB = "arq:job:"
+ARQ_RESULT = "arq:result:"
+ARQ_RUNNING = "arq:in-progress:"
+ARQ_ABORT = "arq:abort"
 RESULT_GROUP = "consumers"
 BATCH_GROUP = "trainer"
 
@@ -19,11 +22,18 @@ class Keys:
         self.run = run
         self.prefix = f"sluice:{run}:"
         self.jobs = f"{self.prefix}jobs"  # zset: job id → ms; in the future while leased
-        self.job_state = f"{self.prefix}job:"  # + job id → hash: owner, attempt, deaths, score, n, done, d:<index>
-        self.counts = f"{self.prefix}counts"  # hash: enqueued, committed, accepted, trained, dead, dropped, …
+        self.alone = f"{self.prefix}alone"  # zset: jobs that run alone; + :turn → the worker whose turn it is
+        self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
+        # + job id → hash: n, ndone, score, at, bytes, expires, call, foreign, owner, worker, attempt, shared, deaths, alone,
+        # blamed, blamed_for, d:<index> (done), p and p:<index> (tokens of stored progress)
+        self.job_state = f"{self.prefix}job:"
+        self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
+        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …; bytes in flight
+        self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream
-        self.dead = f"{self.prefix}dlq"  # stream of DeadLetter
+        self.dead = f"{self.prefix}dlq"  # stream: one row per dead sequence, with the job's payload on its first
+        self.dropped = f"{self.prefix}dropped"  # stream of the newest dropped sequences' letters
         self.versions = f"{self.prefix}versions"  # hash: version → WeightVersion
         self.latest = f"{self.prefix}latest"  # string: newest version
         self.source = f"{self.prefix}source"  # hash: cursor, total, malformed, exhausted
@@ -36,4 +46,4 @@ class Keys:
 
     def result_stream(self, group_id: str, partitions: int) -> str:
         """Members of a group always meet in one partition."""
-        return f"{self.results}{crc32(group_id.encode()) % partitions}"
+        return f"{self.results}{int(sha1(group_id.encode()).hexdigest()[:8], 16) % partitions}"

@@ -1,29 +1,27 @@
 """The wire: every type that crosses a process border, one page.
 
-- msgpack by msgspec; each message carries its `kind` and `schema`; a newer schema is `UnknownSchema`, never a guess.
+- msgpack (wire.py); each message carries its `kind` and `schema`; a newer schema is `UnknownSchema`, never a guess.
 - Parallel per-token arrays are length-checked at construction; an empty array means "not stamped".
 - Each field says who stamps it: [P]roducer, [W]orker, [C]onsumer, [T]rainer, [Q]ueue scripts.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from pipeline.errors import MessageError, UnknownSchema
-from pipeline.tokens import FloatArray, Runs, TokenArray, check_lengths, from_wire, to_wire
+from pipeline.errors import MessageError
+from pipeline.tokens import FloatArray, Runs, TokenArray, check_lengths
+from pipeline.wire import SCHEMA, Wire, decode, encode
 
-SCHEMA = 1
+__all__ = ["SCHEMA", "Wire", "decode", "encode"]
+
+MAX_PRIORITY = 1000
+MAX_GROUP = 65_536  # sequences of one prompt
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
 Message = dict[str, Any]
-
-
-class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """Base of every message."""
-
-    schema: int = msgspec.field(default_factory=lambda: SCHEMA)  # a factory: never left out on the wire
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +69,7 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     sampling: SamplingParams = SamplingParams()
     truth: Any = None  # opaque to everything but the task
     task: str = "detection"
-    priority: int = 0  # higher goes first
+    priority: int = 0  # 0 to 1000, higher goes first
     deadline_s: float | None = None  # seconds after enqueue; None = no deadline
     min_weight_version: int = 0
     max_weight_version: int | None = None
@@ -79,8 +77,12 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     metadata: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise MessageError(f"job {self.job_id}: n must be >= 1, got {self.n}")
+        if not 1 <= self.n <= MAX_GROUP:
+            raise MessageError(f"job {self.job_id}: n must be in 1..{MAX_GROUP}, got {self.n}")
+        if not 0 <= self.priority <= MAX_PRIORITY:
+            raise MessageError(f"job {self.job_id}: priority must be in 0..{MAX_PRIORITY}, got {self.priority}")
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise MessageError(f"job {self.job_id}: deadline_s must be > 0, got {self.deadline_s}")
         if bool(self.messages) == bool(len(self.prompt_token_ids)):
             raise MessageError(f"job {self.job_id}: give either messages or prompt_token_ids")
 
@@ -129,6 +131,18 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
             proximal_logprobs=self.proximal_logprobs,
             proximal_versions=self.proximal_versions,
         )
+
+
+class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
+    """[W] A piece of a running sequence, from token `offset` on; what a redelivered job can go on from."""
+
+    offset: int
+    token_ids: TokenArray
+    logprobs: FloatArray  # nats, of each token under versions[i]
+    versions: Runs
+
+    def __post_init__(self) -> None:
+        check_lengths("progress", len(self.token_ids), logprobs=self.logprobs, versions=self.versions)
 
 
 class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
@@ -247,49 +261,7 @@ class DeadLetter(Wire, frozen=True, kw_only=True, tag="dead_letter"):
     reason: str
     state: Literal["dead", "dropped"] = "dead"
     detail: str = ""
+    traceback: str = ""
     attempts: int = 0
-    worker: str = ""
-    payload: bytes = b""
-    at: float = 0.0
-
-
-T = TypeVar("T", bound=Wire)
-_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
-
-
-class _Head(msgspec.Struct):
-    kind: str = ""
-    schema: int = msgspec.field(default_factory=lambda: SCHEMA)  # a factory: never left out on the wire
-
-
-def encode(message: Wire) -> bytes:
-    """The message as msgpack bytes."""
-    return _encoder.encode(message)
-
-
-def decode(kind: type[T], raw: bytes) -> T:
-    """Read one message of the given type.
-
-    Raises UnknownSchema for a newer schema, MessageError for anything else that does not fit.
-    """
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=from_wire)
-    try:
-        message = decoder.decode(raw)
-    except (msgspec.MsgspecError, MessageError, UnicodeDecodeError, RecursionError) as error:
-        _refuse_newer(raw)
-        raise MessageError(f"not a {kind.__name__}: {error}") from error
-    if message.schema > SCHEMA:
-        _refuse_newer(raw)
-    return message
-
-
-def _refuse_newer(raw: bytes) -> None:
-    try:
-        head = msgspec.msgpack.decode(raw, type=_Head)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return
-    if head.schema > SCHEMA:
-        raise UnknownSchema(f"{head.kind} has schema {head.schema}; this release reads up to {SCHEMA}: upgrade")
+    worker: str = ""  # the last one that held it
+    at: float = 0.0  # Unix time

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pipeline.broker import Scripts
-from pipeline.errors import BrokerError, LeaseLost
+from pipeline.errors import BrokerError, LeaseLost, ResultsLost
 from pipeline.keys import BATCH_GROUP, RESULT_GROUP, Keys
 from pipeline.messages import DeadLetter, TrainingBatch, encode
 from pipeline.ownership import Ownership
@@ -32,6 +32,11 @@ class Entry:
     entry_id: str
     fields: dict[bytes, bytes]
 
+    @property
+    def num_bytes(self) -> int:
+        """What its message holds in the broker, as credit counts it."""
+        return max(len(self.fields.get(name, b"")) for name in (b"r", b"d", b"b"))
+
 
 class StreamReader:
     """Reads one stream as the only member of its group; `owner` fences every read."""
@@ -40,6 +45,7 @@ class StreamReader:
         self._client, self.stream, self.group, self.name = client, stream, group, name
         self._owner, self._scripts = owner, Scripts(client)
         self._last = "0-0"  # newest entry that was seen
+        self.held: set[str] = set()  # taken, and not yet acked
 
     async def open(self) -> list[Entry]:
         """Make the group if need be and take over all that an earlier reader left unfinished, in order."""
@@ -48,20 +54,9 @@ class StreamReader:
         except ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
-        found: list[Entry] = []
-        start = "0-0"
-        while True:
-            answer = cast(
-                "list[Any]",
-                await self._client.xautoclaim(
-                    self.stream, self.group, self.name, min_idle_time=0, start_id=start, count=_PAGE
-                ),
-            )
-            found += _entries(answer[1])
-            start = answer[0].decode()
-            if start == "0-0":
-                self._last = found[-1].entry_id if found else self._last
-                return found
+        found = await self._all_pending()
+        self._last = found[-1].entry_id if found else self._last
+        return self._fresh(found)
 
     async def read(self, count: int, block_ms: int) -> list[Entry]:
         """New entries; an empty list after `block_ms` without any. Raises LeaseLost when another owner took over."""
@@ -75,7 +70,38 @@ class StreamReader:
                 raise
             return await self.open()
         self._last = found[-1].entry_id if found else self._last
-        return found
+        return self._fresh(found)
+
+    def release(self, entry_ids: Sequence[str]) -> None:
+        """These are acked."""
+        self.held.difference_update(entry_ids)
+
+    def forget(self) -> None:
+        """All that is held is to be read again."""
+        self.held.clear()
+        self._last = "0-0"
+
+    def _fresh(self, found: list[Entry]) -> list[Entry]:
+        """Without what is held already: a broker that lost its newest part brings it again."""
+        fresh = [entry for entry in found if entry.entry_id not in self.held]
+        self.held.update(entry.entry_id for entry in fresh)
+        return fresh
+
+    async def _all_pending(self) -> list[Entry]:
+        """Everything that the group's readers hold, ours from now on."""
+        found: list[Entry] = []
+        start = "0-0"
+        while True:
+            answer = cast(
+                "list[Any]",
+                await self._client.xautoclaim(
+                    self.stream, self.group, self.name, min_idle_time=0, start_id=start, count=_PAGE
+                ),
+            )
+            found += _entries(answer[1])
+            start = answer[0].decode()
+            if start == "0-0":
+                return found
 
     async def _take(self, count: int) -> list[Entry]:
         fence = [self._owner.key] if self._owner else []
@@ -85,7 +111,10 @@ class StreamReader:
         )
         if answer == -1:
             raise LeaseLost(f"{self.stream}: another process took over; this one stops")
-        return _entries([(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in answer])
+        rows, pending = answer
+        if not rows and int(pending) > len(self.held):
+            return await self._all_pending()
+        return _entries([(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in rows])
 
     async def depth(self) -> int:
         """Entries in the stream, taken or not."""
@@ -111,20 +140,26 @@ async def hand_off(
     nonce: str,
     batch: TrainingBatch,
     result_ids: Sequence[str],
+    result_bytes: int,
     drops: Sequence[DeadLetter],
 ) -> Literal["ok", "dup"]:
     """Put a batch out, record drops, ack and delete the results behind them, in one step.
 
-    Raises LeaseLost when another consumer owns the partition by now. A repeat of the same batch_id is `dup`.
+    `result_bytes`: what those results held in the broker. Raises LeaseLost when another consumer owns the partition
+    by now; ResultsLost when one of them is not there any more: nothing was done then. A repeat of the same batch_id
+    is `dup`.
     """
-    args: list[Any] = [nonce, reader.group, batch.batch_id, encode(batch) if batch.samples else b""]
-    args += [len(batch.samples), len(result_ids), len(drops), *result_ids]
+    args: list[Any] = [nonce, reader.group, reader.name, batch.batch_id, encode(batch) if batch.samples else b""]
+    args += [len(batch.samples), result_bytes, len(result_ids), len(drops), *result_ids]
     for letter in drops:
         args += [letter.reason, encode(letter)]
-    names = [reader.stream, keys.batches, keys.counts, owner_key, keys.dead]
+    names = [reader.stream, keys.batches, keys.counts, owner_key, keys.dropped]
     answer = (await scripts.run("handoff", names, args)).decode()
     if answer == "fenced":
         raise LeaseLost(f"{reader.stream}: another consumer took over; this one stops")
+    if answer == "lost":
+        raise ResultsLost(f"{reader.stream}: results that were read are gone; reading again")
+    reader.release(result_ids)
     return cast("Literal['ok', 'dup']", answer)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from pipeline.errors import ConfigError
+from pipeline.jobs import Credit
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from producers.sources import Malformed, fingerprint
@@ -19,12 +20,14 @@ class SourcePlace:
         self._key, self._config = role.keys.source, role.config
         self._malformed = 0
 
-    async def open(self, total: int) -> str:
+    async def open(self, total: int, credit: Credit) -> str:
         """Tie the run to its data and its partitions, announce the total; returns the cursor of the last job."""
         held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
         data, partitions = fingerprint(self._config.data), self._config.consumer.count
         self._check(held, data, partitions)
-        await self._set(data=data, path=self._config.data.path, partitions=partitions, total=total, exhausted=0)
+        limits = {"max_in_flight": credit.max_in_flight, "max_bytes": credit.max_bytes}  # for status pages
+        path = self._config.data.path
+        await self._set(data=data, path=path, partitions=partitions, total=total, exhausted=0, **limits)
         return held.get(b"cursor", b"-1:-1").decode()
 
     def skip(self, row: Malformed) -> None:
@@ -33,6 +36,10 @@ class SourcePlace:
             raise row.error()
         self._malformed += 1
         get_logger().warning("row skipped", where=row.where, problem=row.problem)
+
+    def rewind(self) -> None:
+        """The rows are read again from the first one."""
+        self._malformed = 0
 
     async def store_skipped(self) -> None:
         """The count from the first row on, so that a restart counts no row twice."""

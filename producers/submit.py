@@ -1,7 +1,8 @@
 """The producer: rows → deterministic decode jobs → the queue, as far as credit allows.
 
 Waits for credit (unblocked by the trainer's acks and new versions). A restart goes on behind the stored cursor;
-what was enqueued already answers `duplicate` or `done`, so nothing runs twice.
+what was enqueued already answers `duplicate` or `done`, so nothing runs twice. A broker that lost its newest part
+(a power loss) is behind what was enqueued: the source is read again from where the broker stands.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 from pipeline.config.types import Config
 from pipeline.errors import DataError
-from pipeline.jobs import Credit, JobQueue, job_id_for
+from pipeline.jobs import Credit, JobQueue, SourceRewound, job_id_for
 from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
 from pipeline.messages import DecodeJob
@@ -18,6 +19,7 @@ from producers.place import SourcePlace
 from producers.sources import Malformed, Row, count_rows, identity, read_rows
 
 _CHUNK = 100
+_CREDIT = "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)"
 Placed = tuple[DecodeJob, str]  # a job and the cursor that stands behind it
 
 
@@ -27,31 +29,63 @@ async def produce(config: Config) -> None:
     async with role_process(config, "producer", default_name("producer")) as role:
         queue = JobQueue(role.client, role.keys, partitions=config.consumer.count)
         place = SourcePlace(role)
-        cursor = await place.open(rows * config.data.epochs * config.producer.group_size)
-        for chunk in _chunks(_jobs(config, cursor, place)):
-            await place.store_skipped()
-            if not await _submit(role, queue, chunk):
+        cursor = await place.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
+        submitter = Submitter(role, queue, cursor)
+        while not role.stop.is_set():
+            try:
+                if await _read_all(config, place, submitter):
+                    await place.finish()
                 return
+            except SourceRewound as back:
+                get_logger().warning("reading again: the broker lost its newest part", behind=back.cursor)
+                submitter.cursor = back.cursor
+                place.rewind()
+
+
+async def _read_all(config: Config, place: SourcePlace, submitter: Submitter) -> bool:
+    """Enqueue everything behind the submitter's cursor; False when asked to stop. Raises SourceRewound."""
+    for chunk in _chunks(_jobs(config, submitter.cursor, place)):
         await place.store_skipped()
-        await place.finish()
-
-
-async def _submit(role: Role, queue: JobQueue, chunk: list[Placed]) -> bool:
-    """Enqueue all of a chunk, waiting for credit; False when asked to stop."""
-    settings = role.config.producer
-    per_version = settings.samples_per_version * role.config.trainer.checkpoint_every
-    credit = Credit(settings.max_in_flight, per_version, settings.max_staleness)
-    while chunk:
-        outcomes = await queue.enqueue([job for job, _ in chunk], credit, [cursor for _, cursor in chunk])
-        for (job, _), outcome in zip(chunk, outcomes, strict=True):
-            if outcome in ("duplicate", "done"):
-                get_logger().warning("row has the id of an earlier one; not decoded again", row=job.metadata["row"])
-        over = outcomes.count("over_credit")
-        chunk = chunk[len(chunk) - over :]
-        role.status.waiting("credit (in-flight or staleness limit; the trainer frees it)" if over else None)
-        if not await role.nap(settings.poll_s if over else 0):
+        if not await submitter.submit(chunk):
             return False
+    await place.store_skipped()
+    await submitter.confirm()
     return True
+
+
+class Submitter:
+    """Enqueues within credit; `cursor` is that of the newest job that the broker has taken."""
+
+    def __init__(self, role: Role, queue: JobQueue, cursor: str) -> None:
+        self._role, self._queue, self.cursor = role, queue, cursor
+        self._credit = _credit(role.config)
+
+    async def submit(self, chunk: list[Placed]) -> bool:
+        """Enqueue all of a chunk, waiting for credit; False when asked to stop."""
+        while chunk:
+            jobs, cursors = [job for job, _ in chunk], [cursor for _, cursor in chunk]
+            outcomes = await self._queue.enqueue(jobs, self._credit, cursors, behind=self.cursor)
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                if outcome in ("duplicate", "done"):
+                    get_logger().warning("row has the id of an earlier one; not decoded again", row=job.metadata["row"])
+            over = outcomes.count("over_credit")
+            taken = len(chunk) - over
+            self.cursor = cursors[taken - 1] if taken else self.cursor
+            chunk = chunk[taken:]
+            self._role.status.waiting(_CREDIT if over else None)
+            if not await self._role.nap(self._role.config.producer.poll_s if over else 0):
+                return False
+        return True
+
+    async def confirm(self) -> None:
+        """Raises SourceRewound when the broker has lost what it had taken."""
+        await self._queue.enqueue([], self._credit, behind=self.cursor)
+
+
+def _credit(config: Config) -> Credit:
+    settings = config.producer
+    per_version = settings.samples_per_version * config.trainer.checkpoint_every
+    return Credit(settings.max_in_flight, per_version, settings.max_staleness, settings.max_in_flight_mb << 20)
 
 
 def _chunks(jobs: Iterator[Placed]) -> Iterator[list[Placed]]:

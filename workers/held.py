@@ -43,8 +43,8 @@ class HeldJobs:
         self.running = 0
         self._waiting = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
+    def __len__(self) -> int:
+        return len(self._jobs)
 
     def room(self) -> int:
         """Sequences worth claiming now: first up to a batch (others may want some), then what lies ahead."""

@@ -2,6 +2,8 @@
 
 arq's command builds its own Worker, so these settings are a shim: it polls an empty private queue, while the
 leased worker serves the real one from start-up to shutdown. The configuration comes from SLUICE_CONFIG.
+
+arq's own calls go through our connections: an outage of the broker must not end arq's loop either.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import secrets
 import signal
 from typing import Any
 
-from pipeline.broker import broker_url
+from pipeline.broker import broker_url, connect
 from pipeline.config import load_config
-from pipeline.jobs import arq_redis_settings
+from pipeline.jobs import arq_pool, arq_redis_settings
+from pipeline.lifecycle import default_name, leave_within
 from workers.role import work
 
 _config = load_config(os.environ.get("SLUICE_CONFIG"))
+_queue = f"sluice:{_config.run}:arq-shim:{secrets.token_hex(6)}"
 
 
 async def never(ctx: dict[str, Any]) -> None:
@@ -26,7 +30,10 @@ async def never(ctx: dict[str, Any]) -> None:
 
 async def on_startup(ctx: dict[str, Any]) -> None:
     """Run the leased worker beside arq's loop; when it ends by itself, the process ends too."""
-    ctx["stop"] = asyncio.Event()
+    ctx["stop"], arqs_loop = asyncio.Event(), asyncio.current_task()
+    assert arqs_loop is not None, "arq awaits this in its main task"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _stop, ctx["stop"], arqs_loop)
     ctx["worker"] = asyncio.create_task(work(_config, ctx["stop"]))
     ctx["worker"].add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -37,11 +44,21 @@ async def on_shutdown(ctx: dict[str, Any]) -> None:
     await ctx["worker"]
 
 
+def _stop(stop: asyncio.Event, arqs_loop: asyncio.Task[Any]) -> None:
+    """In place of arq's own handler, which would ask a broker that is gone before it lets the worker drain."""
+    if not stop.is_set():
+        leave_within(_config.up.stop_grace_s, default_name("worker"))
+    stop.set()
+    arqs_loop.cancel()
+
+
 class WorkerSettings:
     """What `arq` reads."""
 
     functions = (never,)
-    queue_name = f"sluice:{_config.run}:arq-shim:{secrets.token_hex(6)}"
-    redis_settings = arq_redis_settings(broker_url(_config.broker))
+    queue_name = _queue
+    redis_pool = arq_pool(connect(_config.broker), _queue)
+    # `arq --check` alone makes a connection of its own.
+    redis_settings = None if _config.broker.sentinel_master else arq_redis_settings(broker_url(_config.broker))
     on_startup = on_startup
     on_shutdown = on_shutdown

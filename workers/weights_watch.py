@@ -8,7 +8,6 @@ a failed probe after it stops the worker.
 from __future__ import annotations
 
 import asyncio
-import time
 
 from pipeline.config.types import Config
 from pipeline.errors import EngineError, TornWeights, WeightsError
@@ -17,8 +16,6 @@ from pipeline.logs import get_logger
 from pipeline.messages import WeightVersion
 from pipeline.weights import WeightsRegistry, verify
 from workers.generation.contracts import Backend
-
-_LOOK_S = 0.05  # the registry is asked at most so often
 
 _HALF_PRECISION = 10  # bf16 rounds at 2^-8: the demo model's probe differs by up to 0.17 nats from fp32
 
@@ -32,13 +29,13 @@ class WeightsWatch:
         self._config: Config = role.config
         self._refused: int | None = None
         self._latest: int | None = None
-        self._looked = float("-inf")
 
-    async def newer(self) -> int | None:
+    def saw(self, latest: int | None) -> None:
+        """The registry's newest version, as the last claim told it."""
+        self._latest = latest
+
+    def newer(self) -> int | None:
         """A version number that the engine should move to, or None."""
-        if time.monotonic() - self._looked >= _LOOK_S:
-            self._latest = await self._registry.latest()
-            self._looked = time.monotonic()
         latest = self._latest
         if latest is None or latest == self._refused or latest <= self._backend.version:
             return None

@@ -129,7 +129,7 @@ class Trainer:
         if batch.samples and not fresh:
             get_logger().warning("batch was trained before; acked only", batch=batch.batch_id)
             pairs = [(entry.entry_id, len(batch.samples))]  # the broker undid the first count with the ack
-            await ack_batches(self._role.scripts, self._role.keys, self._owner.key, self._owner.nonce, pairs)
+            await self._ack_pairs(pairs)
             return []
         return [(entry.entry_id, batch, fresh)]
 
@@ -184,8 +184,12 @@ class Trainer:
     async def _ack(self) -> None:
         pairs = self._state.unacked
         if pairs:
-            await ack_batches(self._role.scripts, self._role.keys, self._owner.key, self._owner.nonce, pairs)
+            await self._ack_pairs(pairs)
         self._state.unacked = []
+
+    async def _ack_pairs(self, pairs: list[tuple[str, int]]) -> None:
+        await ack_batches(self._role.scripts, self._role.keys, self._owner.key, self._owner.nonce, pairs)
+        self._reader.release([entry_id for entry_id, _ in pairs])
 
     async def _publish(self, directory: Path) -> None:
         version = self._state.version

@@ -35,6 +35,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "data.epochs": config.data.epochs,
         "producer.group_size": config.producer.group_size,
         "producer.samples_per_version": config.producer.samples_per_version,
+        "producer.max_in_flight_mb": config.producer.max_in_flight_mb,
         "worker.max_batch": config.worker.max_batch,
         "worker.max_attempts": config.worker.max_attempts,
         "worker.renew_s": config.worker.renew_s,
@@ -52,7 +53,9 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
     found.append((limit is None or limit >= 0, f"data.limit must be >= 0, got {limit}"))
     fraction = config.rollout_matching.gt_only_fraction
     found.append((0 <= fraction <= 1, f"rollout_matching.gt_only_fraction must be in 0..1, got {fraction}"))
-    found.append((config.worker.count >= 0, f"worker.count must be >= 0, got {config.worker.count}"))
+    for key in ("count", "checkpoint_tokens", "keep_result_s"):
+        value = getattr(config.worker, key)
+        found.append((value >= 0, f"worker.{key} must be >= 0, got {value}"))
     return found
 
 

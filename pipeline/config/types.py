@@ -24,6 +24,7 @@ class BrokerConfig(Section, frozen=True, kw_only=True):
     socket_timeout_s: float = 10.0
     connect_timeout_s: float = 5.0
     retry_for_s: float = 90.0  # an outage shorter than this stops no process
+    sentinel_master: str | None = None  # then `url` names the Sentinels: redis://:pw@host:26379,host2:26379/0
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -51,6 +52,7 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
 
     group_size: int = 1  # sequences per prompt
     max_in_flight: int = 512  # sequences from enqueue to the trainer's ack
+    max_in_flight_mb: int = 1024  # what they hold in the broker, results, batches and dead letters included
     samples_per_version: int = 64  # the trainer's batch, in sequences
     max_staleness: int = 2  # versions
     poll_s: float = 0.05
@@ -65,7 +67,9 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     lease_s: float = 15.0
     renew_s: float = 5.0
     stall_timeout_s: float = 120.0  # an engine without progress for this long loses its jobs
-    max_attempts: int = 3  # deaths of a worker over a job before it is a dead letter
+    max_attempts: int = 3  # deaths of a worker over a job that ran alone before it is a dead letter
+    checkpoint_tokens: int = 256  # a running sequence is stored this often; 0 = never
+    keep_result_s: float = 3600.0  # how long an ended job's id is known, and arq's Job.result answers
     drain_s: float = 20.0  # time to finish on SIGTERM before jobs are handed back
     poll_s: float = 0.05
     torch_threads: int = 1

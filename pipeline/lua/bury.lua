@@ -1,35 +1,41 @@
--- Shared by claim and fail: end every uncommitted sequence of a job as dead, and finish the job.
+-- End every uncommitted sequence of a job, and the job.
+-- dead: one row per sequence in the dead-letter stream, the payload with the first. dropped: one in its own stream.
 -- Each missing index leaves a tombstone in the result stream, so that its group completes.
-local function now_ms()
-  local t = redis.call('TIME')
-  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
-end
+-- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker}. Returns the number of sequences.
+local DROPPED_KEPT = 10000
 
-local function finish(state, payload_key, jobs, id, ttl_ms)
-  redis.call('DEL', payload_key, state)
-  redis.call('ZREM', jobs, id)
-  redis.call('HSET', state, 'state', 'done')
-  redis.call('PEXPIRE', state, ttl_ms)
-end
-
-local function bury(id, state, payload_key, jobs, counts, dlq, ttl_ms, reason, detail, worker)
-  local f = redis.call('HMGET', state, 'n', 'attempt', 'stream')
-  local n = tonumber(f[1] or '1')
-  local payload = redis.call('GET', payload_key) or ''
-  local buried = 0
+local function bury(id, how)
+  local state = state_of .. id
+  local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'ndone')
+  local n, attempt, now = tonumber(f[1] or 1), tonumber(f[2] or 0), now_ms()
+  local payload = redis.call('GET', payload_of .. id) or ''
+  local stream, buried, bytes = stream_of(id), 0, -tonumber(f[4] or 0)
   for index = 0, n - 1 do
     if redis.call('HEXISTS', state, 'd:' .. index) == 0 then
       local letter = cmsgpack.pack({
-        kind = 'dead_letter', schema = 1, seq_id = id .. ':' .. index, reason = reason, state = 'dead',
-        detail = detail, attempts = tonumber(f[2] or '0'), worker = worker, at = now_ms() / 1000,
+        kind = 'dead_letter', schema = 1, seq_id = id .. ':' .. index, reason = how.reason, state = how.ending,
+        detail = how.detail, traceback = how.traceback or '', attempts = attempt, worker = how.worker or '',
+        at = now / 1000,
       })
-      redis.call('XADD', dlq, '*', 'd', letter, 'p', buried == 0 and payload or '')  -- once per job: it may be large
-      if f[3] then redis.call('XADD', f[3], '*', 'd', letter, 'g', id, 'i', index, 'n', n) end
+      if how.ending == 'dead' then
+        local first = buried == 0 and payload or ''
+        redis.call('XADD', dead, '*', 'd', letter, 'g', id, 'i', index, 'n', n, 'p', first)
+        bytes = bytes + #letter + #first
+      else
+        redis.call('XADD', dropped, 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', letter)
+      end
+      if not f[5] then
+        redis.call('XADD', stream, '*', 'd', letter, 'g', id, 'i', index, 'n', n)
+        bytes = bytes + #letter
+      end
       buried = buried + 1
     end
   end
-  redis.call('HINCRBY', counts, 'dead', buried)
-  redis.call('HINCRBY', counts, 'dead:' .. reason, buried)
-  finish(state, payload_key, jobs, id, ttl_ms)
+  count(how.ending, buried)
+  count(how.ending .. ':' .. how.reason, buried)
+  count('bytes', bytes)
+  finish(id, n, answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }))
+  redis.call('ZREM', alone, id)
+  redis.call('ZREM', aborts, id)
   return buried
 end

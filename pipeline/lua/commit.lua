@@ -1,26 +1,44 @@
--- Publish finished sequences, each once, only by the attempt that holds the job.
--- KEYS jobs counts
--- ARGV payload_prefix state_prefix owner tombstone_ms then per sequence: id index n attempt stream tokens result
+-- needs: names finish
+-- Publish finished sequences, each once, only by the attempt that holds the job; finish jobs that are whole.
+-- ARGV owner then per sequence: id index attempt tokens result is_call(1: `result` is arq's result of a plain call)
 -- Returns per sequence: ok | dup | fenced
-local jobs, counts = KEYS[1], KEYS[2]
-local out = {}
-for i = 5, #ARGV, 7 do
-  local id, index, n = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
-  local state = ARGV[2] .. id
-  local f = redis.call('HMGET', state, 'owner', 'attempt', 'state', 'd:' .. index)
-  if f[3] == 'done' or f[4] then
+local owner, now = ARGV[FIRST], now_ms()
+local out, committed, called, tokens, bytes = {}, 0, 0, 0, 0
+for i = FIRST + 1, #ARGV, 6 do
+  local id, index, result = ARGV[i], ARGV[i + 1], ARGV[i + 4]
+  local state = state_of .. id
+  local f = redis.call('HMGET', state, 'owner', 'attempt', 'n', 'd:' .. index, 'ndone', 'bytes', 'at', 'p')
+  local n = tonumber(f[3])
+  if not n and redis.call('EXISTS', answer_of .. id) == 1 or f[4] then
     out[#out + 1] = 'dup'
-  elseif f[1] ~= ARGV[3] or f[2] ~= ARGV[i + 3] then
+  elseif f[1] ~= owner or f[2] ~= ARGV[i + 2] then
     out[#out + 1] = 'fenced'
+  elseif ARGV[i + 5] == '1' then
+    finish(id, n, result)
+    called, bytes = called + n, bytes - tonumber(f[6])
+    out[#out + 1] = 'ok'
   else
-    redis.call('XADD', ARGV[i + 4], '*', 'r', ARGV[i + 6], 'g', id, 'i', index, 'n', n)
-    redis.call('HSET', state, 'd:' .. index, 1)
-    redis.call('HINCRBY', counts, 'committed', 1)
-    redis.call('HINCRBY', counts, 'tokens', ARGV[i + 5])
-    if redis.call('HINCRBY', state, 'ndone', 1) >= n then
-      finish(state, ARGV[1] .. id, jobs, id, tonumber(ARGV[4]))
+    redis.call('XADD', stream_of(id), '*', 'r', result, 'g', id, 'i', index, 'n', n)
+    committed, tokens, bytes = committed + 1, tokens + tonumber(ARGV[i + 3]), bytes + #result
+    local ndone = tonumber(f[5] or 0) + 1
+    if ndone >= n then
+      finish(id, n, answer(id, nil, tonumber(f[2]), f[7], now, true, { committed = n }))
+      bytes = bytes - tonumber(f[6])
+    else
+      redis.call('HSET', state, 'd:' .. index, 1, 'ndone', ndone)
+      if f[8] then
+        local key = progress_of .. id .. ':' .. index
+        local freed = redis.call('STRLEN', key)
+        redis.call('DEL', key)
+        redis.call('HINCRBY', state, 'bytes', -freed)
+        bytes = bytes - freed
+      end
     end
     out[#out + 1] = 'ok'
   end
 end
+count('committed', committed)
+count('called', called)
+count('tokens', tokens)
+count('bytes', bytes)
 return out

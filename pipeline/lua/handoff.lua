@@ -1,23 +1,32 @@
+-- needs: owns
 -- A consumer's effect, whole or not at all: batch out, drops recorded, results acked and deleted.
--- KEYS results batches counts owner dlq
--- ARGV nonce group batch_id batch samples num_results num_drops, the result ids, then per drop: reason letter
--- Returns ok | dup | fenced
+-- KEYS results batches counts owner dropped
+-- ARGV nonce group reader batch_id batch samples result_bytes num_results num_drops,
+--      the result ids, then per drop: reason letter
+-- Returns ok | dup | fenced | lost: a result is not this reader's any more, nothing was done
+local DROPPED_KEPT = 10000
 if not owns(KEYS[4], ARGV[1]) then return 'fenced' end
-if redis.call('HGET', KEYS[3], 'last:' .. KEYS[1]) == ARGV[3] then return 'dup' end
-redis.call('HSET', KEYS[3], 'last:' .. KEYS[1], ARGV[3])
-if tonumber(ARGV[5]) > 0 then
-  redis.call('XADD', KEYS[2], '*', 'b', ARGV[4])
-  redis.call('HINCRBY', KEYS[3], 'accepted', ARGV[5])
+if redis.call('HGET', KEYS[3], 'last:' .. KEYS[1]) == ARGV[4] then return 'dup' end
+local samples, results, drops = tonumber(ARGV[6]), tonumber(ARGV[8]), tonumber(ARGV[9])
+for i = 10, 9 + results do
+  local held = redis.call('XPENDING', KEYS[1], ARGV[2], ARGV[i], ARGV[i], 1)[1]
+  if not held or held[2] ~= ARGV[3] then return 'lost' end
 end
-local at = 8
-for i = at, at + tonumber(ARGV[6]) - 1 do
+redis.call('HSET', KEYS[3], 'last:' .. KEYS[1], ARGV[4])
+local bytes = -tonumber(ARGV[7])
+if samples > 0 then
+  redis.call('XADD', KEYS[2], '*', 'b', ARGV[5])
+  redis.call('HINCRBY', KEYS[3], 'accepted', samples)
+  bytes = bytes + #ARGV[5]
+end
+for i = 10, 9 + results do
   redis.call('XACK', KEYS[1], ARGV[2], ARGV[i])
   redis.call('XDEL', KEYS[1], ARGV[i])
 end
-at = at + tonumber(ARGV[6])
-for i = at, at + tonumber(ARGV[7]) * 2 - 1, 2 do
-  redis.call('XADD', KEYS[5], '*', 'd', ARGV[i + 1])
+for i = 10 + results, 9 + results + 2 * drops, 2 do
+  redis.call('XADD', KEYS[5], 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', ARGV[i + 1])
   redis.call('HINCRBY', KEYS[3], 'dropped', 1)
   redis.call('HINCRBY', KEYS[3], 'dropped:' .. ARGV[i], 1)
 end
+redis.call('HINCRBY', KEYS[3], 'bytes', bytes)
 return 'ok'

@@ -1,3 +1,4 @@
+-- needs: owns
 -- Take or renew a role that one process plays at a time.
 -- KEYS owner   ARGV nonce ttl_ms renew(1: it was ours before)
 -- A claim that ran out is taken up again only while nobody else has had the role since.

@@ -1,10 +1,12 @@
+-- needs: owns
 -- The next entries for the one reader that plays the stream's role; a late one takes nothing from its successor.
 -- First what it was given and never saw (the answer got lost), then new ones.
 -- KEYS stream [owner]   ARGV nonce group reader count last_seen
--- Returns the entries as {id, {field, value, ...}}, -1 when another owner took over.
+-- Returns {entries as {id, {field, value, ...}}, how many the group's readers hold by now}; -1 when another took over.
 if KEYS[2] and not owns(KEYS[2], ARGV[1]) then return -1 end
+local found = {}
 for _, from in ipairs({ ARGV[5], '>' }) do
   local answer = redis.call('XREADGROUP', 'GROUP', ARGV[2], ARGV[3], 'COUNT', ARGV[4], 'STREAMS', KEYS[1], from)
-  if answer and #answer[1][2] > 0 then return answer[1][2] end
+  if answer and #answer[1][2] > 0 then found = answer[1][2] break end
 end
-return {}
+return { found, redis.call('XPENDING', KEYS[1], ARGV[2])[1] }

@@ -1,17 +1,20 @@
--- Hand jobs back without blame: the original place in the line, plus a delay.
--- KEYS jobs   ARGV state_prefix owner delay_ms then per job: id attempt
+-- needs: names finish bury blame
+-- Hand jobs back: to their place in the line, or later by `delay_ms`. With `blame` (why) it counts as a death.
+-- ARGV owner delay_ms blame traceback max_deaths then per job: id attempt
 -- Returns the number of jobs handed back.
-local t = redis.call('TIME')
-local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
-local released = 0
-for i = 4, #ARGV, 2 do
-  local state = ARGV[1] .. ARGV[i]
-  local f = redis.call('HMGET', state, 'owner', 'attempt', 'score')
-  if f[1] == ARGV[2] and f[2] == ARGV[i + 1] then
-    local delay = tonumber(ARGV[3])
-    redis.call('HDEL', state, 'owner')
-    redis.call('ZADD', KEYS[1], 'XX', delay > 0 and now + delay or tonumber(f[3] or now), ARGV[i])
+local owner, delay, why = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), ARGV[FIRST + 2]
+local now, released = now_ms(), 0
+for i = FIRST + 5, #ARGV, 2 do
+  local id = ARGV[i]
+  local f = redis.call('HMGET', state_of .. id, 'owner', 'attempt', 'score', 'alone')
+  if f[1] == owner and f[2] == ARGV[i + 1] then
+    if why ~= '' then
+      blame(id, owner, tonumber(ARGV[FIRST + 4]), now, why, ARGV[FIRST + 3])
+    else
+      requeue(id, f[3] or now, f[4], now, delay)
+    end
     released = released + 1
   end
 end
+if redis.call('GET', alone .. ':turn') == owner then redis.call('DEL', alone .. ':turn') end
 return released

@@ -1,15 +1,23 @@
--- Extend the leases that this attempt still holds.
--- KEYS jobs   ARGV state_prefix owner lease_ms then per job: id attempt
--- Returns the ids that are lost.
-local t = redis.call('TIME')
-local now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
-local lost = {}
-for i = 4, #ARGV, 2 do
-  local f = redis.call('HMGET', ARGV[1] .. ARGV[i], 'owner', 'attempt')
-  if f[1] == ARGV[2] and f[2] == ARGV[i + 1] then
-    redis.call('ZADD', KEYS[1], 'XX', now + tonumber(ARGV[3]), ARGV[i])
+-- needs: names adopt finish bury blame cancel
+-- Extend the leases that this attempt still holds. A worker that comes late is alive: the blame for the job that it
+-- lost is taken back.
+-- ARGV owner lease_ms then per job: id attempt
+-- Returns the ids that are lost, cancelled ones included.
+local owner, lease, now = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), now_ms()
+local lost = cancel(owner, now)
+for i = FIRST + 2, #ARGV, 2 do
+  local id = ARGV[i]
+  local state = state_of .. id
+  local f = redis.call('HMGET', state, 'owner', 'attempt', 'blamed', 'blamed_for')
+  if f[1] == owner and f[2] == ARGV[i + 1] then
+    redis.call('ZADD', jobs, 'XX', now + lease, id)
+    redis.call('SET', running_of .. id, owner, 'PX', lease)
   else
-    lost[#lost + 1] = ARGV[i]
+    if f[3] == owner then
+      redis.call('HINCRBY', state, f[4], -1)
+      redis.call('HDEL', state, 'blamed', 'blamed_for')
+    end
+    lost[#lost + 1] = id
   end
 end
 return lost

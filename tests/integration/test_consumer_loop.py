@@ -124,7 +124,7 @@ async def test_a_truth_that_makes_no_sense_is_dropped_and_its_neighbour_trained(
     await consume(config_of(broker_config, keys, run_dir, size=1), ended(client, keys, 2))
     now = await snapshot(client, keys)
     assert (now.accepted, now.reasons) == (1, {"dropped:invalid_truth": 1})
-    [(_, fields)] = await client.xrange(keys.dead)
+    [(_, fields)] = await client.xrange(keys.dropped)
     assert decode(DeadLetter, fields[b"d"]).seq_id == "bad:0"
 
 

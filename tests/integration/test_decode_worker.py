@@ -14,8 +14,9 @@ import pytest
 
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.errors import EngineError
-from pipeline.jobs import ARQ_JOB, Claim, Credit, Finished, JobQueue
-from pipeline.keys import Keys
+from pipeline.jobs import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
+from pipeline.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.lifecycle import Role
 from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, WeightVersion, decode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
@@ -25,11 +26,9 @@ from tests.contract.engine_fixtures import started
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
-from workers.committer import Committer
 from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
 from workers.generation.prompts import PromptRenderer
-from workers.lease import LeaseKeeper
 from workers.weights_watch import WeightsWatch
 
 PLENTY = Credit(10_000, 10_000, 1)
@@ -127,7 +126,7 @@ async def test_a_stop_hands_jobs_back_without_blame_and_the_next_worker_makes_th
         await over(client, keys, 4)
     before = {name: list(one.token_ids) for name, one in (await results(client, keys)).items()}
     for name in ("a", "b"):  # the same jobs once more, as if nothing had been done
-        await client.delete(f"{keys.job_state}{keys.run}:{name}")
+        await client.delete(f"{ARQ_RESULT}{keys.run}:{name}")
     await client.delete(keys.results + "0")
     await enqueue(client, keys, "a", "b", n=2, sampling=SamplingParams(max_new_tokens=24))
     async with working(changed(config, drain_s=0.0, max_attempts=1), backend) as stop:
@@ -148,7 +147,7 @@ async def test_a_stop_hands_jobs_back_without_blame_and_the_next_worker_makes_th
 async def held_claim(client: Any, keys: Keys, lease_s: float) -> tuple[JobQueue, Claim]:
     await enqueue(client, keys, "a")
     queue = JobQueue(client, keys, worker="w")
-    [claim] = await queue.claim(1, lease_s, 3)
+    [claim] = (await queue.claim(1, lease_s, 3)).claims
     return queue, claim
 
 
@@ -185,7 +184,7 @@ async def test_a_lease_is_renewed_and_a_lost_one_is_told(config: Config, client:
 
 async def test_a_stalled_engine_renews_nothing(config: Config, client: Any, keys: Keys) -> None:
     queue, claim = await held_claim(client, keys, 0.5)
-    with keeping(changed(config, stall_timeout_s=1.0), queue, claim, 5.0, []) as keeper:
+    with keeping(changed(config, stall_timeout_s=1.0), queue, claim, 2.0, []) as keeper:
 
         async def seen() -> bool:
             return keeper.stalled
@@ -194,7 +193,7 @@ async def test_a_stalled_engine_renews_nothing(config: Config, client: Any, keys
         taken: list[Claim] = []
 
         async def taken_over() -> bool:
-            taken.extend(await JobQueue(client, keys, worker="next").claim(1, 5, 3))
+            taken.extend((await JobQueue(client, keys, worker="next").claim(1, 5, 3)).claims)
             return bool(taken)
 
         await eventually(taken_over, "the lease to run out")
@@ -220,6 +219,12 @@ async def publish(client: Any, keys: Keys, source: Path, run_dir: Path, version:
     await registry.register(msgspec.structs.replace(full, **changes), owner.key, owner.nonce, 4)
 
 
+def watch_of(role: Role, engine: HfBackend, latest: int | None) -> WeightsWatch:
+    watch = WeightsWatch(role, engine)
+    watch.saw(latest)
+    return watch
+
+
 async def test_new_weights_are_pulled_and_damaged_ones_refused(
     config: Config, client: Any, keys: Keys, run_dir: Path, source: Path
 ) -> None:
@@ -229,15 +234,15 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
     await engine.start()
     try:
         async with role_of(config) as role:
-            assert await WeightsWatch(role, engine).newer() is None
+            assert watch_of(role, engine, None).newer() is None
             await publish(client, keys, other, run_dir, 1)
-            assert await WeightsWatch(role, engine).newer() == 1
+            assert watch_of(role, engine, 1).newer() == 1
             assert await WeightsWatch(role, engine).pull(1)
             assert engine.version == 1
             await publish(client, keys, other, run_dir, 2, digest="0" * 64)
-            watch = WeightsWatch(role, engine)
+            watch = watch_of(role, engine, 2)
             assert not await watch.pull(2)
-            assert await watch.newer() is None, "a refused version is not tried again"
+            assert watch.newer() is None, "a refused version is not tried again"
             assert engine.version == 1
             assert not await watch.pull(77), "a retired version is no error"
             await publish(client, keys, other, run_dir, 3, **wrong)

@@ -34,7 +34,7 @@ def row(number: int) -> str:
 
 
 async def queued(client: Any, keys: Keys) -> list[Claim]:
-    return await JobQueue(client, keys).claim(1000, 30, 3)
+    return (await JobQueue(client, keys).claim(1000, 30, 3)).claims
 
 
 async def is_full(client: Any, keys: Keys, count: int) -> Snapshot:
@@ -119,7 +119,7 @@ async def test_done_jobs_are_not_enqueued_again_after_a_restart(
     config = config_of(broker_config, keys, tmp_path, [row(0), row(1)])
     await produce(config)
     queue = JobQueue(client, keys)
-    claims = await queue.claim(10, 30, 3)
+    claims = (await queue.claim(10, 30, 3)).claims
     assert await queue.commit([Finished(one, sequence_result(one.job_id)) for one in claims]) == ["ok", "ok"]
     await client.hdel(keys.source, "cursor")
     await produce(config)

@@ -43,6 +43,7 @@ async def put(
         nonce=owner.nonce,
         batch=out,
         result_ids=ids,
+        result_bytes=0,
         drops=[],
     )
 
@@ -107,11 +108,12 @@ async def test_drops_are_recorded_with_their_letters(client: Redis, keys: Keys) 
         nonce=owner.nonce,
         batch=empty,
         result_ids=ids,
+        result_bytes=0,
         drops=[letter],
     )
     now = await snapshot(client, keys)
     assert (now.dropped, now.reasons, now.waiting_batches) == (1, {"dropped:invalid_truth": 1}, 0)
-    [(_, fields)] = await client.xrange(keys.dead)
+    [(_, fields)] = await client.xrange(keys.dropped)
     assert decode(DeadLetter, fields[b"d"]) == letter
 
 

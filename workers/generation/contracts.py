@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 from pipeline.errors import EngineError, RequestError
 from pipeline.messages import SamplingParams
 
-DecodeEnding = Literal["stop", "length"]
-"""stop: an end-of-sequence id, a stop id or a stop string; length: `max_new_tokens` reached."""
+DecodeEnding = Literal["stop", "length", "deadline"]
+"""stop: an end-of-sequence id, a stop id or a stop string; length: `max_new_tokens` reached; deadline: out of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,30 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceSoFar:
+    """A piece of a running sequence, from token `offset` on."""
+
+    offset: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence to decode. The tokens depend on (prompt, sampling, seed, weights) and nothing else."""
+    """One sequence to decode. The tokens depend on (prompt, sampling, seed, weights) and nothing else.
+
+    `report` is called every `report_every` tokens with what is new, from any thread; it must not block.
+    """
 
     seq_key: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    deadline_at: float | None = None  # time.monotonic() seconds; the sequence ends with its next token after it
+    report_every: int = 0  # tokens; 0 = never
+    report: Callable[[SequenceSoFar], None] | None = field(default=None, compare=False)
+    asked_at: float = field(default=0.0, compare=False)  # Unix seconds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))

@@ -30,7 +30,7 @@ MESSAGES: list[Wire] = [
     sequence_result("r:1"),
     training_sample("r:1:0"),
     TrainingBatch(batch_id="b", samples=[training_sample("r:1:0")], rows=[[0]], metrics={"rollout/f1": 0.5}),
-    DeadLetter(seq_id="r:1:0", reason="expired", payload=b"\x00\xff"),
+    DeadLetter(seq_id="r:1:0", reason="expired", traceback="line 1"),
     TokenDelta(seq_id="r:1:0", offset=3, token_ids=TokenArray([1]), logprobs=FloatArray([-1.0])),
 ]
 

@@ -12,7 +12,7 @@ from workers.held import HeldJob, HeldJobs
 
 def held_job(name: str, n: int = 1, attempt: int = 1) -> HeldJob:
     job = decode_job(f"r:{name}", n=n)
-    return HeldJob(Claim(job.job_id, attempt, 0.0, frozenset(), job), job, [1], deque(range(n)))
+    return HeldJob(Claim(job_id=job.job_id, attempt=attempt, enqueued_at=0.0, job=job), job, [1], deque(range(n)))
 
 
 def start(held: HeldJob, index: int) -> asyncio.Task[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 from pipeline.errors import EngineError
@@ -11,6 +12,7 @@ from workers.generation.contracts import (
     EngineFacts,
     SequenceOutput,
     SequenceRequest,
+    SequenceSoFar,
     check_request,
 )
 from workers.generation.stop_policy import StopReason, StopStrings, end_reasons, final_texts, text_decoder
@@ -22,6 +24,7 @@ class Row:
     __slots__ = (
         "_ends",
         "_limit",
+        "_reported",
         "_watch",
         "finish_reason",
         "logprobs",
@@ -44,6 +47,7 @@ class Row:
         self.finish_reason: DecodeEnding | None = None
         self.stop_reason: StopReason = None
         self._limit = sampling.max_new_tokens
+        self._reported = 0
         self._ends = end_reasons(tokenizer, facts.eos_token_ids, sampling.stop_token_ids, sampling.stop)
         self._watch = StopStrings(sampling.stop, text_decoder(tokenizer)) if sampling.stop else None
 
@@ -67,7 +71,17 @@ class Row:
             self._end("stop", found)
         elif len(self.tokens) >= self._limit:
             self._end("length", None)
+        elif self.request.deadline_at is not None and time.monotonic() > self.request.deadline_at:
+            self._end("deadline", None)
+        elif self.request.report_every and len(self.tokens) - self._reported >= self.request.report_every:
+            self._report()
         return self.finish_reason is not None
+
+    def _report(self) -> None:
+        """Tell the caller what is new."""
+        at, self._reported = self._reported, len(self.tokens)
+        if self.request.report is not None:
+            self.request.report(SequenceSoFar(at, self.tokens[at:], self.logprobs[at:], self.versions[at:]))
 
     def output(self, tokenizer: Any) -> SequenceOutput:
         """The result of a sequence that has ended. Raises EngineError for one that has not."""

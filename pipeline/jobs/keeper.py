@@ -1,11 +1,13 @@
 """Keeps this worker's leases from a thread of its own, so that a busy event loop or a long engine step loses none.
 
-- Renewal stops while the engine reports no progress for `stall_timeout_s`: a hung engine loses its jobs.
-- A lease that is lost cancels the local attempt through `on_lost(job_id, attempt)`.
+- Renewal stops while there was no progress for `stall_timeout_s`: a hung engine, or a hung event loop, loses its jobs.
+- A lease that is lost (or a job that was aborted) cancels the local attempt through `on_lost(job_id, attempt)`.
+- A process that hangs on for another lease is ended: its successor can do better.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,15 +18,17 @@ import redis
 
 from pipeline import broker, lua
 from pipeline.config.types import Config
-from pipeline.jobs import Claim, JobQueue
+from pipeline.errors import EngineError
+from pipeline.jobs.queue import JobQueue
+from pipeline.jobs.types import Claim
 from pipeline.logs import get_logger
 
 
 class LeaseKeeper(threading.Thread):
-    """Renews every `renew_s`; `hold` and `drop` name the claims, from any thread."""
+    """Renews every `renew_s`; `hold` and `drop` name the claims, from any thread. `progress` is monotonic seconds."""
 
     def __init__(
-        self, config: Config, queue: JobQueue, progress: Callable[[], float], on_lost: Callable[[str, int], Any]
+        self, config: Config, queue: JobQueue, progress: Callable[[], float], on_lost: Callable[[str, int | None], Any]
     ) -> None:
         super().__init__(name="lease-keeper", daemon=True)
         self._config, self._queue, self._progress, self._on_lost = config, queue, progress, on_lost
@@ -48,13 +52,17 @@ class LeaseKeeper(threading.Thread):
             self._held.pop(job_id, None)
 
     def run(self) -> None:
-        while not self._end.wait(self._config.worker.renew_s):
+        worker = self._config.worker
+        while not self._end.wait(worker.renew_s):
             idle_s = time.monotonic() - self._progress()
             with self._lock:
                 held = dict(self._held)
-            self.stalled = bool(held) and idle_s > self._config.worker.stall_timeout_s
+            self.stalled = bool(held) and idle_s > worker.stall_timeout_s
             if self.stalled:
-                get_logger().error("engine stalled; its leases run out", idle_s=round(idle_s, 1), jobs=len(held))
+                get_logger().error("stalled; its leases run out", idle_s=round(idle_s, 1), jobs=sorted(held)[:8])
+                if idle_s > worker.stall_timeout_s + worker.lease_s:
+                    get_logger().error("still stalled; this process ends", idle_s=round(idle_s, 1))
+                    os._exit(EngineError.exit_code)
             elif held:
                 self._renew(held)
         self._client.close()
@@ -65,14 +73,12 @@ class LeaseKeeper(threading.Thread):
         self.join(timeout=self._config.broker.socket_timeout_s + 1)
 
     def _renew(self, held: dict[str, int]) -> None:
-        lease_ms = int(self._config.worker.lease_s * 1000)
-        args: list[Any] = [self._queue.keys.job_state, self._queue.owner, lease_ms]
-        for job_id, attempt in held.items():
-            args += [job_id, attempt]
+        keys, args = self._queue.renewal(self._config.worker.lease_s, held)
         try:
-            lost: Any = self._script(keys=[self._queue.keys.jobs], args=args)
+            lost: Any = self._script(keys=keys, args=args)
         except redis.RedisError as error:
             get_logger().warning("renewal failed; the next one is due soon", error=str(error))
             return
         for raw in lost:
-            self._on_lost(raw.decode(), held[raw.decode()])
+            job_id = raw.decode()
+            self._on_lost(job_id, held.get(job_id))

@@ -1,7 +1,7 @@
-"""Commits finished sequences: everything that ended within a tick goes out in one script call.
+"""Commits what has ended: everything of a tick goes out in one script call.
 
 While the engine's batch is full a tick lasts `TICK_S`: every call to the broker takes time from the decode thread.
-Otherwise a result goes out at once.
+Otherwise a result goes out at once. Progress of running sequences goes out after the results.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pipeline.jobs import Finished, JobQueue
+from pipeline.jobs.queue import JobQueue
+from pipeline.jobs.types import Called, Finished, Piece
 from pipeline.logs import get_logger
 
 _MOST_AT_ONCE = 256
@@ -21,16 +22,23 @@ class Committer:
 
     def __init__(self, queue: JobQueue, busy: Callable[[], bool] = lambda: False) -> None:
         self._queue, self._busy = queue, busy
-        self._pending: list[Finished] = []
+        self._pending: list[Finished | Called] = []
+        self._pieces: list[Piece] = []
         self._after: list[Callable[[], None]] = []
         self._ready = asyncio.Event()
         self._one_flush = asyncio.Lock()
         self.sequences = 0
         self.tokens = 0
+        self.pieces = 0
 
-    def put(self, finished: Finished) -> None:
+    def put(self, ended: Finished | Called) -> None:
         """Commit this one with the next tick."""
-        self._pending.append(finished)
+        self._pending.append(ended)
+        self._ready.set()
+
+    def store(self, piece: Piece) -> None:
+        """Store this progress with the next tick."""
+        self._pieces.append(piece)
         self._ready.set()
 
     def when_flushed(self, call: Callable[[], None]) -> None:
@@ -59,10 +67,16 @@ class Committer:
                     self._count(item, outcome)
             for call in calls:
                 call()
+            while self._pieces:
+                pieces = self._pieces[:_MOST_AT_ONCE]
+                outcomes = await self._queue.checkpoint(pieces)
+                del self._pieces[: len(pieces)]
+                self.pieces += outcomes.count("ok")
 
-    def _count(self, item: Finished, outcome: str) -> None:
-        if outcome == "ok":
+    def _count(self, item: Finished | Called, outcome: str) -> None:
+        if outcome != "ok":
+            name = item.result.seq_id if isinstance(item, Finished) else item.claim.job_id
+            get_logger().warning("not committed", sequence=name, outcome=outcome)
+        elif isinstance(item, Finished):
             self.sequences += 1
             self.tokens += len(item.result.token_ids)
-        else:
-            get_logger().warning("not committed", sequence=item.result.seq_id, outcome=outcome)

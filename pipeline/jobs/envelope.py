@@ -1,0 +1,125 @@
+"""arq's envelope around a job and around a result, as msgpack instead of pickle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+from arq import constants
+from arq.connections import ArqRedis, RedisSettings
+from arq.jobs import DeserializationError, deserialize_job_raw, serialize_job
+from redis.asyncio import Redis
+
+from pipeline.errors import MessageError, SluiceError, UnknownSchema
+from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING
+from pipeline.messages import DecodeJob, decode, encode
+from pipeline.tokens import from_wire
+
+FUNCTION = "decode"
+_CANCELLED = ("cancelled", "CancelledError")
+
+assert (constants.job_key_prefix, constants.result_key_prefix) == (ARQ_JOB, ARQ_RESULT)
+assert (constants.in_progress_key_prefix, constants.abort_jobs_ss) == (ARQ_RUNNING, ARQ_ABORT)
+
+
+class JobFailed(SluiceError):
+    """What arq's `Job.result` raises for a job of ours that ended as a dead letter."""
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """What arq's envelope says; `problem` is why it cannot be used."""
+
+    function: str = ""
+    args: Sequence[Any] = ()
+    kwargs: dict[str, Any] = {}
+    enqueued_ms: int = 0
+    job: DecodeJob | None = None
+    problem: str = ""
+
+
+def arq_serializer(value: dict[str, Any]) -> bytes:
+    """For foreign programs: `create_pool(..., job_serializer=arq_serializer)`."""
+    return msgspec.msgpack.encode(value, enc_hook=_failure)
+
+
+def arq_deserializer(raw: bytes) -> dict[str, Any]:
+    """The counterpart of `arq_serializer`; failures in a result come back as exceptions, as arq expects them."""
+    value = cast("dict[str, Any]", msgspec.msgpack.decode(raw))
+    if value.get("s") is False and isinstance(value.get("r"), dict):
+        failure = cast("dict[str, Any]", value["r"])
+        what, message = failure.get("error"), failure.get("message", "")
+        value["r"] = asyncio.CancelledError(message) if what in _CANCELLED else JobFailed(f"{what}: {message}")
+    if value.get("k") == []:  # an empty table of a script
+        value["k"] = {}
+    return value
+
+
+def arq_redis_settings(url: str) -> RedisSettings:
+    """For arq's own command (workers/main.py)."""
+    return RedisSettings.from_dsn(url)
+
+
+def arq_pool(client: Redis, queue: str) -> ArqRedis:
+    """arq's client over the connections of ours, with their timeouts and retries."""
+    return ArqRedis(
+        cast(Any, client.connection_pool),
+        job_serializer=arq_serializer,
+        job_deserializer=arq_deserializer,
+        default_queue_name=queue,
+    )
+
+
+def arq_payload(job: DecodeJob, enqueued_ms: int = 0) -> bytes:
+    """arq's envelope around a decode job."""
+    return call_payload(FUNCTION, (encode(job),), {}, enqueued_ms)
+
+
+def call_payload(function: str, args: Sequence[Any], kwargs: dict[str, Any], enqueued_ms: int = 0) -> bytes:
+    """arq's envelope around a call."""
+    return serialize_job(function, tuple(args), kwargs, None, enqueued_ms, serializer=arq_serializer)
+
+
+def read_envelope(job_id: str, payload: bytes) -> Envelope:
+    """Never raises on hostile bytes."""
+    try:
+        function, args, kwargs, _, at = deserialize_job_raw(payload, deserializer=arq_deserializer)
+    except (DeserializationError, ValueError, TypeError) as error:
+        return Envelope(problem=f"malformed envelope: {error.__cause__ or error}")
+    checked = cast(Any, (function, args, kwargs))
+    if not _is_call(*checked):
+        return Envelope(problem="malformed envelope: function, args and kwargs are not a string, a list and a map")
+    at = at if isinstance(cast(Any, at), int) and at > 0 else 0
+    if function != FUNCTION:
+        return Envelope(function, args, kwargs, at)
+    job, problem = _decode_job(job_id, args, kwargs)
+    return Envelope(function, args, kwargs, at, job, problem)
+
+
+def _is_call(function: Any, args: Any, kwargs: Any) -> bool:
+    return isinstance(function, str) and isinstance(args, list | tuple) and isinstance(kwargs, dict)
+
+
+def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[DecodeJob | None, str]:
+    """One encoded DecodeJob, one map of its fields, or its fields as keyword arguments. arq's id is the job's id."""
+    given: Any = args[0] if len(args) == 1 and not kwargs else kwargs if kwargs and not args else None
+    try:
+        if isinstance(given, bytes):
+            job = decode(DecodeJob, given)
+        elif isinstance(given, dict):
+            fields = {"run": job_id.partition(":")[0], **cast("dict[str, Any]", given), "job_id": job_id}
+            job = msgspec.convert(fields, DecodeJob, dec_hook=from_wire)
+        else:
+            return None, "malformed arguments: give one DecodeJob (encoded or as a map), or its fields by name"
+    except UnknownSchema as error:
+        return None, f"unknown schema: {error}"
+    except (MessageError, msgspec.ValidationError) as error:
+        return None, f"malformed payload: {error}"
+    return job if job.job_id == job_id else msgspec.structs.replace(job, job_id=job_id), ""
+
+
+def _failure(value: Any) -> dict[str, str]:
+    if isinstance(value, BaseException):
+        return {"error": type(value).__name__, "message": str(value)}
+    raise NotImplementedError(f"{type(value).__name__} does not travel as msgpack")

@@ -1,0 +1,205 @@
+"""The queue of one run: every call of a script that moves jobs.
+
+- A claim carries an attempt number and the owner's nonce; commit, renew, release and fail are refused without them.
+- A redelivered job names the indices that are committed, and brings the stored progress of the others.
+- Every call may be repeated: a lost answer changes nothing twice.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from redis.asyncio import Redis
+
+from pipeline.broker import Scripts
+from pipeline.errors import MessageError
+from pipeline.jobs.envelope import arq_payload, call_payload, read_envelope
+from pipeline.jobs.pieces import joined, packed
+from pipeline.jobs.types import (
+    NO_LIMIT,
+    Call,
+    Called,
+    Claim,
+    Claimed,
+    CommitOutcome,
+    Credit,
+    Finished,
+    Outcome,
+    Piece,
+    SourceRewound,
+)
+from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.logs import get_logger
+from pipeline.messages import DecodeJob, Progress, encode
+
+_FOREIGN = 8  # place in a row of claim.lua
+_DETAIL_CHARS = 2000
+_TRACEBACK_CHARS = 8000
+
+
+class JobQueue:
+    """The queue as one process sees it; `owner` is this process's nonce."""
+
+    def __init__(
+        self, client: Redis, keys: Keys, *, partitions: int = 1, worker: str = "", keep_result_s: float = 3600.0
+    ) -> None:
+        self._scripts = Scripts(client)
+        self.keys, self.worker = keys, worker
+        self.owner = secrets.token_hex(8)
+        self.script_keys = [keys.jobs, keys.alone, keys.counts, keys.dead, keys.dropped]
+        self.script_keys += [keys.wake, ARQ_ABORT, keys.latest, keys.source]
+        self.script_args: list[Any] = [keys.job_state, keys.progress, keys.results, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING]
+        self.script_args += [partitions, int(keep_result_s * 1000)]
+
+    async def enqueue(
+        self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
+    ) -> list[Outcome]:
+        """Admit jobs in order; after the first `over_credit` all that follow are `over_credit` too.
+
+        `cursors[i]` is stored as the source's position once job i is in the queue. Raises SourceRewound when the
+        stored position is before `behind`.
+        """
+        args: list[Any] = []
+        for i, job in enumerate(jobs):
+            args += [job.job_id, arq_payload(job), job.n, job.priority, 0, int((job.deadline_s or 0) * 1000)]
+            args += [cursors[i] if cursors else "", ""]
+        return await self._enqueue(args, credit, behind)
+
+    async def enqueue_calls(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Admit plain calls; credit does not limit them. A hundred a call is a good number."""
+        args: list[Any] = []
+        now_ms = int(time.time() * 1000)
+        for call in calls:
+            payload = call_payload(call.function, call.args, call.kwargs, now_ms)
+            args += [call.job_id, payload, 1, call.priority, int(call.defer_s * 1000)]
+            args += [int((call.deadline_s or 0) * 1000), "", call.function]
+        return await self._enqueue(args, NO_LIMIT, "")
+
+    async def claim(self, capacity: int, lease_s: float, max_attempts: int, held: int = 0) -> Claimed:
+        """Lease ready jobs worth about `capacity` sequences (the last one may go over); `held` jobs are ours now."""
+        args = [self.owner, self.worker, int(lease_s * 1000), capacity, max_attempts, held]
+        rows, cancelled, more, busy, latest = await self._run("claim", args)
+        claims = [_claim_from(row) for row in rows]
+        foreign = [claim for claim, row in zip(claims, rows, strict=True) if row[_FOREIGN]]
+        gone = await self._settle(foreign)
+        return Claimed(
+            claims=[claim for claim in claims if claim.job_id not in gone],
+            cancelled=[job_id.decode(errors="replace") for job_id in cancelled],
+            more=bool(more),
+            must_drain=bool(busy),
+            latest=int(latest) if latest else None,
+        )
+
+    async def _settle(self, foreign: Sequence[Claim]) -> set[str]:
+        """Tell the broker what foreign jobs are; the ids of those that are over already."""
+        if not foreign:
+            return set()
+        args: list[Any] = [self.owner]
+        for claim in foreign:
+            job = claim.job
+            call = "" if job else claim.function or "?"
+            deadline_ms = int((job.deadline_s or 0) * 1000) if job else 0
+            args += [claim.job_id, claim.attempt, job.n if job else 1, call, int(claim.enqueued_at * 1000), deadline_ms]
+        answer = await self._run("settle", args)
+        return {claim.job_id for claim, outcome in zip(foreign, answer, strict=True) if outcome != b"ok"}
+
+    async def commit(self, ended: Sequence[Finished | Called]) -> list[CommitOutcome]:
+        """Publish results, each sequence once; `fenced` means that another attempt holds the job."""
+        args: list[Any] = [self.owner]
+        for item in ended:
+            args += [item.claim.job_id]
+            if isinstance(item, Finished):
+                result = item.result
+                args += [result.index, item.claim.attempt, len(result.token_ids), encode(result), 0]
+            else:
+                args += [0, item.claim.attempt, 0, item.answer, 1]
+        answer = await self._run("commit", args)
+        return [cast(CommitOutcome, item.decode()) for item in answer]
+
+    async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
+        """Store progress of running sequences: ok | dup | gap | fenced each."""
+        args: list[Any] = [self.owner]
+        for piece in pieces:
+            progress = piece.progress
+            args += [piece.claim.job_id, piece.index, piece.claim.attempt, progress.offset]
+            args += [len(progress.token_ids), packed(progress)]
+        return [item.decode() for item in await self._run("checkpoint", args)]
+
+    async def release(
+        self, claims: Sequence[Claim], delay_s: float = 0.0, *, blame: str = "", traceback: str = "", most: int = 3
+    ) -> int:
+        """Hand jobs back; returns how many were still ours.
+
+        With `blame` (why) it counts like a worker's death: after `most` of them while it ran alone a job is dead.
+        """
+        args: list[Any] = [self.owner, int(delay_s * 1000), blame[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:], most]
+        for claim in claims:
+            args += [claim.job_id, claim.attempt]
+        return int(await self._run("release", args)) if claims else 0
+
+    async def fail(
+        self,
+        claim: Claim,
+        reason: str,
+        detail: str,
+        traceback: str = "",
+        ending: Literal["dead", "dropped"] = "dead",
+    ) -> int:
+        """End a job's uncommitted sequences; returns how many, -1 if the job is not ours."""
+        args = [self.owner, self.worker, claim.job_id, claim.attempt, ending, reason]
+        return int(await self._run("fail", [*args, detail[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:]]))
+
+    async def reap(self, owner: str, max_attempts: int = 3) -> int:
+        """End the leases of a process that is known to be dead; returns how many jobs it held."""
+        return int(await self._run("reap", [owner, max_attempts]))
+
+    def renewal(self, lease_s: float, held: dict[str, int]) -> tuple[list[str], list[Any]]:
+        """Keys and arguments of renew.lua for job ids and their attempts (keeper.py calls it from its thread)."""
+        args: list[Any] = [*self.script_args, self.owner, int(lease_s * 1000)]
+        for job_id, attempt in held.items():
+            args += [job_id, attempt]
+        return self.script_keys, args
+
+    async def _enqueue(self, per_job: list[Any], credit: Credit, behind: str) -> list[Outcome]:
+        limits = [credit.max_in_flight, credit.max_bytes, credit.samples_per_version, credit.max_staleness]
+        answer = [item.decode() for item in await self._run("enqueue", [*limits, behind, *per_job])]
+        if answer and answer[0] == "rewound":
+            raise SourceRewound(answer[1])
+        return cast("list[Outcome]", answer)
+
+    async def _run(self, name: str, args: Sequence[Any]) -> Any:
+        return await self._scripts.run(name, self.script_keys, [*self.script_args, *args])
+
+
+def _claim_from(row: list[Any]) -> Claim:
+    raw_id, payload, attempt, at_ms, left_ms, alone, done, progress, foreign = row
+    job_id = raw_id.decode(errors="replace")
+    envelope = read_envelope(job_id, payload)
+    return Claim(
+        job_id=job_id,
+        attempt=int(attempt),
+        enqueued_at=(foreign and envelope.enqueued_ms or int(at_ms)) / 1000,
+        committed=frozenset(map(int, done.split(b","))) if done else frozenset(),
+        job=envelope.job,
+        function=envelope.function,
+        args=envelope.args,
+        kwargs=envelope.kwargs,
+        problem=envelope.problem,
+        alone=bool(alone),
+        deadline_at=None if left_ms == b"" else time.monotonic() + int(left_ms) / 1000,
+        progress=_progress_of(job_id, progress),
+    )
+
+
+def _progress_of(job_id: str, stored: list[Any]) -> dict[int, Progress]:
+    """What cannot be read is decoded again: it is only a shortcut."""
+    found: dict[int, Progress] = {}
+    for index, pieces in zip(stored[::2], stored[1::2], strict=True):
+        try:
+            found[int(index)] = joined(pieces)
+        except MessageError as error:
+            get_logger().warning("stored progress is unusable", sequence=f"{job_id}:{index}", error=str(error))
+    return found

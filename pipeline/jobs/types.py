@@ -1,0 +1,115 @@
+"""What the callers of the queue see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.errors import SluiceError
+from pipeline.messages import DecodeJob, Progress, SequenceResult
+
+Outcome = Literal["enqueued", "duplicate", "done", "over_credit"]
+"""duplicate: under way under this id; done: ended under this id a short while ago; over_credit: nothing was stored."""
+
+CommitOutcome = Literal["ok", "dup", "fenced"]
+"""dup: committed before; fenced: this attempt does not hold the job any more."""
+
+
+class SourceRewound(SluiceError):
+    """The broker lost its newest part (a power loss): the source has to be read again behind `cursor`."""
+
+    def __init__(self, cursor: str) -> None:
+        super().__init__(f"the broker went back to source position {cursor}")
+        self.cursor = cursor
+
+
+class Credit(msgspec.Struct, frozen=True):
+    """How far enqueueing may run ahead; sequences, versions, bytes. A job alone in the system is always admitted."""
+
+    max_in_flight: int
+    samples_per_version: int
+    max_staleness: int
+    max_bytes: int = 1 << 30
+
+
+NO_LIMIT = Credit(0, 0, 0, 0)
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A plain function call, for a LeasedWorker that knows the function; what arq's enqueue_job makes."""
+
+    job_id: str
+    function: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    priority: int = 0  # 0 to 1000, higher goes first
+    defer_s: float = 0.0
+    deadline_s: float | None = None  # seconds after enqueue to be started in
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """One leased job. `problem` says why it cannot be done ("reason: detail"); `job` is None then, and for calls."""
+
+    job_id: str
+    attempt: int
+    enqueued_at: float  # Unix seconds
+    committed: frozenset[int] = frozenset()
+    job: DecodeJob | None = None
+    function: str = ""
+    args: Sequence[Any] = ()
+    kwargs: dict[str, Any] = {}
+    problem: str = ""
+    alone: bool = False  # suspected of killing workers: it must have this one for itself
+    deadline_at: float | None = None  # time.monotonic() seconds
+    progress: dict[int, Progress] = {}  # index → what an earlier attempt had decoded
+
+    @property
+    def reason(self) -> str:
+        """The dead letter's reason."""
+        return self.problem.partition(":")[0].replace(" ", "_")
+
+
+class Claimed(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one claim."""
+
+    claims: list[Claim]
+    cancelled: list[str]  # jobs of ours that their caller aborted; they are over
+    more: bool  # more jobs are ready
+    must_drain: bool  # a job waits that runs alone, and it is this worker's turn: finish what is held first
+    latest: int | None  # newest weight version
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """One sequence that is ready to be committed."""
+
+    claim: Claim
+    result: SequenceResult
+
+
+class Called(msgspec.Struct, frozen=True):
+    """One plain call that has ended; `answer` is arq's result, encoded."""
+
+    claim: Claim
+    answer: bytes
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Progress of one running sequence that is ready to be stored."""
+
+    claim: Claim
+    index: int
+    progress: Progress
+
+
+def job_id_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> str:
+    """Deterministic: the same row, epoch, sampling and n give the same id."""
+    parts = msgspec.json.encode([source_row, epoch, sampling, n])
+    return f"{run}:{sha256(parts).hexdigest()[:24]}"
+
+
+def seed_for(run_seed: int, job_id: str, index: int) -> int:
+    """63-bit seed of one sequence; the same after a redelivery."""
+    return int.from_bytes(sha256(f"{run_seed}:{job_id}:{index}".encode()).digest()[:8], "little") >> 1

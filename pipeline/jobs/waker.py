@@ -1,0 +1,39 @@
+"""Wakes an idle worker the moment a job comes: a blocking pop on the run's wake list.
+
+- Listens only while its worker is idle: a busy one would take the signal from one that sleeps.
+- Jobs of arq's own enqueue_job, deferred ones and leases that run out ring no bell; the worker's poll finds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+_BLOCK_S = 1.0
+
+
+class Waker:
+    """`rang` is set by a signal; `listen` while there is nothing to do."""
+
+    def __init__(self, client: Redis, key: str, rang: asyncio.Event) -> None:
+        self._client, self._key, self._rang = client, key, rang
+        self._idle = asyncio.Event()
+
+    def listen(self, idle: bool) -> None:
+        """Whether this worker sleeps."""
+        if idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    async def run(self) -> None:
+        """Pass signals on until cancelled."""
+        while True:
+            await self._idle.wait()
+            pop = cast(Any, self._client).blpop([self._key], timeout=_BLOCK_S)
+            if await cast("Awaitable[Any]", pop):
+                self._rang.set()
+                self._idle.clear()

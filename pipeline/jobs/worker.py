@@ -1,0 +1,293 @@
+"""`LeasedWorker`: arq's Worker with claims, leases and fenced commits in the place of arq's own loop.
+
+    claim (many at once) ──▶ accept ──▶ tasks ──▶ committer (everything of a tick in one call)
+        ▲                                 │
+        └── a signal, a poll, or room ◀───┘
+
+| waits for          | unblocked by                                  |
+|--------------------|-----------------------------------------------|
+| jobs               | a signal of enqueue, or the next poll         |
+| room               | a task that ends                              |
+| its last jobs      | their end, or `drain_s` after a stop          |
+
+- Functions, cron jobs, hooks, burst mode, health record and counters are arq's; every way into Redis is ours.
+- On stop: no more claims, finish within `drain_s`, hand the rest back without blame.
+- After an error of the engine: hand what ran back with blame, then raise it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import traceback
+from collections.abc import Sequence
+from signal import Signals
+from typing import Any, cast
+
+from arq.worker import Function, Worker
+from redis.asyncio import Redis
+
+from pipeline.config.types import Config
+from pipeline.errors import EngineError
+from pipeline.jobs.calls import Calls
+from pipeline.jobs.committer import Committer
+from pipeline.jobs.envelope import arq_deserializer, arq_pool, arq_serializer
+from pipeline.jobs.keeper import LeaseKeeper
+from pipeline.jobs.queue import JobQueue
+from pipeline.jobs.types import Claim, Claimed
+from pipeline.jobs.waker import Waker
+from pipeline.keys import Keys
+from pipeline.logs import get_logger
+
+_FULL_POLL_S = 0.1  # between looks at the queue while there is no room
+_BEAT_S = 0.5
+
+
+class LeasedWorker(Worker):
+    """Serves one queue until `stop` is set. Further options are those of `arq.Worker`."""
+
+    def __init__(
+        self,
+        functions: Sequence[Any] = (),
+        *,
+        client: Redis,
+        keys: Keys,
+        config: Config,
+        name: str = "",
+        stop: asyncio.Event | None = None,
+        **options: Any,
+    ) -> None:
+        settings = config.worker
+        options.setdefault("poll_delay", settings.poll_s)
+        options.setdefault("keep_result", settings.keep_result_s)
+        super().__init__(
+            cast("Sequence[Function]", functions),
+            queue_name=keys.jobs,
+            redis_pool=arq_pool(client, keys.jobs),
+            job_serializer=arq_serializer,
+            job_deserializer=arq_deserializer,
+            **options,
+        )
+        self.settings, self.stop = settings, stop or asyncio.Event()
+        self.queue = JobQueue(
+            client, keys, partitions=config.consumer.count, worker=name, keep_result_s=self.keep_result_s or 0
+        )
+        self.keeper = LeaseKeeper(config, self.queue, self._alive, self._lost_from_thread)
+        self.committer = Committer(self.queue, self.is_busy)
+        self.broken: BaseException | None = None
+        self.more = False  # jobs were ready at the last claim
+        self.wake = asyncio.Event()
+        self._waker = Waker(client, keys.wake, self.wake)
+        self._calls = Calls(self)
+        self.draining_for_one = False  # until nothing else is held, or while a job has this worker for itself
+        self._beaten = self._loop_beat = time.monotonic()
+        self._helpers: list[asyncio.Task[None]] = []
+
+    # What a worker with an engine does differently.
+
+    def progress(self) -> float:
+        """Monotonic seconds of the last sign of life of whatever does the work."""
+        return time.monotonic()
+
+    def room(self) -> int:
+        """Sequences that may be claimed now."""
+        return self.max_jobs - len(self._calls)
+
+    def num_held(self) -> int:
+        """Jobs that are held now."""
+        return len(self._calls)
+
+    def is_busy(self) -> bool:
+        """Whether commits may wait for a tick."""
+        return False
+
+    async def accept(self, claim: Claim) -> None:
+        """Start a claimed job."""
+        await self._calls.accept(claim)
+
+    def lose(self, job_id: str, attempt: int | None) -> bool:
+        """Cancel the local attempt of a job that is not ours any more; False if it is not held."""
+        return self._calls.lose(job_id, attempt)
+
+    def take_back(self, *, started: bool) -> list[Claim]:
+        """Stop holding the jobs of which nothing was started, or all of them."""
+        return self._calls.take_back() if started else []
+
+    def served(self) -> list[str]:
+        """Names of the functions."""
+        return sorted(self.functions)
+
+    async def before_claim(self) -> bool:
+        """Whether to claim now."""
+        return True
+
+    def report(self) -> None:
+        """Say what is going on."""
+
+    # The loop.
+
+    async def main(self) -> None:
+        """Serve until `stop` is set, or in burst mode until the queue is empty; raises what broke the engine."""
+        self.loop = asyncio.get_running_loop()
+        self.ctx["redis"] = self.pool
+        if self.on_startup:
+            await self.on_startup(self.ctx)
+        self.keeper.start()
+        runs = (self.committer.run(), self._waker.run(), self._beat())
+        self._helpers = [self.loop.create_task(run) for run in runs]
+        try:
+            while not self.stop.is_set() and not await self._is_done():
+                if not await self._turn():
+                    await self._pause()
+            await self._drain()
+        except EngineError as error:
+            self.broken = error
+            raise
+        finally:
+            await self._hand_back()
+            await self._end_helpers()
+
+    async def _turn(self) -> bool:
+        """One claim; True when it brought something or another one is worth while at once."""
+        self.check_health()
+        if time.monotonic() - self._beaten >= _BEAT_S:
+            self._beaten = time.monotonic()
+            await self.heart_beat()
+        claims = await self.before_claim()
+        room = self.room() if claims and not self.draining_for_one else 0
+        if self.burst and self.max_burst_jobs >= 0:
+            room = min(room, self.max_burst_jobs - self.jobs_complete - self.jobs_failed - self.num_held())
+        got = await self._claim(max(0, room))
+        self.report()
+        return bool(got.claims) or (got.more and self.room() > 0)
+
+    async def _claim(self, room: int) -> Claimed:
+        settings = self.settings
+        got = await self.queue.claim(room, settings.lease_s, settings.max_attempts, self.num_held())
+        self.after_claim(got)
+        self.more = got.more
+        self.draining_for_one = got.must_drain
+        if got.must_drain:
+            await self.put_back()
+        for job_id in got.cancelled:
+            self._lost(job_id, None)
+        for claim in got.claims:
+            if self.lose(claim.job_id, None):
+                get_logger().warning("own lease had run out; its attempt starts anew", job=claim.job_id)
+            self.draining_for_one = claim.alone
+            self.keeper.hold(claim)
+            await self.accept(claim)
+        return got
+
+    def after_claim(self, got: Claimed) -> None:
+        """What else the answer says."""
+
+    async def _pause(self) -> None:
+        """Until something ends, a job comes, or a poll is due."""
+        has_room = self.room() > 0 and not self.draining_for_one
+        self._waker.listen(has_room)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.poll_delay_s if has_room else _FULL_POLL_S):
+                await self.wake.wait()
+        self.wake.clear()
+
+    async def _is_done(self) -> bool:
+        """In burst mode: the queue is empty, or enough jobs were done."""
+        if not self.burst or self.num_held():
+            return False
+        await self.committer.flush()
+        if 0 <= self.max_burst_jobs <= self.jobs_complete + self.jobs_failed:
+            return True
+        return not await self.pool.zcard(self.queue_name)
+
+    def check_health(self) -> None:
+        """Raise what broke the engine, the lease keeper's finding, or the error of a helper task."""
+        if self.broken is not None:
+            raise self.broken
+        if self.keeper.stalled:
+            raise EngineError(f"no progress for {self.settings.stall_timeout_s:.0f} s")
+        for helper in self._helpers:
+            if helper.done():
+                helper.result()
+
+    async def _beat(self) -> None:
+        while True:
+            self._loop_beat = time.monotonic()
+            await asyncio.sleep(min(_BEAT_S, self.settings.stall_timeout_s / 4))
+
+    def _alive(self) -> float:
+        return min(self._loop_beat, self.progress())
+
+    # Losing, finishing, handing back.
+
+    def ended(self, claim: Claim) -> None:
+        """A job's last task has ended: its lease is kept until what it brought is committed."""
+        self.committer.when_flushed(lambda: self.keeper.drop(claim.job_id))
+        if claim.alone:
+            self.draining_for_one = False
+        if self.broken is not None or self.more or not self.num_held() or self.draining_for_one:
+            self.wake.set()
+
+    def _lost_from_thread(self, job_id: str, attempt: int | None) -> None:
+        self.loop.call_soon_threadsafe(self._lost, job_id, attempt)
+
+    def _lost(self, job_id: str, attempt: int | None) -> None:
+        if self.lose(job_id, attempt):
+            self.keeper.drop(job_id)
+            self.wake.set()
+            get_logger().warning("lease lost; its attempt is cancelled", job=job_id, attempt=attempt)
+
+    async def put_back(self) -> None:
+        """Return the jobs of which nothing was started: nobody is to blame for it."""
+        back = self.take_back(started=False)
+        for claim in back:
+            self.keeper.drop(claim.job_id)
+        await self.queue.release(back)
+
+    async def _drain(self) -> None:
+        await self.put_back()
+        until = time.monotonic() + self.settings.drain_s
+        while self.num_held() and self.broken is None and (left := until - time.monotonic()) > 0:
+            self.report()
+            self.wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, 0.2)):
+                    await self.wake.wait()
+        await self.committer.flush()
+
+    async def _hand_back(self) -> None:
+        """Return all that is still ours: without blame, or with it when the engine failed."""
+        unstarted = self.take_back(started=False)
+        running = self.take_back(started=True)
+        await self.committer.flush()  # what ended since the drain; a job with a commit in hand is not held
+        await self.queue.release(unstarted)
+        error = self.broken
+        if error is None:
+            await self.queue.release(running)
+            return
+        trace = "".join(traceback.format_exception(error))
+        most = self.settings.max_attempts
+        await self.queue.release(running, blame=f"the engine failed: {error}", traceback=trace, most=most)
+
+    async def _end_helpers(self) -> None:
+        while pending := [task for task in self._helpers if not task.done()]:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=0.5)
+        await asyncio.to_thread(self.keeper.stop)
+
+    def handle_sig(self, signum: Signals) -> None:
+        """A signal stops the worker in order."""
+        self.stop.set()
+        self.wake.set()
+        if self.on_stop:
+            self.on_stop(signum)
+
+    handle_sig_wait_for_completion = handle_sig
+
+    async def close(self) -> None:
+        """End the worker's arq side; the connections are the caller's."""
+        await self.pool.delete(self.health_check_key)
+        if self.on_shutdown:
+            await self.on_shutdown(self.ctx)

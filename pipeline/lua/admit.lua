@@ -1,0 +1,18 @@
+-- A job enters the queue: payload, state, place in the line.
+
+-- Returns the bytes that it holds until its end.
+local function admit(id, payload, n, score, at, expires, call)
+  redis.call('SET', payload_of .. id, payload)
+  local fields = { 'n', n, 'score', score, 'at', at, 'bytes', #payload }
+  if expires then fields[#fields + 1] = 'expires'; fields[#fields + 1] = expires end
+  if call ~= '' then fields[#fields + 1] = 'call'; fields[#fields + 1] = call end
+  redis.call('HSET', state_of .. id, unpack(fields))
+  redis.call('ZADD', jobs, score, id)
+  return #payload
+end
+
+-- enqueued before, and still under way or ended a short while ago; nil for a new one
+local function known(id)
+  if redis.call('EXISTS', answer_of .. id) == 1 then return 'done' end
+  if redis.call('EXISTS', payload_of .. id) == 1 then return 'duplicate' end
+end

@@ -1,0 +1,11 @@
+-- A job that arq's own enqueue_job put here has no state yet: make it, and count the job. It stands for one sequence
+-- until the worker that claims it has read its payload (settle.lua): scripts cannot read msgpack with bytes in it.
+
+local function adopt(id, payload, now)
+  redis.call('PERSIST', payload_of .. id)
+  local score = redis.call('ZSCORE', jobs, id)
+  redis.call('HSET', state_of .. id, 'n', 1, 'score', score, 'at', math.floor(now), 'bytes', #payload,
+    'call', '?', 'foreign', 1)
+  count('enqueued', 1)
+  count('bytes', #payload)
+end

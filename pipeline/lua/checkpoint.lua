@@ -1,0 +1,29 @@
+-- needs: names
+-- Store what was decoded of running sequences so far, piece by piece, only by the attempt that holds the job.
+-- A piece from offset 0 replaces what an earlier attempt had stored.
+-- ARGV owner then per piece: id index attempt offset tokens piece
+-- Returns per piece: ok | dup | gap | fenced
+local owner, out, bytes = ARGV[FIRST], {}, 0
+for i = FIRST + 1, #ARGV, 6 do
+  local id, index, offset, piece = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 3]), ARGV[i + 5]
+  local state, key = state_of .. id, progress_of .. id .. ':' .. index
+  local f = redis.call('HMGET', state, 'owner', 'attempt', 'd:' .. index, 'p:' .. index)
+  local stored = tonumber(f[4] or 0)
+  if f[1] ~= owner or f[2] ~= ARGV[i + 2] or f[3] then
+    out[#out + 1] = 'fenced'
+  elseif offset > stored then
+    out[#out + 1] = 'gap'
+  elseif offset < stored and offset > 0 then
+    out[#out + 1] = 'dup'
+  else
+    local before = redis.call('STRLEN', key)
+    if offset == 0 then redis.call('SET', key, piece) else redis.call('APPEND', key, piece) end
+    local grown = redis.call('STRLEN', key) - before
+    redis.call('HSET', state, 'p', 1, 'p:' .. index, offset + tonumber(ARGV[i + 4]))
+    redis.call('HINCRBY', state, 'bytes', grown)
+    bytes = bytes + grown
+    out[#out + 1] = 'ok'
+  end
+end
+count('bytes', bytes)
+return out

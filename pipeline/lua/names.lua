@@ -1,0 +1,26 @@
+-- What every script of the job queue is given first (JobQueue in pipeline/jobs/queue.py fills it in), and the clock.
+local jobs, alone, counts, dead, dropped = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local wake, aborts, latest, source = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local state_of, progress_of, results_of = ARGV[1], ARGV[2], ARGV[3]
+local payload_of, answer_of, running_of = ARGV[4], ARGV[5], ARGV[6] -- arq's own: job, result, in-progress
+local partitions, keep_ms, FIRST = tonumber(ARGV[7]), tonumber(ARGV[8]), 9
+
+-- Milliseconds; microseconds as fraction.
+local function now_ms()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + tonumber(t[2]) / 1000
+end
+
+-- Members of a group meet in one partition; the same as Keys.result_stream.
+local function stream_of(id)
+  return results_of .. (tonumber(string.sub(redis.sha1hex(id), 1, 8), 16) % partitions)
+end
+
+local function count(name, by)
+  if by ~= 0 then redis.call('HINCRBY', counts, name, by) end
+end
+
+-- One sleeping worker is woken; it wakes the next one if there is more than it can take.
+local function ring()
+  if redis.call('LLEN', wake) == 0 then redis.call('RPUSH', wake, 1) end
+end

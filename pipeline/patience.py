@@ -1,0 +1,107 @@
+"""What makes a connection outlast an outage: one deadline for a command, its connection and its hand-shake.
+
+- A retry inside a retry (a command connects, a connection asks for its health) tries once: the outer one begins anew,
+  so that a client of Sentinel asks again where the primary is.
+- Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
+  disk) is asked again.
+
+Leans on `_backoff` and `_supported_errors` of redis-py 5.3 and on its pools; tests/integration/test_outage.py fails if
+they move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, cast
+
+import redis
+from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelConnectionPool
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, ResponseError
+
+TRANSIENT: list[type[Exception]] = [
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.BusyLoadingError,
+    ReadOnlyError,
+    MasterDownError,
+    OutOfMemoryError,
+    OSError,
+]
+_FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ")  # no classes of their own; a pipeline writes words of its own before
+_BACKOFF_CAP_S = 1.0
+_inside: ContextVar[bool] = ContextVar("inside a retried call", default=False)
+
+
+class UntilRetry(Retry):
+    """Retries until a deadline."""
+
+    def __init__(self, for_s: float) -> None:
+        super().__init__(ExponentialBackoff(cap=_BACKOFF_CAP_S, base=0.02), 0)  # type: ignore[no-untyped-call]
+        self._for_s = for_s
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], fail: Callable[[redis.RedisError], Any]) -> Any:
+        """The answer of `do`, or its last transient error once the time is up."""
+        until = time.monotonic() + (0 if _inside.get() else self._for_s)
+        token = _inside.set(True)
+        failures = 0
+        try:
+            while True:
+                try:
+                    return await do()
+                except (*self._supported_errors, ResponseError) as error:
+                    await self._after(error, fail)
+                    if time.monotonic() >= until:
+                        raise
+                failures += 1
+                await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
+        finally:
+            _inside.reset(token)
+
+    async def _after(self, error: Exception, fail: Callable[[redis.RedisError], Any]) -> None:
+        """Disconnect after a lost connection; raises an error that would come again."""
+        if isinstance(error, self._supported_errors):
+            with contextlib.suppress(redis.TimeoutError):  # the other side does not even take the end
+                await fail(cast(Any, error))
+        elif not any(word in str(error) for word in _FOR_NOW):
+            raise error
+
+
+class _Patient(ConnectionPool):
+    """Retries the whole way to a usable connection; redis-py retries only the first part, the socket."""
+
+    async def get_connection(self, command_name: Any = None, *keys: Any, **options: Any) -> Any:
+        """A connected connection; callers that wait for one do not wait for each other."""
+        connection: Any = self.get_available_connection()  # type: ignore[no-untyped-call]
+
+        async def end(_error: redis.RedisError) -> None:
+            await connection.disconnect()
+
+        try:
+            await connection.retry.call_with_retry(lambda: self.ensure_connection(connection), end)
+        except BaseException:
+            await self.release(connection)
+            raise
+        return connection
+
+
+class PatientPool(_Patient):
+    """Connections to one address."""
+
+
+class PatientSentinelPool(_Patient, SentinelConnectionPool):
+    """Connections to the primary that the Sentinels name."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Those to the Sentinels too, when all are ended."""
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            manager: Any = self.sentinel_manager  # type: ignore[has-type]
+            for sentinel in manager.sentinels:
+                await sentinel.aclose()

@@ -1,0 +1,81 @@
+"""Between the queue's words and the engine's: a claim's sequence as a request, its output as a result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pipeline.jobs import Claim, seed_for
+from pipeline.messages import DecodeJob, Progress, SequenceResult
+from pipeline.tokens import FloatArray, Runs, TokenArray
+from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+
+OnProgress = Callable[[Claim, int, Progress], None]
+
+
+def request_for(
+    claim: Claim, job: DecodeJob, prompt: list[int], index: int, *, seed: int, every: int, on_progress: OnProgress
+) -> SequenceRequest:
+    """`seed` is the run's, for jobs that name none; progress is reported every `every` tokens (0 = never)."""
+
+    def report(so_far: SequenceSoFar) -> None:
+        piece = Progress(
+            offset=so_far.offset,
+            token_ids=TokenArray(so_far.token_ids),
+            logprobs=FloatArray(so_far.logprobs),
+            versions=Runs.of(so_far.versions),
+        )
+        on_progress(claim, index, piece)
+
+    sampling = job.sampling
+    return SequenceRequest(
+        seq_key=f"{claim.job_id}:{index}",
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling,
+        seed=seed_for(seed if sampling.seed is None else sampling.seed, claim.job_id, index),
+        deadline_at=claim.deadline_at,
+        report_every=every,
+        report=report if every else None,
+        asked_at=time.time(),
+    )
+
+
+def result_of(
+    claim: Claim, job: DecodeJob, request: SequenceRequest, output: SequenceOutput, facts: EngineFacts, worker: str
+) -> SequenceResult:
+    """The sequence as it goes to the consumers."""
+    index = int(request.seq_key.rpartition(":")[2])
+    return SequenceResult(
+        seq_id=request.seq_key,
+        group_id=claim.job_id,
+        group_size=job.n,
+        index=index,
+        attempt=claim.attempt,
+        worker=worker,
+        backend=facts.name,
+        engine_version=facts.engine_version,
+        prompt_token_ids=TokenArray(request.prompt_token_ids),
+        token_ids=TokenArray(output.token_ids),
+        logprobs=FloatArray(output.logprobs),
+        versions=Runs.of(output.versions),
+        text=output.text,
+        raw_text=output.raw_text,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        triggers={"repeat_terminate": 0},
+        sampling=job.sampling,
+        timings=_timings(claim, request.asked_at),
+        truth=job.truth,
+        task=job.task,
+        metadata=job.metadata,
+    )
+
+
+def _timings(claim: Claim, started: float) -> dict[str, float]:
+    now = time.time()
+    return {
+        "enqueued_at": claim.enqueued_at,
+        "queue_s": round(started - claim.enqueued_at, 4),
+        "decode_s": round(now - started, 4),
+        "finished_at": now,
+    }
