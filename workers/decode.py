@@ -69,6 +69,10 @@ class DecodeWorker(LeasedWorker):
         """Jobs, plain calls included."""
         return len(self._held) + super().num_held()
 
+    def holds(self, job_id: str) -> bool:
+        """As a decode job or as a plain call."""
+        return job_id in self._held or super().holds(job_id)
+
     def is_busy(self) -> bool:
         """The engine has a whole batch."""
         return self._held.full()
@@ -126,7 +130,7 @@ class DecodeWorker(LeasedWorker):
             status.waiting(f"{running} running sequences to end (draining)")
         elif self._newer is not None:
             status.waiting(f"{running} running sequences to end before weights v{self._newer} are loaded")
-        elif self.draining_for_one and running:
+        elif self.draining_for_one() and running:
             status.waiting(f"{running} running sequences to end: the next job, or this one, runs alone")
         else:
             status.waiting(None if running else "jobs (none is ready)")

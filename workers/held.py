@@ -46,6 +46,9 @@ class HeldJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._jobs
+
     def room(self) -> int:
         """Sequences worth claiming now: first up to a batch (others may want some), then what lies ahead."""
         held = self.running + self._waiting

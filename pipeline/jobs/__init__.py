@@ -11,7 +11,7 @@
 | queue     | JobQueue: every script call                                         |
 | worker    | LeasedWorker: the loop that claims, starts, commits and hands back  |
 | calls     | plain arq functions on a LeasedWorker                               |
-| keeper, committer, waker | its three helpers                                    |
+| keeper, committer, waker, pulse | its helpers                                   |
 """
 
 from arq.worker import func

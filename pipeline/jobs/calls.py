@@ -46,6 +46,9 @@ class Calls:
     def __len__(self) -> int:
         return len(self._running)
 
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._running
+
     async def accept(self, claim: Claim) -> None:
         """Start one; what cannot be called is a dead letter."""
         worker = self._worker

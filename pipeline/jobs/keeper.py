@@ -51,6 +51,11 @@ class LeaseKeeper(threading.Thread):
         with self._lock:
             self._held.pop(job_id, None)
 
+    def held(self) -> list[str]:
+        """Ids of the jobs whose leases it keeps."""
+        with self._lock:
+            return list(self._held)
+
     def run(self) -> None:
         worker = self._config.worker
         while not self._end.wait(worker.renew_s):

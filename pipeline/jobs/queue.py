@@ -181,7 +181,7 @@ def _claim_from(row: list[Any]) -> Claim:
     return Claim(
         job_id=job_id,
         attempt=int(attempt),
-        enqueued_at=(foreign and envelope.enqueued_ms or int(at_ms)) / 1000,
+        enqueued_at=((foreign and envelope.enqueued_ms) or int(at_ms)) / 1000,
         committed=frozenset(map(int, done.split(b","))) if done else frozenset(),
         job=envelope.job,
         function=envelope.function,

@@ -34,6 +34,7 @@ from pipeline.jobs.calls import Calls
 from pipeline.jobs.committer import Committer
 from pipeline.jobs.envelope import arq_deserializer, arq_pool, arq_serializer
 from pipeline.jobs.keeper import LeaseKeeper
+from pipeline.jobs.pulse import Pulse
 from pipeline.jobs.queue import JobQueue
 from pipeline.jobs.types import Claim, Claimed
 from pipeline.jobs.waker import Waker
@@ -80,9 +81,10 @@ class LeasedWorker(Worker):
         self.wake = asyncio.Event()
         self._waker = Waker(client, keys.wake, self.wake)
         self._calls = Calls(self)
-        self.draining_for_one = False  # until nothing else is held, or while a job has this worker for itself
-        self._beaten = self._loop_beat = time.monotonic()
-        self._helpers: list[asyncio.Task[None]] = []
+        self._must_drain = False
+        self._alone = ""  # the job that has this worker for itself
+        self._pulse = Pulse(min(_BEAT_S, settings.stall_timeout_s / 4))
+        self._recorded = float("-inf")
 
     # What a worker with an engine does differently.
 
@@ -97,6 +99,10 @@ class LeasedWorker(Worker):
     def num_held(self) -> int:
         """Jobs that are held now."""
         return len(self._calls)
+
+    def holds(self, job_id: str) -> bool:
+        """Whether it is held now."""
+        return job_id in self._calls
 
     def is_busy(self) -> bool:
         """Whether commits may wait for a tick."""
@@ -134,40 +140,42 @@ class LeasedWorker(Worker):
         if self.on_startup:
             await self.on_startup(self.ctx)
         self.keeper.start()
-        runs = (self.committer.run(), self._waker.run(), self._beat())
-        self._helpers = [self.loop.create_task(run) for run in runs]
+        self._pulse.start(self.committer.run(), self._waker.run())
         try:
             while not self.stop.is_set() and not await self._is_done():
                 if not await self._turn():
                     await self._pause()
             await self._drain()
+            if self.broken is not None:
+                raise self.broken
         except EngineError as error:
             self.broken = error
             raise
         finally:
             await self._hand_back()
-            await self._end_helpers()
+            await self._pulse.end()
+            await asyncio.to_thread(self.keeper.stop)
 
     async def _turn(self) -> bool:
         """One claim; True when it brought something or another one is worth while at once."""
         self.check_health()
-        if time.monotonic() - self._beaten >= _BEAT_S:
-            self._beaten = time.monotonic()
+        if time.monotonic() - self._recorded >= _BEAT_S:
+            self._recorded = time.monotonic()
             await self.heart_beat()
         claims = await self.before_claim()
-        room = self.room() if claims and not self.draining_for_one else 0
+        room = self.room() if claims and not self.draining_for_one() else 0
         if self.burst and self.max_burst_jobs >= 0:
             room = min(room, self.max_burst_jobs - self.jobs_complete - self.jobs_failed - self.num_held())
         got = await self._claim(max(0, room))
         self.report()
-        return bool(got.claims) or (got.more and self.room() > 0)
+        return bool(got.claims) or (got.more and self._has_room())
 
     async def _claim(self, room: int) -> Claimed:
         settings = self.settings
         got = await self.queue.claim(room, settings.lease_s, settings.max_attempts, self.num_held())
         self.after_claim(got)
         self.more = got.more
-        self.draining_for_one = got.must_drain
+        self._must_drain = got.must_drain
         if got.must_drain:
             await self.put_back()
         for job_id in got.cancelled:
@@ -175,17 +183,24 @@ class LeasedWorker(Worker):
         for claim in got.claims:
             if self.lose(claim.job_id, None):
                 get_logger().warning("own lease had run out; its attempt starts anew", job=claim.job_id)
-            self.draining_for_one = claim.alone
+            self._alone = claim.job_id if claim.alone else ""
             self.keeper.hold(claim)
             await self.accept(claim)
         return got
+
+    def draining_for_one(self) -> bool:
+        """Nothing else is taken: a job is to run alone, or does."""
+        return self._must_drain or bool(self._alone and self.holds(self._alone))
+
+    def _has_room(self) -> bool:
+        return self.room() > 0 and not self.draining_for_one()
 
     def after_claim(self, got: Claimed) -> None:
         """What else the answer says."""
 
     async def _pause(self) -> None:
         """Until something ends, a job comes, or a poll is due."""
-        has_room = self.room() > 0 and not self.draining_for_one
+        has_room = self._has_room()
         self._waker.listen(has_room)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.poll_delay_s if has_room else _FULL_POLL_S):
@@ -207,26 +222,17 @@ class LeasedWorker(Worker):
             raise self.broken
         if self.keeper.stalled:
             raise EngineError(f"no progress for {self.settings.stall_timeout_s:.0f} s")
-        for helper in self._helpers:
-            if helper.done():
-                helper.result()
-
-    async def _beat(self) -> None:
-        while True:
-            self._loop_beat = time.monotonic()
-            await asyncio.sleep(min(_BEAT_S, self.settings.stall_timeout_s / 4))
+        self._pulse.check()
 
     def _alive(self) -> float:
-        return min(self._loop_beat, self.progress())
+        return min(self._pulse.beaten, self.progress())
 
     # Losing, finishing, handing back.
 
     def ended(self, claim: Claim) -> None:
         """A job's last task has ended: its lease is kept until what it brought is committed."""
         self.committer.when_flushed(lambda: self.keeper.drop(claim.job_id))
-        if claim.alone:
-            self.draining_for_one = False
-        if self.broken is not None or self.more or not self.num_held() or self.draining_for_one:
+        if self.broken is not None or self.more or self._must_drain or not self.num_held():
             self.wake.set()
 
     def _lost_from_thread(self, job_id: str, attempt: int | None) -> None:
@@ -269,13 +275,6 @@ class LeasedWorker(Worker):
         trace = "".join(traceback.format_exception(error))
         most = self.settings.max_attempts
         await self.queue.release(running, blame=f"the engine failed: {error}", traceback=trace, most=most)
-
-    async def _end_helpers(self) -> None:
-        while pending := [task for task in self._helpers if not task.done()]:
-            for task in pending:
-                task.cancel()
-            await asyncio.wait(pending, timeout=0.5)
-        await asyncio.to_thread(self.keeper.stop)
 
     def handle_sig(self, signum: Signals) -> None:
         """A signal stops the worker in order."""

@@ -39,6 +39,7 @@ for i = FIRST + 1, #ARGV, 6 do
 end
 count('committed', committed)
 count('called', called)
+count('enqueued', -called) -- a plain call is no sequence
 count('tokens', tokens)
 count('bytes', bytes)
 return out

@@ -14,7 +14,7 @@ for i = FIRST + 5, #ARGV, 2 do
       requeue(id, f[3] or now, f[4], now, delay)
     end
     released = released + 1
+    if f[4] and redis.call('GET', alone .. ':turn') == owner then redis.call('DEL', alone .. ':turn') end
   end
 end
-if redis.call('GET', alone .. ':turn') == owner then redis.call('DEL', alone .. ':turn') end
 return released

@@ -1,0 +1,170 @@
+"""How a job of a decode worker may end or go on: deadlines, stored progress, plain calls, running alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.types import BrokerConfig, Config, ModelConfig
+from pipeline.errors import EngineError, first_cause
+from pipeline.jobs import Credit, JobQueue, arq_pool
+from pipeline.keys import ARQ_RUNNING, Keys
+from pipeline.messages import SamplingParams, SequenceResult, decode
+from pipeline.status import snapshot
+from tests.contract.engine_fixtures import started
+from tests.factories import decode_job
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_models import save_tiny_model
+from workers.decode import DecodeWorker
+from workers.generation.backends.hf import HfBackend
+from workers.generation.prompts import PromptRenderer
+
+PLENTY = Credit(10_000, 10_000, 1)
+LONG = SamplingParams(max_new_tokens=200, temperature=5.0)  # tiny random models seldom stop by themselves
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def backend(source: Path) -> Iterator[HfBackend]:
+    with started(source, max_batch=4) as running:
+        yield running
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
+    worker = {"lease_s": 5.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 0.0, "checkpoint_tokens": 4}
+    return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
+
+
+@contextlib.asynccontextmanager
+async def working(config: Config, backend: HfBackend, name: str = "w") -> AsyncIterator[DecodeWorker]:
+    async with role_of(config, "worker", name) as role:
+        worker = DecodeWorker(role, backend, PromptRenderer(Path(config.model.path)))
+        running = asyncio.create_task(worker.run())
+        try:
+            yield worker
+        finally:
+            role.stop.set()
+            await running
+
+
+async def results(client: Any, keys: Keys) -> list[SequenceResult]:
+    return [
+        decode(SequenceResult, fields[b"r"]) for _, fields in await client.xrange(keys.results + "0") if b"r" in fields
+    ]
+
+
+async def test_progress_of_a_running_sequence_reaches_the_next_worker(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    job = decode_job(f"{keys.run}:a", sampling=LONG)
+    assert await JobQueue(client, keys).enqueue([job], PLENTY) == ["enqueued"]
+    async with working(config, backend) as worker:
+
+        async def stored() -> bool:
+            return worker.committer.pieces >= 2
+
+        await eventually(stored, "two pieces of progress")
+    [claim] = (await JobQueue(client, keys).claim(1, 30, 3)).claims
+    progress = claim.progress[0]
+    assert len(progress.token_ids) >= 8
+    assert len(progress.token_ids) == len(progress.logprobs) == len(progress.versions)
+    await JobQueue(client, keys).reap(str((await client.hget(f"{keys.job_state}{claim.job_id}", "owner")).decode()))
+    async with working(config, backend, "next"):
+
+        async def committed() -> bool:
+            return bool(await results(client, keys))
+
+        await eventually(committed, "the result")
+    [result] = await results(client, keys)
+    stored_ids = list(progress.token_ids)
+    assert list(result.token_ids)[: len(stored_ids)] == stored_ids, "the same seed, the same tokens"
+    assert int(await client.hget(keys.counts, "bytes")) == await client.xlen(keys.results + "0") * len(
+        (await client.xrange(keys.results + "0"))[0][1][b"r"]
+    )
+
+
+async def test_a_claim_says_how_long_the_job_may_take(client: Any, keys: Keys) -> None:
+    queue = JobQueue(client, keys)
+    await queue.enqueue(
+        [decode_job(f"{keys.run}:{i}", deadline_s=deadline) for i, deadline in ((0, 500.0), (1, None))], PLENTY
+    )
+    limited, free = (await queue.claim(2, 30, 3)).claims
+    assert limited.deadline_at is not None
+    assert 0 < limited.deadline_at - time.monotonic() <= 500
+    assert free.deadline_at is None
+
+
+async def test_a_plain_call_is_answered_and_an_unknown_one_is_a_dead_letter(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    pool = arq_pool(client, keys.jobs)
+    ping, other = await pool.enqueue_job("ping"), await pool.enqueue_job("teapot", 1, x=2)
+    assert ping
+    assert other
+    async with working(config, backend):
+        assert (await ping.result(timeout=20, poll_delay=0.01))["worker"] == "w"
+        with pytest.raises(Exception, match=r"teapot.*decode, ping"):
+            await other.result(timeout=20, poll_delay=0.01)
+    assert (await snapshot(client, keys)).reasons == {"dead:unknown_function": 1}
+
+
+async def test_a_suspect_runs_alone_between_the_others(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    queue = JobQueue(client, keys)
+    await queue.enqueue([decode_job(f"{keys.run}:suspect")], PLENTY)
+    for _ in range(2):
+        [claim] = (await queue.claim(1, 30, 3)).claims
+        await queue.release([claim], blame="a test")
+    await queue.enqueue([decode_job(f"{keys.run}:{name}", n=3) for name in "abcd"], PLENTY)
+    alone: list[int] = []
+    async with working(config, backend) as worker:
+
+        async def over() -> bool:
+            if any(f"{keys.run}:suspect" == job_id for job_id in worker.keeper.held()):
+                alone.append(worker.num_held())
+            return (await snapshot(client, keys)).committed == 13
+
+        await eventually(over, "all sequences")
+    assert set(alone) <= {0, 1}
+
+
+async def test_an_engine_that_fails_hands_its_jobs_back_with_blame(
+    config: Config, source: Path, client: Any, keys: Keys
+) -> None:
+    await JobQueue(client, keys).enqueue([decode_job(f"{keys.run}:a", sampling=LONG)], PLENTY)
+    dying = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=4)
+    await dying.start()
+    failure = await _failure_of_a_worker_whose_engine_closes(config, dying)
+    assert isinstance(failure, EngineError)
+    assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"
+    assert await client.exists(f"{ARQ_RUNNING}{keys.run}:a") == 0
+
+
+async def _failure_of_a_worker_whose_engine_closes(config: Config, dying: HfBackend) -> BaseException | None:
+    try:
+        async with working(config, dying) as worker:
+
+            async def running() -> bool:
+                return worker.num_held() == 1
+
+            async def failed() -> bool:
+                return worker.broken is not None
+
+            await eventually(running, "a running sequence")
+            await dying.close()
+            await eventually(failed, "the failure")
+    except (EngineError, BaseExceptionGroup) as error:
+        return first_cause(error)
+    return None
