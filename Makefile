@@ -9,6 +9,9 @@ VLLM ?= cpu
 TEST_PROCS ?= 2
 TESTS ?=
 ARGS ?=
+# Of `make soak`: how many faults, and the seed of an earlier soak to repeat its plan (empty: a new one).
+FAULTS ?= 200
+SEED ?=
 
 BIN := .venv/bin
 export TORCH_INDEX_URL VLLM
@@ -20,7 +23,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_GLOBAL_NODE := off
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format schema clean
+.PHONY: help setup demo test soak check format schema clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +39,9 @@ demo: ## Run the demo; installs only what it needs (ARGS="--help" for its option
 
 test: setup ## Run the tests (TESTS=tests/unit for a part)
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadfile $(TESTS)
+
+soak: setup ## Random faults against a run of real processes (FAULTS=200, SEED=n repeats one)
+	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s tests/soak/test_soak.py $(ARGS)
 
 check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/ruff check .

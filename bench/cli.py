@@ -33,3 +33,26 @@ def pipeline(
 
     plan = Plan.of(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch, model=model)
     finish(compare(plan), as_json=json)
+
+
+@app.command
+def queue(
+    *,
+    json: bool = False,
+    workers: tuple[int, ...] = (1, 2, 4, 8),
+    jobs: int | None = None,
+    quick: bool = False,
+) -> None:
+    """No-op jobs per second of our queue at 1 to 8 worker processes, beside stock arq and SAQ, in one run.
+
+    Ours on a broker with AOF everysec; arq (its defaults, and the best of a small grid) and SAQ on one of the same
+    program without. Then enqueue to start on an idle queue, bulk enqueue, commit by size, claim by queue length.
+    About 6 minutes. --jobs is the number of jobs of one of our rounds; --quick takes seconds and proves nothing.
+
+    Example: `sluice bench queue --workers 2 --workers 8 --json`
+    """
+    from bench.queue.measure import measure
+    from bench.queue.plan import Plan
+    from bench.report import finish
+
+    finish(measure(Plan.of(workers=workers, jobs=jobs, quick=quick)), as_json=json)

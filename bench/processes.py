@@ -14,11 +14,12 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.errors import SluiceError
+from pipeline.errors import DeadlineExceeded, SluiceError
 from pipeline.supervise import last_line
 from pipeline.tether import tethered
 
 _GRACE_S = 5.0
+_EXIT_S = 0.5  # from the end of a process's output to its exit code
 _LINE_LIMIT = 1 << 26  # an answer of the bare engine is one line
 
 
@@ -29,12 +30,12 @@ class Fleet:
         self._kind, self._logs = kind, logs
         self.processes: list[Process] = []
 
-    async def start(self, command: list[str], env: dict[str, str] | None = None) -> Process:
-        """Start one more; it writes its log to `<kind>-<number>.log`."""
+    async def start(self, command: list[str], env: dict[str, str] | None = None, *, piped: bool = False) -> Process:
+        """Start one more; it writes its log to `<kind>-<number>.log`, and its answers there too unless piped."""
         name = f"{self._kind}-{len(self.processes)}"
         with self._log(len(self.processes)).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *tethered(command), stdin=PIPE if env is None else DEVNULL, stdout=PIPE if env is None else log,
+                *tethered(command), stdin=PIPE if piped else DEVNULL, stdout=PIPE if piped else log,
                 stderr=log, env={**os.environ, **(env or {}), "SLUICE_PROCESS_NAME": name},
                 process_group=0, limit=_LINE_LIMIT,
             )  # fmt: skip
@@ -71,6 +72,10 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.end()
+
+    async def end(self) -> None:
+        """SIGTERM, and SIGKILL for what has not ended soon after."""
         self._send(signal.SIGTERM)
         self._send(signal.SIGCONT)
         ends = asyncio.gather(*(process.wait() for process in self.processes))
@@ -78,6 +83,20 @@ class Fleet:
             await asyncio.wait_for(asyncio.shield(ends), _GRACE_S)
         self._send(signal.SIGKILL)
         await ends
+
+    async def answers(self, deadline_s: float) -> list[bytes]:
+        """One line of each piped process; raises DeadlineExceeded, or SluiceError when one has ended instead."""
+        reads = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        try:
+            found = await asyncio.wait_for(asyncio.gather(*reads), deadline_s)
+        except TimeoutError as error:
+            self.check()
+            raise DeadlineExceeded(f"a {self._kind} process said nothing for {deadline_s:.0f} s") from error
+        if not all(found):
+            await asyncio.sleep(_EXIT_S)
+            self.check()
+            raise SluiceError(f"a {self._kind} process closed its output")
+        return found
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.processes:

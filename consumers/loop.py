@@ -69,6 +69,8 @@ class Consumer:
         self._samples, self._entry_ids, self._letters = [], [], []
 
     async def _take(self, entries: Sequence[Entry]) -> None:
+        if entries:
+            self._role.status.waiting(None)
         for entry in entries:
             self._sizes[entry.entry_id] = entry.num_bytes
             group = await self._assemble(entry)

@@ -1,7 +1,8 @@
 """A broker of our own, for machines where none runs: valkey or redis on loopback, with AOF and a random password.
 
 - Its directory holds the data; they survive a restart. `broker.json` there tells other processes the URL.
-- It ends with the process that started it. One directory, one broker: a second start joins the running one.
+- It ends with the process that started it, and comes back while that lives (embedded_server.py).
+- One directory, one broker: a second start joins the running one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import secrets
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Generator
 from importlib import resources
@@ -22,12 +22,10 @@ from pathlib import Path
 import redis
 
 from pipeline.config.types import BrokerConfig
+from pipeline.embedded_server import LOAD_S, START_S, EmbeddedServer, probe
 from pipeline.errors import BrokerError
 from pipeline.files import write_atomic
-from pipeline.tether import tethered
 
-_START_S = 15.0
-_STOP_S = 15.0
 _SETTINGS = """\
 bind 127.0.0.1
 port {port}
@@ -71,59 +69,36 @@ def embedded_broker(config: BrokerConfig) -> Generator[str]:
 
 
 def _serve(directory: Path) -> Generator[str]:
-    (directory / "broker.json").unlink(missing_ok=True)  # that of a broker which was killed
+    card = directory / "broker.json"
+    card.unlink(missing_ok=True)  # that of a broker which was killed
     password, port = secrets.token_urlsafe(24), _free_port()
     settings = directory / "broker.conf"
     write_atomic(settings, _SETTINGS.format(port=port, directory=directory, password=password), mode=0o600)
-    url = f"redis://:{password}@127.0.0.1:{port}/0"
-    with (directory / "broker.log").open("ab") as log:
-        server = subprocess.Popen(
-            tethered([find_server(), str(settings)]), stdout=log, stderr=log, start_new_session=True
-        )
+    server = EmbeddedServer([find_server(), str(settings)], f"redis://:{password}@127.0.0.1:{port}/0", directory)
     try:
-        _wait_ready(url, server, directory)
-        card = directory / "broker.json"
-        write_atomic(card, json.dumps({"url": url, "pid": server.pid}), mode=0o600)
-        yield url
+        server.start()
+        server.watch()
+        yield server.url
     finally:
-        (directory / "broker.json").unlink(missing_ok=True)
-        _stop(server)
+        card.unlink(missing_ok=True)
+        server.stop()
+        card.unlink(missing_ok=True)  # a restart in that moment wrote it again
 
 
 def _join(directory: Path) -> str:
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError, ValueError, KeyError, redis.RedisError):
+    """The URL of the broker that another process runs here, once it answers; raises BrokerError."""
+    began, loading = time.monotonic(), False
+    while time.monotonic() - began < (LOAD_S if loading else START_S):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no card yet
             url = str(json.loads((directory / "broker.json").read_text())["url"])
             with redis.Redis.from_url(url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
-                client.ping()  # type: ignore[no-untyped-call]
-            return url
+                state = probe(client)
+            if state == "ready":
+                return url
+            loading = loading or state == "loading"
         time.sleep(0.1)
-    raise BrokerError(f"{directory}: another process holds the broker's lock, but no broker came up in {_START_S} s")
-
-
-def _wait_ready(url: str, server: subprocess.Popen[bytes], directory: Path) -> None:
-    until = time.monotonic() + _START_S
-    client = redis.Redis.from_url(url, socket_timeout=2)  # type: ignore[no-untyped-call]
-    while time.monotonic() < until:
-        if server.poll() is not None:
-            break
-        with contextlib.suppress(redis.RedisError), client:
-            client.ping()  # type: ignore[no-untyped-call]
-            return
-        time.sleep(0.02)
-    _stop(server)
-    tail = (directory / "broker.log").read_text(errors="replace")[-800:]
-    raise BrokerError(f"the embedded broker did not start; the end of {directory / 'broker.log'}:\n{tail}")
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    cause = f"it was still loading its data after {LOAD_S:.0f} s" if loading else f"none came up in {START_S:.0f} s"
+    raise BrokerError(f"{directory}: another process holds the broker's lock, but {cause}")
 
 
 def _free_port() -> int:

@@ -17,6 +17,8 @@ from pipeline.logs import get_logger
 
 BEAT_S = 1.0
 ALIVE_S = 6.0  # a heartbeat older than this is that of a dead process
+FORGET_S = 3600.0  # a dead process is shown for this long
+_FORGET_EVERY_S = 600.0
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
@@ -63,11 +65,23 @@ class StatusReporter:
         )
 
     async def run(self) -> None:
-        """Publish until cancelled."""
+        """Publish until cancelled; now and then remove the rows of those that died long ago."""
+        due = time.monotonic()
         while True:
             await self.beat()
+            if time.monotonic() >= due:
+                due = time.monotonic() + _FORGET_EVERY_S
+                await forget_dead(self._client, self._keys)
             await asyncio.sleep(BEAT_S)
 
     async def farewell(self) -> None:
         """Remove the row: this process ended in order."""
         await cast("Awaitable[int]", self._client.hdel(self._keys.processes, self.row.name))
+
+
+async def forget_dead(client: Redis, keys: Keys) -> int:
+    """Remove the rows of processes that died more than `FORGET_S` ago; returns how many."""
+    raw, oldest = cast(Any, client), time.time() - FORGET_S
+    rows = cast("dict[bytes, bytes]", await raw.hgetall(keys.processes))
+    dead = [name for name, row in rows.items() if msgspec.json.decode(row, type=Heartbeat).at < oldest]
+    return int(await raw.hdel(keys.processes, *dead)) if dead else 0

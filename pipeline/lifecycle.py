@@ -4,6 +4,7 @@
         ...            # role.client, role.keys, role.status, role.stop, role.spawn(task)
 
 - SIGTERM and SIGINT set `role.stop`; the body sees it and drains; the process then ends with 128 + signal.
+- A broker that is away at the start is waited for like one that goes away later (`broker.retry_for_s`).
 - What has not ended `up.stop_grace_s` after that is cut off: its leases run out by themselves, and nobody waits for
   a broker that is gone.
 - Every background task belongs to the role; one that fails ends the role with its error.
@@ -29,6 +30,7 @@ from pipeline.heartbeat import StatusReporter
 from pipeline.keys import Keys
 
 _CANCEL_AGAIN_S = 0.5
+_POLL_S = 0.1
 
 
 class Role:
@@ -67,14 +69,19 @@ class Role:
         return not self.stop.is_set()
 
     async def wait_until(self, holds: Callable[[], Coroutine[Any, Any, bool]], cause: str, deadline_s: float) -> bool:
-        """Poll until `holds()`; False when asked to stop, DeadlineExceeded names the cause."""
-        until = time.monotonic() + deadline_s
+        """Poll until `holds()`; False when asked to stop, DeadlineExceeded names the cause.
+
+        The time that `holds` itself takes is not counted: a broker that is away is no reason to give up.
+        """
+        waited_s = 0.0
         while not await holds():
             self.status.waiting(cause)
-            if time.monotonic() > until:
+            if waited_s >= deadline_s:
                 raise DeadlineExceeded(f"{self.name}: waited {deadline_s:.0f} s for {cause}")
-            if not await self.nap(0.1):
+            began = time.monotonic()
+            if not await self.nap(_POLL_S):
                 return False
+            waited_s += time.monotonic() - began
         self.status.waiting(None)
         return True
 
@@ -83,7 +90,7 @@ class Role:
 async def role_process(config: Config, role: str, name: str, stop: asyncio.Event | None = None) -> AsyncGenerator[Role]:
     """The scope of one role process; with `stop` given, signals are the caller's business."""
     logs.configure(name)
-    await asyncio.to_thread(broker.ping, config.broker)
+    await broker.wait_ready(config.broker)
     async with contextlib.AsyncExitStack() as scope:
         client = broker.connect(config.broker)
         scope.push_async_callback(client.aclose)
@@ -109,11 +116,15 @@ def default_name(role: str) -> str:
     return os.environ.get("SLUICE_PROCESS_NAME") or f"{role}-{os.uname().nodename}-{os.getpid()}"
 
 
+def leave_within(grace_s: float, name: str) -> None:
+    """End this process by force if it is still there after `grace_s`."""
+    asyncio.get_running_loop().call_later(grace_s, _cut_off, name, grace_s)
+
+
 def _begin_stop(role: Role, number: int) -> None:
     role.stop.set()
     role.stopped_by = number
-    grace_s = role.config.up.stop_grace_s
-    asyncio.get_running_loop().call_later(grace_s, _cut_off, role.name, grace_s)
+    leave_within(role.config.up.stop_grace_s, role.name)
 
 
 def _cut_off(name: str, grace_s: float) -> None:

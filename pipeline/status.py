@@ -1,4 +1,7 @@
-"""One look at a run: counts, depths, versions, processes. Read by `status`, the progress display and the tests."""
+"""One look at a run: counts, versions, processes. Read by every role, the progress display and the tests.
+
+It is one round trip; what takes more is in status_inspect.py and empty here.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.heartbeat import ALIVE_S, Heartbeat
+from pipeline.heartbeat import ALIVE_S, FORGET_S
 from pipeline.keys import Keys
+from pipeline.status_parts import CreditUse, Depth, Lag, Lease, Process
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
     """Counts are sequences unless the name says otherwise; times are seconds."""
 
-    schema_version: int = 1
+    schema_version: int = 2
     run: str
     state: str
+    at: float = 0.0  # Unix time of the server
     enqueued: int = 0
     committed: int = 0
     accepted: int = 0
@@ -32,9 +37,19 @@ class Snapshot(msgspec.Struct, kw_only=True):
     total: int | None = None  # sequences that the source holds, once known
     exhausted: bool = False
     malformed_rows: int = 0
+    replayed: int = 0  # dead ones that were enqueued again
+    dead_letters: int = 0  # that wait to be replayed or dropped
+    credit: CreditUse = CreditUse()
     reasons: dict[str, int] = {}
     metrics: dict[str, float] = {}
-    processes: list[Heartbeat] = []
+    processes: list[Process] = []
+    # Of a close look only:
+    depth: Depth | None = None
+    leases: list[Lease] = []  # the oldest ones
+    attempts: dict[str, int] = {}  # attempt → jobs that are leased with it
+    deaths: int = 0  # of workers, over the jobs that are leased
+    lag: list[Lag] = []
+    waits: list[str] = []  # in plain words
 
     @property
     def ended(self) -> int:
@@ -46,7 +61,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
         """Nothing is left to do."""
         return self.exhausted and self.ended == self.enqueued
 
-    def alive(self, role: str) -> list[Heartbeat]:
+    def alive(self, role: str) -> list[Process]:
         """Processes of a role with a fresh heartbeat."""
         now = time.time()
         return [row for row in self.processes if row.role == role and now - row.at < ALIVE_S]
@@ -67,31 +82,51 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         pipe.get(key)
     pipe.zcard(keys.jobs)
     pipe.xlen(keys.batches)
-    counts, source, processes, latest, state, metrics, jobs, batches = cast("list[Any]", await pipe.execute())
+    pipe.xlen(keys.dead)
+    pipe.time()
+    answer = cast("list[Any]", await pipe.execute())
+    counts, source, processes, latest, state, metrics, jobs, batches, dead, (seconds, micros) = answer
     number = {key.decode(): int(value) for key, value in counts.items() if b"last:" not in key}
-    return Snapshot(
+    names = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "replayed")
+    counted: dict[str, Any] = {name: number.get(name, 0) for name in names}
+    at = seconds + micros / 1e6
+    now = Snapshot(
         run=keys.run,
         state=(state or b"new").decode(),
-        enqueued=number.get("enqueued", 0),
-        committed=number.get("committed", 0),
-        accepted=number.get("accepted", 0),
-        trained=number.get("trained", 0),
-        dead=number.get("dead", 0),
-        dropped=number.get("dropped", 0),
-        tokens=number.get("tokens", 0),
+        at=at,
+        **counted,
         redelivered_jobs=number.get("redelivered", 0),
         queued_jobs=int(jobs),
         waiting_batches=int(batches),
+        dead_letters=int(dead),
         latest_version=None if latest is None else int(latest),
-        total=int(source[b"total"]) if b"total" in source else None,
+        total=_number(source, b"total"),
         exhausted=source.get(b"exhausted") == b"1",
         malformed_rows=int(source.get(b"malformed", 0)),
         reasons={key: value for key, value in number.items() if ":" in key},
         metrics=_finite(msgspec.json.decode(metrics, type=dict[str, float | None]) if metrics else {}),
-        processes=sorted(
-            (msgspec.json.decode(raw, type=Heartbeat) for raw in processes.values()), key=lambda row: row.name
-        ),
+        processes=_processes(processes, at),
     )
+    now.credit = CreditUse(
+        sequences=now.enqueued - now.ended,
+        max_sequences=_number(source, b"max_in_flight"),
+        bytes=number.get("bytes", 0),
+        max_bytes=_number(source, b"max_bytes"),
+    )
+    return now
+
+
+def _number(table: dict[bytes, bytes], field: bytes) -> int | None:
+    return int(table[field]) if field in table else None
+
+
+def _processes(table: dict[bytes, bytes], now: float) -> list[Process]:
+    """By name; those that died long ago are left out."""
+    rows = sorted((msgspec.json.decode(raw, type=Process) for raw in table.values()), key=lambda row: row.name)
+    for row in rows:
+        row.age_s = round(max(0.0, now - row.at), 3)
+        row.waiting_s = None if row.waiting_since is None else round(max(0.0, now - row.waiting_since), 3)
+    return [row for row in rows if row.age_s < FORGET_S]
 
 
 def _finite(metrics: dict[str, float | None]) -> dict[str, float]:

@@ -1,18 +1,23 @@
-"""A snapshot as text and as JSON."""
+"""A look at a run as text and as JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import time
 
 import msgspec
 
 from pipeline import broker
 from pipeline.config import Config
-from pipeline.heartbeat import ALIVE_S, Heartbeat
 from pipeline.keys import Keys
-from pipeline.status import Snapshot, snapshot
+from pipeline.status import Snapshot
+from pipeline.status_inspect import inspect
+from pipeline.status_parts import Lag, Lease, Process
+from pipeline.status_words import condition, credit, findings, length
+
+_ROLES = ("producer", "worker", "consumer", "trainer")
+_LEASES = 8  # lines
+_HIDDEN = {"owner"}  # facts that are for other processes
 
 
 def look(config: Config) -> Snapshot:
@@ -32,30 +37,91 @@ def as_json(now: Snapshot) -> str:
 
 
 def as_text(now: Snapshot) -> str:
-    """For people."""
-    in_flight = now.enqueued - now.ended
-    lines = [
-        f"run {now.run}: {'complete' if now.complete else now.state}, weights v{now.latest_version}",
-        f"  enqueued {now.enqueued} = trained {now.trained} + dead {now.dead} + dropped {now.dropped} "
-        f"+ in flight {in_flight}",
-        f"  jobs queued or leased {now.queued_jobs}, batches waiting {now.waiting_batches}, tokens {now.tokens}, "
-        f"malformed rows skipped {now.malformed_rows}",
+    """For people: the sum first, then what keeps the run, then who does what."""
+    version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
+    lines = [f"run {now.run}: {condition(now)}, {version}", *_columns(_sums(now))]
+    lines += [f"  ! {found}" for found in findings(now)]
+    if now.processes:
+        lines += ["", "processes", *_columns([_process(row) for row in sorted(now.processes, key=_place)])]
+    if now.leases:
+        running = now.depth.running if now.depth else 0
+        more = f" (the oldest {_LEASES} of {running})" if running > _LEASES else ""
+        head = ["job", "worker", "attempt", "enqueued", "held for", "lease left", "done"]
+        rows = [head, *(_lease(lease) for lease in now.leases[:_LEASES])]
+        lines += ["", f"leases{more}", *_columns(rows)]
+    if any(lag.entries for lag in now.lag):
+        lines += ["", "streams", *_columns([_lag(lag) for lag in now.lag])]
+    return "\n".join(lines)
+
+
+def _sums(now: Snapshot) -> list[list[str]]:
+    total = f" of {now.total:,}" if now.total is not None else ""
+    rows = [
+        [
+            "sequences",
+            f"enqueued {now.enqueued:,}{total} = trained {now.trained:,} + dead {now.dead:,} + dropped {now.dropped:,} "
+            f"+ in flight {now.credit.sequences:,}",
+        ]
     ]
-    lines += [f"  {reason} {count}" for reason, count in sorted(now.reasons.items())]
-    return "\n".join([*lines, *(_process(row, time.time()) for row in now.processes)])
+    depth = now.depth
+    if depth is not None:
+        more = "" if depth.seen_all else " or running"
+        words = [f"{depth.ready:,} ready", f"{depth.running:,} running", f"{depth.deferred:,} deferred{more}"]
+        rows.append(["jobs", ", ".join([*words, *([f"{depth.alone:,} to run alone"] if depth.alone else [])])])
+    if now.attempts and list(now.attempts) != ["1"]:
+        tries = ", ".join(f"{count:,} in attempt {attempt}" for attempt, count in now.attempts.items())
+        rows.append(["attempts", tries + (f"; {now.deaths:,} deaths of workers over them" if now.deaths else "")])
+    rows.append(["credit", f"{credit(now.credit)} in use"])
+    if now.redelivered_jobs or now.replayed:
+        rows.append(["again", f"{now.redelivered_jobs:,} jobs redelivered, {now.replayed:,} dead sequences replayed"])
+    reasons = ", ".join(f"{name.replace(':', ' ', 1)} {count:,}" for name, count in sorted(now.reasons.items()))
+    if reasons:
+        rows.append(["reasons", reasons])
+    if now.dead_letters:
+        rows.append(["dead", f"{now.dead_letters:,} wait to be replayed or dropped: `sluice dlq list`"])
+    if now.malformed_rows:
+        rows.append(["data", f"{now.malformed_rows:,} malformed rows skipped"])
+    return rows
 
 
-def _process(row: Heartbeat, clock: float) -> str:
-    age = clock - row.at
-    life = "" if age < ALIVE_S else f"  NO HEARTBEAT for {age:.0f} s"
-    waits = f"waits for {row.waiting_for}, {clock - row.waiting_since:.0f} s" if row.waiting_since else "working"
-    facts = " ".join(f"{key}={value}" for key, value in row.facts.items())
-    return f"  {row.name:<16} pid {row.pid:<8} {waits}  {facts}{life}"
+def _place(row: Process) -> tuple[int, str]:
+    return (_ROLES.index(row.role) if row.role in _ROLES else len(_ROLES), row.name)
+
+
+def _process(row: Process) -> list[str]:
+    if not row.is_alive:
+        doing = f"NO HEARTBEAT for {length(row.age_s)}"
+    elif row.waiting_for:
+        doing = f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}"
+    else:
+        doing = "working"
+    facts = ", ".join(f"{key} {value}" for key, value in row.facts.items() if key not in _HIDDEN)
+    return [row.name, f"{row.host} {row.pid}", facts or "-", doing]
+
+
+def _lease(lease: Lease) -> list[str]:
+    left = f"{lease.left_s:.1f} s" + (", alone" if lease.alone else "")
+    held = "-" if lease.held_s is None else length(lease.held_s)
+    done = f"{lease.committed} of {lease.sequences}"
+    return [lease.job_id, lease.worker, str(lease.attempt), f"{length(lease.age_s)} ago", held, left, done]
+
+
+def _lag(lag: Lag) -> list[str]:
+    oldest = "" if lag.oldest_s is None else f"oldest {length(lag.oldest_s)}"
+    return [lag.stream, f"{lag.entries:,} entries", f"{lag.taken:,} taken, not acked", oldest]
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    """Indented, aligned by column."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 async def _read(config: Config) -> Snapshot:
     client = broker.connect(config.broker)
     try:
-        return await snapshot(client, Keys(config.run))
+        return await inspect(client, Keys(config.run), config.consumer.count)
     finally:
         await client.aclose()

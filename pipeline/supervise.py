@@ -2,7 +2,9 @@
 
 - One log file per process. A process that ends with 0 is done; any other end is restarted with backoff.
 - Configuration, data and model errors are never restarted: the next start would fail the same way.
+- A child's session ends with it: what it started is killed before it is started again, and at the stop.
 - Children end with this process, also when it is killed.
+- `on_death(child, pid)` hears of every end that was not 0, beside the supervision, which never waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from pipeline.logs import get_logger
 from pipeline.tether import tethered
 
 _FINAL: dict[int, type[SluiceError]] = {kind.exit_code: kind for kind in (ConfigError, DataError, ModelError)}
+
+_HEAR_S = 15.0
 
 
 @dataclass
@@ -46,14 +50,18 @@ class Child:
         return self.process.pid if self.process and self.process.poll() is None else None
 
 
+OnDeath = Callable[[Child, int], Awaitable[None]]
+
+
 class Supervisor:
     """Owns the children of `sluice up`."""
 
-    def __init__(self, config: UpConfig, log_dir: Path, env: dict[str, str]) -> None:
+    def __init__(self, config: UpConfig, log_dir: Path, env: dict[str, str], on_death: OnDeath | None = None) -> None:
         self.config, self.log_dir = config, log_dir
         self.env = env
         self.children: dict[str, Child] = {}
         self.deaths = 0
+        self._on_death, self._told = on_death, set[asyncio.Task[None]]()
 
     def add(self, name: str, command: Sequence[str]) -> None:
         """Register a command under a name; `run` starts it."""
@@ -75,19 +83,33 @@ class Supervisor:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after the grace time; returns when all are gone."""
-        running = [child.process for child in self.children.values() if child.pid is not None]
+    def start_again(self, name: str) -> None:
+        """A child that is done has more to do."""
+        self.children[name].done = False
+
+    async def stop(self, grace_s: Callable[[], Awaitable[float]] | None = None) -> None:
+        """SIGTERM, then SIGKILL after the grace time; returns when all and what they started are gone.
+
+        `grace_s` is asked once the SIGTERMs are sent; without it, `up.stop_grace_s` holds.
+        """
+        for task in self._told:
+            task.cancel()
+        running = [child.process for child in self.children.values() if child.process]
+        for child in self.children.values():
+            child.process = None
+        if not running:
+            return
         for process in running:
-            if process:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-        until = time.monotonic() + self.config.stop_grace_s
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        until = time.monotonic()
+        until += await grace_s() if grace_s else self.config.stop_grace_s
         for process in running:
-            if process and not await _gone(process, until):
+            if not await _gone(process, until):
                 get_logger().warning("killed after its grace time", pid=process.pid)
                 process.kill()
                 process.wait()
+            end_session(process.pid)
 
     def _look_after(self, child: Child) -> None:
         if child.done or time.monotonic() < child.due:
@@ -98,11 +120,16 @@ class Supervisor:
         code = child.process.poll()
         if code is None:
             return
-        child.process = None
+        pid, child.process = child.process.pid, None
+        end_session(pid)
         if code == 0:
             child.done = True
-        else:
-            self._after_failure(child, code)
+            return
+        if self._on_death:
+            task = asyncio.ensure_future(_hear(self._on_death, child, pid))
+            self._told.add(task)
+            task.add_done_callback(self._told.discard)
+        self._after_failure(child, code)
 
     def _start(self, child: Child) -> None:
         env = {**self.env, "SLUICE_PROCESS_NAME": child.name}
@@ -143,6 +170,24 @@ def last_line(log: Path) -> str:
         if lines:
             return lines[-1].strip()
     return "it wrote nothing"
+
+
+def end_session(leader: int) -> None:
+    """SIGKILL what is left of a session whose leader is gone; those who left the session too are not ours to know."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for entry in Path("/proc").glob("[0-9]*/stat"):  # other groups of that session; none where there is no /proc
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if int(entry.read_text().rpartition(")")[2].split()[3]) == leader:
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+
+
+async def _hear(on_death: OnDeath, child: Child, pid: int) -> None:
+    try:
+        async with asyncio.timeout(_HEAR_S):
+            await on_death(child, pid)
+    except Exception as error:  # whatever it is, the other children need us
+        get_logger().warning("nobody was told of a death", process=child.name, pid=pid, error=repr(error))
 
 
 async def _gone(process: subprocess.Popen[bytes], until: float) -> bool:

@@ -120,6 +120,11 @@ def from_wire(kind: type, value: Any) -> Any:
 
 
 def _array_from(kind: type, value: Any) -> Any:
+    if isinstance(value, list):  # of a foreign caller
+        try:
+            return kind(value)
+        except (TypeError, OverflowError) as error:
+            raise MessageError(f"{kind.__name__}: {error}") from error
     if not isinstance(value, bytes) or len(value) % 4:
         raise MessageError(f"{kind.__name__} needs bytes in multiples of 4, got {type(value).__name__}")
     result = kind()

@@ -1,6 +1,6 @@
 """Weight versions: a directory each, a manifest, and a registry.
 
-    trainer: checkpoint durable ─▶ write aside ─▶ rename ─▶ register (ordered, one digest per number)
+    trainer: checkpoint durable ─▶ write aside ─▶ rename ─▶ register (numbers only rise, one digest per number)
     worker:  newest() ─▶ verify(digest, names, shapes, dtypes) ─▶ load ─▶ probe score
 
 A version directory holds model.safetensors, manifest.json and the model's config and tokenizer files, so that
@@ -27,6 +27,11 @@ from pipeline.messages import WeightVersion, decode, encode
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
+_REFUSED = {
+    "conflict": "that number is registered with other weights, and keeps its digest; is this an older copy of the "
+    "run's directory? Restore the newer one, or start a run of another name (--set run=NAME)",
+    "order": "a newer one is registered, and numbers only rise; take `WeightsRegistry.next_number`",
+}
 _MOST_HEADER = 100 << 20  # the format's own limit
 
 
@@ -91,7 +96,10 @@ def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVe
     target = root / f"v{manifest.version:06d}"
     digest = digest_of(source)
     if target.exists() and read_manifest(target).digest != digest:
-        raise WeightsError(f"{target}: already holds other weights; a version number never gets a second digest")
+        raise WeightsError(
+            f"{target}: already holds other weights, and a version number never gets a second digest; "
+            "delete that directory if it is a leftover, or start a run of another name (--set run=NAME)"
+        )
     full = msgspec.structs.replace(manifest, path=str(target), digest=digest, tensors=tensor_table(source))
     if target.exists():
         return full
@@ -134,6 +142,11 @@ def verify(version: WeightVersion) -> Path:
     return directory
 
 
+def newest_number(root: Path) -> int:
+    """The highest version number that a directory in `root` has; -1 when there is none."""
+    return max((int(directory.name[1:]) for directory in root.glob("v??????")), default=-1)
+
+
 def retire(root: Path, newest: int, retention: int) -> None:
     """Delete versions older than the newest `retention`, and what a killed writer left aside."""
     for aside in root.glob(".v*.tmp"):
@@ -154,6 +167,13 @@ class WeightsRegistry:
         value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
         return None if value is None else int(value)
 
+    async def next_number(self, after: int, root: Path) -> int:
+        """A number above `after` that nobody has used, here or in the registry.
+
+        They differ when the newest checkpoint was damaged and deleted, and when the broker lost its last seconds.
+        """
+        return max(after, await self.latest() or 0, newest_number(root)) + 1
+
     async def get(self, version: int) -> WeightVersion | None:
         """One registered version."""
         raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.versions, str(version)))
@@ -165,14 +185,12 @@ class WeightsRegistry:
     async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
         """Make a version visible to the workers; repeatable. Raises WeightsError or LeaseLost."""
         keys = [self._keys.versions, self._keys.latest, owner_key]
-        args = [nonce, manifest.version, manifest.digest, encode(manifest), manifest.version - retention]
+        args = [nonce, manifest.version, manifest.digest, encode(manifest), retention]
         answer = (await self._scripts.run("publish", keys, args)).decode()
         if answer == "fenced":
             raise LeaseLost("another trainer took over; this one publishes nothing")
         if answer != "ok":
-            raise WeightsError(
-                f"version {manifest.version} refused ({answer}): numbers go up by one and keep their digest"
-            )
+            raise WeightsError(f"version {manifest.version} refused ({answer}): {_REFUSED[answer]}")
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

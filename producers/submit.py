@@ -72,6 +72,8 @@ class Submitter:
             taken = len(chunk) - over
             self.cursor = cursors[taken - 1] if taken else self.cursor
             chunk = chunk[taken:]
+            if taken:
+                self._role.status.waiting(None)
             self._role.status.waiting(_CREDIT if over else None)
             if not await self._role.nap(self._role.config.producer.poll_s if over else 0):
                 return False

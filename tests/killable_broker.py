@@ -37,6 +37,11 @@ class KillableBroker:
     def start(self) -> None:
         self._process = subprocess.Popen([find_server(), *self._options], stdout=subprocess.DEVNULL)
 
+    def signal(self, number: int) -> None:
+        """SIGSTOP stalls it, SIGCONT lets it go on."""
+        assert self._process, "the broker is not running"
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         if self._process:
             self._process.send_signal(signal.SIGKILL)

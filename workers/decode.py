@@ -55,6 +55,7 @@ class DecodeWorker(LeasedWorker):
     async def run(self) -> None:  # type: ignore[override]
         """Serve until asked to stop; raises EngineError when the engine cannot go on."""
         self._role.spawn(self._wake_on_stop())
+        await self._role.status.beat()  # from now on a supervisor can tell whose leases end with this process
         await self.main()
 
     def progress(self) -> float:

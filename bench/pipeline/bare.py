@@ -16,10 +16,9 @@ import msgspec
 
 from bench.pipeline.load import jobs, request_of, share
 from bench.pipeline.plan import Plan
-from bench.pipeline.processes import Fleet
 from bench.pipeline.stats import Sample
+from bench.processes import Fleet
 from pipeline.config import Config, load_config
-from pipeline.errors import DeadlineExceeded
 from workers.generation.contracts import Backend, SequenceRequest
 
 _DEADLINE_S = 600.0
@@ -35,7 +34,7 @@ class BareEngines:
         """Start the processes; they load while other things happen."""
         for worker in range(self._plan.workers):
             arguments = [str(worker), str(self._plan.workers), str(int(self._plan.digits)), *self._plan.overrides()]
-            await self._fleet.start([sys.executable, "-m", "bench.pipeline.bare", *arguments])
+            await self._fleet.start([sys.executable, "-m", "bench.pipeline.bare", *arguments], piped=True)
 
     async def round(self, name: str, count: int, longest: int) -> Sample:
         """Decode the jobs of a round; the clock runs from `go` to the last answer."""
@@ -53,15 +52,7 @@ class BareEngines:
         for process in self._fleet.processes:
             assert process.stdin is not None
             process.stdin.write(line.encode())
-        reads = [process.stdout.readline() for process in self._fleet.processes if process.stdout is not None]
-        try:
-            answers = await asyncio.wait_for(asyncio.gather(*reads), _DEADLINE_S)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"a bare engine did not answer {line.strip()!r} in {_DEADLINE_S:.0f} s") from error
-        if not all(answers):
-            await asyncio.sleep(0.5)
-            self._fleet.check()
-        return answers
+        return await self._fleet.answers(_DEADLINE_S)
 
 
 async def _serve(config: Config, worker: int, workers: int, digits: bool) -> None:

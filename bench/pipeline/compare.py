@@ -7,22 +7,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.interruptible import run_interruptible
 from bench.pipeline import stats
 from bench.pipeline.bare import BareEngines
 from bench.pipeline.load import LONGEST, jobs
 from bench.pipeline.plan import HOME, Plan
-from bench.pipeline.processes import Fleet
 from bench.pipeline.sink import Arrival
 from bench.pipeline.stats import Round
 from bench.pipeline.through_queue import QueuedEngines
+from bench.processes import Fleet
 from bench.report import say
 from pipeline.broker import connect
 from pipeline.config.types import BrokerConfig
@@ -45,23 +44,9 @@ def compare(plan: Plan) -> dict[str, Any]:
     home = Path(tempfile.mkdtemp(prefix="run-", dir=HOME))
     try:
         with embedded_broker(BrokerConfig(embedded_dir=str(home / "broker"))) as url:
-            found = asyncio.run(_interruptible(plan, home, url))
+            return run_interruptible(_run(plan, home, url))
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    if found is None:
-        raise KeyboardInterrupt
-    return found
-
-
-async def _interruptible(plan: Plan, home: Path, url: str) -> dict[str, Any] | None:
-    """SIGTERM ends the run like Ctrl-C: None, once everything is cleaned up."""
-    task = asyncio.create_task(_run(plan, home, url))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        return None
 
 
 async def _run(plan: Plan, home: Path, url: str) -> dict[str, Any]:

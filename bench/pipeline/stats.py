@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from statistics import median
 
+from bench.percentile import percentile
 from pipeline.errors import SluiceError
+
+__all__ = ["Round", "Sample", "median", "percentile", "summary"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,6 @@ class Round:
                 f"the two sides did not decode the same: {len(differ)} sequences differ, e.g. {differ[0]} "
                 f"({bare.get(differ[0])} tokens bare, {queued.get(differ[0])} through the queue); no ratio is fair"
             )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest-rank percentile, `share` in (0, 1]; raises ValueError for no values."""
-    if not values or not 0 < share <= 1:
-        raise ValueError(f"a percentile needs values and a share in (0, 1], got {len(values)} and {share}")
-    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, float]:

@@ -16,9 +16,9 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from bench.pipeline.plan import RUN, Plan
-from bench.pipeline.processes import Fleet
 from bench.pipeline.sink import Arrival, Sink
 from bench.pipeline.stats import Sample
+from bench.processes import Fleet
 from pipeline.errors import BrokerError, DeadlineExceeded
 from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import Keys

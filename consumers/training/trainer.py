@@ -160,7 +160,8 @@ class Trainer:
 
     async def _checkpoint(self) -> None:
         await self._owner.confirm()
-        self._state.version += 1
+        # Not always the next one: see next_number.
+        self._state.version = await self._registry.next_number(self._state.version, self._versions)
         directory = await self._write(
             checkpoint.save,
             self._checkpoints,

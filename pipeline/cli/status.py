@@ -8,7 +8,9 @@ from pipeline.cli.options import ConfigPath, Overrides
 def status(
     *, config: ConfigPath = None, overrides: Overrides = (), json: bool = False, health: str | None = None
 ) -> int:
-    """Show a run's counts, versions and processes.
+    """Show a run's counts, queue, leases, streams, credit and processes, and what waits for what.
+
+    `--json` prints all of it as one object; it has up to 20 leases, the oldest first.
 
     `--health ROLE` prints nothing and exits 0 when this host has a live process of that role (for container
     health checks).

@@ -14,11 +14,12 @@ from redis.asyncio import Redis
 
 from pipeline.errors import MessageError, SluiceError, UnknownSchema
 from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING
-from pipeline.messages import DecodeJob, decode, encode
+from pipeline.messages import SCHEMA, DecodeJob, decode, encode
 from pipeline.tokens import from_wire
 
 FUNCTION = "decode"
 _CANCELLED = ("cancelled", "CancelledError")
+_YEAR_2096_MS, _MOST_TRIES = 4e12, 1e6
 
 assert (constants.job_key_prefix, constants.result_key_prefix) == (ARQ_JOB, ARQ_RESULT)
 assert (constants.in_progress_key_prefix, constants.abort_jobs_ss) == (ARQ_RUNNING, ARQ_ABORT)
@@ -34,7 +35,8 @@ class Envelope(msgspec.Struct, frozen=True):
     function: str = ""
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = {}
-    enqueued_ms: int = 0
+    enqueued_ms: int = 0  # 0 = not known
+    first_try: int = 1
     job: DecodeJob | None = None
     problem: str = ""
 
@@ -84,17 +86,21 @@ def call_payload(function: str, args: Sequence[Any], kwargs: dict[str, Any], enq
 def read_envelope(job_id: str, payload: bytes) -> Envelope:
     """Never raises on hostile bytes."""
     try:
-        function, args, kwargs, _, at = deserialize_job_raw(payload, deserializer=arq_deserializer)
+        function, args, kwargs, first_try, at = deserialize_job_raw(payload, deserializer=arq_deserializer)
     except (DeserializationError, ValueError, TypeError) as error:
         return Envelope(problem=f"malformed envelope: {error.__cause__ or error}")
     checked = cast(Any, (function, args, kwargs))
     if not _is_call(*checked):
         return Envelope(problem="malformed envelope: function, args and kwargs are not a string, a list and a map")
-    at = at if isinstance(cast(Any, at), int) and at > 0 else 0
+    at, first_try = _within(at, _YEAR_2096_MS) or 0, _within(first_try, _MOST_TRIES) or 1
     if function != FUNCTION:
-        return Envelope(function, args, kwargs, at)
+        return Envelope(function, args, kwargs, at, first_try)
     job, problem = _decode_job(job_id, args, kwargs)
-    return Envelope(function, args, kwargs, at, job, problem)
+    return Envelope(function, args, kwargs, at, first_try, job, problem)
+
+
+def _within(value: Any, most: float) -> int | None:
+    return value if type(value) is int and 0 < value < most else None
 
 
 def _is_call(function: Any, args: Any, kwargs: Any) -> bool:
@@ -110,6 +116,8 @@ def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
         elif isinstance(given, dict):
             fields = {"run": job_id.partition(":")[0], **cast("dict[str, Any]", given), "job_id": job_id}
             job = msgspec.convert(fields, DecodeJob, dec_hook=from_wire)
+            if job.schema > SCHEMA:
+                return None, f"unknown schema: {job.schema}; this release reads up to {SCHEMA}: upgrade"
         else:
             return None, "malformed arguments: give one DecodeJob (encoded or as a map), or its fields by name"
     except UnknownSchema as error:

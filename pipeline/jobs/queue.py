@@ -49,10 +49,13 @@ class JobQueue:
         self._scripts = Scripts(client)
         self.keys, self.worker = keys, worker
         self.owner = secrets.token_hex(8)
+        self._num_claims = 0
         self.script_keys = [keys.jobs, keys.alone, keys.counts, keys.dead, keys.dropped]
         self.script_keys += [keys.wake, ARQ_ABORT, keys.latest, keys.source]
         self.script_args: list[Any] = [keys.job_state, keys.progress, keys.results, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING]
-        self.script_args += [partitions, int(keep_result_s * 1000)]
+        self.script_args += [keys.claim]
+        self._keep_ms = int(keep_result_s * 1000)
+        self.script_args += [partitions, self._keep_ms]
 
     async def enqueue(
         self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
@@ -63,8 +66,9 @@ class JobQueue:
         stored position is before `behind`.
         """
         args: list[Any] = []
+        now_ms = int(time.time() * 1000)
         for i, job in enumerate(jobs):
-            args += [job.job_id, arq_payload(job), job.n, job.priority, 0, int((job.deadline_s or 0) * 1000)]
+            args += [job.job_id, arq_payload(job, now_ms), job.n, job.priority, 0, int((job.deadline_s or 0) * 1000)]
             args += [cursors[i] if cursors else "", ""]
         return await self._enqueue(args, credit, behind)
 
@@ -80,8 +84,13 @@ class JobQueue:
 
     async def claim(self, capacity: int, lease_s: float, max_attempts: int, held: int = 0) -> Claimed:
         """Lease ready jobs worth about `capacity` sequences (the last one may go over); `held` jobs are ours now."""
-        args = [self.owner, self.worker, int(lease_s * 1000), capacity, max_attempts, held]
-        rows, cancelled, more, busy, latest = await self._run("claim", args)
+        self._num_claims += 1
+        args = [self.owner, self.worker, int(lease_s * 1000), capacity, max_attempts, held, self._num_claims]
+        rows, cancelled, more, busy, latest, over = await self._run("claim", args)
+        odd = [row for row in rows if not _is_text(row[0])]
+        for row in odd:
+            await self._bury_unreadable_id(row[0], int(row[2]))
+        rows = [row for row in rows if row not in odd] if odd else rows
         claims = [_claim_from(row) for row in rows]
         foreign = [claim for claim, row in zip(claims, rows, strict=True) if row[_FOREIGN]]
         gone = await self._settle(foreign)
@@ -91,6 +100,7 @@ class JobQueue:
             more=bool(more),
             must_drain=bool(busy),
             latest=int(latest) if latest else None,
+            over=int(over) + len(gone) + len(odd),
         )
 
     async def _settle(self, foreign: Sequence[Claim]) -> set[str]:
@@ -113,9 +123,10 @@ class JobQueue:
             args += [item.claim.job_id]
             if isinstance(item, Finished):
                 result = item.result
-                args += [result.index, item.claim.attempt, len(result.token_ids), encode(result), 0]
+                args += [result.index, item.claim.attempt, len(result.token_ids), encode(result), ""]
             else:
-                args += [0, item.claim.attempt, 0, item.answer, 1]
+                kept_ms = self._keep_ms if item.kept_ms is None else item.kept_ms
+                args += [0, item.claim.attempt, 0, item.answer, kept_ms]
         answer = await self._run("commit", args)
         return [cast(CommitOutcome, item.decode()) for item in answer]
 
@@ -129,13 +140,21 @@ class JobQueue:
         return [item.decode() for item in await self._run("checkpoint", args)]
 
     async def release(
-        self, claims: Sequence[Claim], delay_s: float = 0.0, *, blame: str = "", traceback: str = "", most: int = 3
+        self,
+        claims: Sequence[Claim],
+        delay_s: float = 0.0,
+        *,
+        blame: str = "",
+        traceback: str = "",
+        most: int = 3,
+        excused: bool = True,
     ) -> int:
-        """Hand jobs back; returns how many were still ours.
+        """Hand jobs back; returns how many were still ours. An excused attempt is no try.
 
         With `blame` (why) it counts like a worker's death: after `most` of them while it ran alone a job is dead.
         """
         args: list[Any] = [self.owner, int(delay_s * 1000), blame[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:], most]
+        args.append(int(excused))
         for claim in claims:
             args += [claim.job_id, claim.attempt]
         return int(await self._run("release", args)) if claims else 0
@@ -150,7 +169,14 @@ class JobQueue:
     ) -> int:
         """End a job's uncommitted sequences; returns how many, -1 if the job is not ours."""
         args = [self.owner, self.worker, claim.job_id, claim.attempt, ending, reason]
-        return int(await self._run("fail", [*args, detail[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:]]))
+        args += [detail[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:], claim.job_id]
+        return int(await self._run("fail", args))
+
+    async def _bury_unreadable_id(self, raw_id: bytes, attempt: int) -> None:
+        """No message can carry an id that is not UTF-8."""
+        shown = raw_id.decode(errors="backslashreplace")
+        args = [self.owner, self.worker, raw_id, attempt, "dead", "malformed_id", "the job id is not UTF-8", "", shown]
+        await self._run("fail", args)
 
     async def reap(self, owner: str, max_attempts: int = 3) -> int:
         """End the leases of a process that is known to be dead; returns how many jobs it held."""
@@ -174,8 +200,16 @@ class JobQueue:
         return await self._scripts.run(name, self.script_keys, [*self.script_args, *args])
 
 
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _claim_from(row: list[Any]) -> Claim:
-    raw_id, payload, attempt, at_ms, left_ms, alone, done, progress, foreign = row
+    raw_id, payload, attempt, at_ms, left_ms, alone, done, progress, foreign, excused = row
     job_id = raw_id.decode(errors="replace")
     envelope = read_envelope(job_id, payload)
     return Claim(
@@ -188,6 +222,8 @@ def _claim_from(row: list[Any]) -> Claim:
         args=envelope.args,
         kwargs=envelope.kwargs,
         problem=envelope.problem,
+        first_try=envelope.first_try,
+        excused=int(excused),
         alone=bool(alone),
         deadline_at=None if left_ms == b"" else time.monotonic() + int(left_ms) / 1000,
         progress=_progress_of(job_id, progress),

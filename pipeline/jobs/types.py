@@ -62,6 +62,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = {}
     problem: str = ""
+    first_try: int = 1  # what the caller wants arq's job_try to begin with
+    excused: int = 0  # attempts that were handed back
     alone: bool = False  # suspected of killing workers: it must have this one for itself
     deadline_at: float | None = None  # time.monotonic() seconds
     progress: dict[int, Progress] = {}  # index → what an earlier attempt had decoded
@@ -80,6 +82,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     more: bool  # more jobs are ready
     must_drain: bool  # a job waits that runs alone, and it is this worker's turn: finish what is held first
     latest: int | None  # newest weight version
+    over: int = 0  # jobs that ended without being started: expired, cancelled, without payload
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -94,6 +97,7 @@ class Called(msgspec.Struct, frozen=True):
 
     claim: Claim
     answer: bytes
+    kept_ms: int | None = None  # how long arq's result stays; -1 = for ever, None = as the worker says
 
 
 class Piece(msgspec.Struct, frozen=True):

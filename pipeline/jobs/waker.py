@@ -18,8 +18,9 @@ _BLOCK_S = 1.0
 class Waker:
     """`rang` is set by a signal; `listen` while there is nothing to do."""
 
-    def __init__(self, client: Redis, key: str, rang: asyncio.Event) -> None:
+    def __init__(self, client: Redis, key: str, rang: asyncio.Event, socket_timeout_s: float) -> None:
         self._client, self._key, self._rang = client, key, rang
+        self._block_s = min(_BLOCK_S, socket_timeout_s / 2)  # or each wait would look like an outage
         self._idle = asyncio.Event()
 
     def listen(self, idle: bool) -> None:
@@ -33,7 +34,7 @@ class Waker:
         """Pass signals on until cancelled."""
         while True:
             await self._idle.wait()
-            pop = cast(Any, self._client).blpop([self._key], timeout=_BLOCK_S)
+            pop = cast(Any, self._client).blpop([self._key], timeout=self._block_s)
             if await cast("Awaitable[Any]", pop):
                 self._rang.set()
                 self._idle.clear()

@@ -79,7 +79,7 @@ class LeasedWorker(Worker):
         self.broken: BaseException | None = None
         self.more = False  # jobs were ready at the last claim
         self.wake = asyncio.Event()
-        self._waker = Waker(client, keys.wake, self.wake)
+        self._waker = Waker(client, keys.wake, self.wake, config.broker.socket_timeout_s)
         self._calls = Calls(self)
         self._must_drain = False
         self._alone = ""  # the job that has this worker for itself
@@ -142,8 +142,11 @@ class LeasedWorker(Worker):
         self.keeper.start()
         self._pulse.start(self.committer.run(), self._waker.run())
         try:
-            while not self.stop.is_set() and not await self._is_done():
-                if not await self._turn():
+            while not self.stop.is_set():
+                busy = await self._turn()
+                if await self._is_done():
+                    break
+                if not busy:
                     await self._pause()
             await self._drain()
             if self.broken is not None:
@@ -165,15 +168,16 @@ class LeasedWorker(Worker):
         claims = await self.before_claim()
         room = self.room() if claims and not self.draining_for_one() else 0
         if self.burst and self.max_burst_jobs >= 0:
-            room = min(room, self.max_burst_jobs - self.jobs_complete - self.jobs_failed - self.num_held())
+            room = min(room, self.max_burst_jobs - self._num_done() - self.num_held())
         got = await self._claim(max(0, room))
         self.report()
-        return bool(got.claims) or (got.more and self._has_room())
+        return bool(got.claims or got.more) and self._has_room()
 
     async def _claim(self, room: int) -> Claimed:
         settings = self.settings
         got = await self.queue.claim(room, settings.lease_s, settings.max_attempts, self.num_held())
         self.after_claim(got)
+        self.jobs_failed += got.over
         self.more = got.more
         self._must_drain = got.must_drain
         if got.must_drain:
@@ -212,9 +216,12 @@ class LeasedWorker(Worker):
         if not self.burst or self.num_held():
             return False
         await self.committer.flush()
-        if 0 <= self.max_burst_jobs <= self.jobs_complete + self.jobs_failed:
+        if 0 <= self.max_burst_jobs <= self._num_done():
             return True
         return not await self.pool.zcard(self.queue_name)
+
+    def _num_done(self) -> int:
+        return self.jobs_complete + self.jobs_failed + self.jobs_retried
 
     def check_health(self) -> None:
         """Raise what broke the engine, the lease keeper's finding, or the error of a helper task."""

@@ -1,4 +1,5 @@
 -- A job enters the queue: payload, state, place in the line.
+local LANE_MS = 1e9 -- a job of one priority higher goes before those that wait up to 11 days longer
 
 -- Returns the bytes that it holds until its end.
 local function admit(id, payload, n, score, at, expires, call)

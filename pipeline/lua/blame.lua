@@ -1,6 +1,6 @@
 -- A worker died over a job, or its engine failed. Jobs that were on a worker when it died twice run alone from then
 -- on; only a death over a job that ran alone counts against it, and too many of those make it a dead letter.
--- A worker that turns out to be alive takes its blame back (renew.lua).
+-- A worker that turns out to be alive takes its blame back (acquit.lua).
 local FAR_MS = 4e12 -- in the year 2096: not ready by itself; the line of those that run alone knows its place
 local SHARED_DEATHS = 2
 
@@ -31,7 +31,7 @@ local function blame(id, culprit, most, now, detail, traceback)
   local f = redis.call('HMGET', state, 'alone', 'score', 'worker')
   local kind = f[1] and 'deaths' or 'shared'
   local deaths = redis.call('HINCRBY', state, kind, 1)
-  redis.call('HSET', state, 'blamed', culprit, 'blamed_for', kind)
+  redis.call('HSET', state, 'blames:' .. culprit, kind)
   if kind == 'deaths' and deaths >= most then
     bury(id, {
       ending = 'dead', reason = 'worker_deaths', worker = f[3] or '', traceback = traceback,

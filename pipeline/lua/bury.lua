@@ -1,25 +1,25 @@
 -- End every uncommitted sequence of a job, and the job.
 -- dead: one row per sequence in the dead-letter stream, the payload with the first. dropped: one in its own stream.
 -- Each missing index leaves a tombstone in the result stream, so that its group completes.
--- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker}. Returns the number of sequences.
+-- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form}. Returns the number of sequences.
 local DROPPED_KEPT = 10000
 
 local function bury(id, how)
   local state = state_of .. id
   local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'ndone')
   local n, attempt, now = tonumber(f[1] or 1), tonumber(f[2] or 0), now_ms()
-  local payload = redis.call('GET', payload_of .. id) or ''
+  local content, shown = payload(id) or '', how.shown or id
   local stream, buried, bytes = stream_of(id), 0, -tonumber(f[4] or 0)
   for index = 0, n - 1 do
     if redis.call('HEXISTS', state, 'd:' .. index) == 0 then
       local letter = cmsgpack.pack({
-        kind = 'dead_letter', schema = 1, seq_id = id .. ':' .. index, reason = how.reason, state = how.ending,
+        kind = 'dead_letter', schema = 1, seq_id = shown .. ':' .. index, reason = how.reason, state = how.ending,
         detail = how.detail, traceback = how.traceback or '', attempts = attempt, worker = how.worker or '',
         at = now / 1000,
       })
       if how.ending == 'dead' then
-        local first = buried == 0 and payload or ''
-        redis.call('XADD', dead, '*', 'd', letter, 'g', id, 'i', index, 'n', n, 'p', first)
+        local first = buried == 0 and content or ''
+        redis.call('XADD', dead, '*', 'd', letter, 'g', shown, 'i', index, 'n', n, 'p', first)
         bytes = bytes + #letter + #first
       else
         redis.call('XADD', dropped, 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', letter)
@@ -34,7 +34,8 @@ local function bury(id, how)
   count(how.ending, buried)
   count(how.ending .. ':' .. how.reason, buried)
   count('bytes', bytes)
-  finish(id, n, answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }))
+  local kept = shown ~= id and 0 or nil -- arq cannot read a key that is not UTF-8
+  finish(id, n, answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }), kept)
   redis.call('ZREM', alone, id)
   redis.call('ZREM', aborts, id)
   return buried

@@ -1,22 +1,24 @@
 -- arq's Job.abort: the id stands in arq's own set, which all queues of a server share.
--- Ends the named jobs that nobody else is at work on. Returns the ids of those that `owner` held.
-local MOST = 1000
+-- Ends the named jobs that nobody else is at work on. Returns the ids of those that `owner` held, and the number of
+-- others.
+local MOST, OLD_MS = 1000, 3600 * 1000
 
 local function cancel(owner, now)
-  local held = {}
-  if redis.call('ZCARD', aborts) == 0 then return held end
-  for _, id in ipairs(redis.call('ZRANGE', aborts, 0, MOST - 1)) do
+  local held, unstarted = {}, 0
+  if redis.call('ZCARD', aborts) == 0 then return held, 0 end
+  redis.call('ZREMRANGEBYSCORE', aborts, '-inf', now - OLD_MS) -- of jobs that nobody knows
+  for _, id in ipairs(redis.call('ZREVRANGE', aborts, 0, MOST - 1)) do
     if redis.call('EXISTS', answer_of .. id) == 1 then
       redis.call('ZREM', aborts, id)
     elseif redis.call('ZSCORE', jobs, id) then
       local holder = redis.call('HGET', state_of .. id, 'owner')
       if not holder or holder == owner or redis.call('EXISTS', running_of .. id) == 0 then
-        local payload = redis.call('GET', payload_of .. id)
-        if payload and redis.call('EXISTS', state_of .. id) == 0 then adopt(id, payload, now) end
+        local found = payload(id)
+        if found and redis.call('EXISTS', state_of .. id) == 0 then adopt(id, found, now) end
         bury(id, { ending = 'dropped', reason = 'cancelled', detail = 'aborted by its caller' })
-        if holder == owner then held[#held + 1] = id end
+        if holder == owner then held[#held + 1] = id else unstarted = unstarted + 1 end
       end
     end
   end
-  return held
+  return held, unstarted
 end

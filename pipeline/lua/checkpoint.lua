@@ -1,4 +1,4 @@
--- needs: names
+-- needs: names acquit
 -- Store what was decoded of running sequences so far, piece by piece, only by the attempt that holds the job.
 -- A piece from offset 0 replaces what an earlier attempt had stored.
 -- ARGV owner then per piece: id index attempt offset tokens piece
@@ -10,6 +10,7 @@ for i = FIRST + 1, #ARGV, 6 do
   local f = redis.call('HMGET', state, 'owner', 'attempt', 'd:' .. index, 'p:' .. index)
   local stored = tonumber(f[4] or 0)
   if f[1] ~= owner or f[2] ~= ARGV[i + 2] or f[3] then
+    acquit(id, owner)
     out[#out + 1] = 'fenced'
   elseif offset > stored then
     out[#out + 1] = 'gap'

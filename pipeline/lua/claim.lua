@@ -1,14 +1,15 @@
 -- needs: names adopt finish bury blame cancel
 -- Take up to `capacity` sequences' worth of ready jobs: highest priority first, oldest first.
 -- A leased job sits in the queue with its lease's end as score, so an expired lease is ready by itself.
--- ARGV owner worker lease_ms capacity max_deaths held_jobs
--- Returns {jobs, cancelled ids of ours, more_are_ready, finish_what_you_hold_first, latest version or ''}
+-- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)
+-- Returns {jobs, cancelled ids of ours, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that were over}
 -- Per job: {id, payload, attempt, enqueued_ms, ms to its deadline or '', alone, "i,j,…" committed, {index, progress, …},
---          foreign: its payload is still to be read (settle.lua)}
+--          foreign: its payload is still to be read (settle.lua), attempts that count for nothing}
 local owner, worker, lease = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local capacity, most = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4])
 local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
-local now, out, more = now_ms(), {}, 0
+local call, now, out, given, more, over = ARGV[FIRST + 6], now_ms(), {}, {}, 0, 0
+local last_call = claims_of .. owner
 
 -- Indices that need no decoding, and the stored progress of the others.
 local function so_far(id, state, n, ndone, has_progress)
@@ -27,6 +28,7 @@ local function so_far(id, state, n, ndone, has_progress)
 end
 
 local function gone(id)
+  over = over + 1
   if redis.call('EXISTS', state_of .. id) == 1 then
     bury(id, { ending = 'dead', reason = 'payload_missing', detail = 'its payload key is gone' })
   else
@@ -36,28 +38,40 @@ local function gone(id)
   end
 end
 
+local function facts(id)
+  return redis.call('HMGET', state_of .. id, 'owner', 'n', 'ndone', 'at', 'expires', 'attempt', 'alone', 'p', 'foreign',
+    'excused')
+end
+
+local function give(id, content, attempt, f)
+  local done, progress = so_far(id, state_of .. id, tonumber(f[2]), tonumber(f[3] or 0), f[8])
+  local left = f[5] and math.floor(tonumber(f[5]) - now) or ''
+  out[#out + 1] =
+    { id, content, attempt, tonumber(f[4]), left, f[7] and 1 or 0, done, progress, f[9] and 1 or 0, tonumber(f[10] or 0) }
+  given[#given + 1] = id
+end
+
 -- Returns the number of sequences that it brings; 0 when it cannot be had.
 local function take(id)
-  local state = state_of .. id
-  local payload = redis.call('GET', payload_of .. id)
-  if not payload then gone(id) return 0 end
-  local f = redis.call('HMGET', state, 'owner', 'n', 'ndone', 'at', 'expires', 'attempt', 'alone', 'p', 'foreign')
+  local content = payload(id)
+  if not content then gone(id) return 0 end
+  local f = facts(id)
   if not f[2] then
-    adopt(id, payload, now)
-    f = redis.call('HMGET', state, 'owner', 'n', 'ndone', 'at', 'expires', 'attempt', 'alone', 'p', 'foreign')
+    adopt(id, content, now)
+    f = facts(id)
   end
   if f[5] and now > tonumber(f[5]) then
     bury(id, { ending = 'dead', reason = 'expired', detail = 'not started before its deadline' })
+    over = over + 1
     return 0
   end
-  local n, ndone, attempt = tonumber(f[2]), tonumber(f[3] or 0), tonumber(f[6] or 0) + 1
-  redis.call('HSET', state, 'owner', owner, 'worker', worker, 'attempt', attempt)
+  local attempt = tonumber(f[6] or 0) + 1
+  redis.call('HSET', state_of .. id, 'owner', owner, 'worker', worker, 'attempt', attempt,
+    'since', math.floor(now))
   redis.call('ZADD', jobs, now + lease, id)
   redis.call('SET', running_of .. id, owner, 'PX', lease)
-  local done, progress = so_far(id, state, n, ndone, f[8])
-  local left = f[5] and math.floor(tonumber(f[5]) - now) or ''
-  out[#out + 1] = { id, payload, attempt, tonumber(f[4]), left, f[7] and 1 or 0, done, progress, f[9] and 1 or 0 }
-  return n - ndone
+  give(id, content, attempt, f)
+  return tonumber(f[2]) - tonumber(f[3] or 0)
 end
 
 -- Whether the job can be taken now: a lease that ran out is blamed on its owner, one that still runs is left alone.
@@ -75,17 +89,39 @@ local function is_free(id)
   return score and tonumber(score) <= now
 end
 
+-- What the last call gave, should its answer have been lost. Returns whether this is that call again.
+local function give_again()
+  local last = redis.call('LRANGE', last_call, 0, -1)
+  if last[1] ~= call then return false end
+  for k = 2, #last do
+    local id = last[k]
+    local f, content = facts(id), payload(id)
+    if content and f[1] == owner then give(id, content, tonumber(f[6]), f) end
+  end
+  return true
+end
+
+local function remember()
+  redis.call('DEL', last_call)
+  if #given == 0 then return end
+  redis.call('RPUSH', last_call, call, unpack(given))
+  redis.call('PEXPIRE', last_call, lease)
+end
+
 local version = redis.call('GET', latest) or ''
-local cancelled = cancel(owner, now)
+local cancelled, ended = cancel(owner, now)
+over = over + ended
+if give_again() then return { out, cancelled, 0, 0, version, over } end
 local first = redis.call('ZRANGEBYSCORE', alone, '-inf', now, 'LIMIT', 0, 1)[1]
 if first then
   local turn = redis.call('GET', alone .. ':turn')
   if not turn or turn == owner then
     redis.call('SET', alone .. ':turn', owner, 'PX', lease)
-    if held > 0 or capacity <= 0 then return { {}, cancelled, 0, held, version } end
+    if held > 0 or capacity <= 0 then return { {}, cancelled, 0, held, version, over } end
     redis.call('ZREM', alone, first)
     take(first)
-    return { out, cancelled, 0, 0, version }
+    remember()
+    return { out, cancelled, 0, 0, version, over }
   end
 end
 if capacity > 0 then
@@ -96,5 +132,6 @@ if capacity > 0 then
     if is_free(id) then capacity = capacity - take(id) end
   end
   if more == 1 then ring() end
+  remember()
 end
-return { out, cancelled, more, 0, version }
+return { out, cancelled, more, 0, version, over }

@@ -1,6 +1,7 @@
--- needs: names finish
+-- needs: names finish acquit
 -- Publish finished sequences, each once, only by the attempt that holds the job; finish jobs that are whole.
--- ARGV owner then per sequence: id index attempt tokens result is_call(1: `result` is arq's result of a plain call)
+-- ARGV owner then per sequence: id index attempt tokens result call
+-- call: '' for a sequence; else `result` is arq's result of a plain call, to be kept so long (see finish)
 -- Returns per sequence: ok | dup | fenced
 local owner, now = ARGV[FIRST], now_ms()
 local out, committed, called, tokens, bytes = {}, 0, 0, 0, 0
@@ -12,9 +13,10 @@ for i = FIRST + 1, #ARGV, 6 do
   if not n and redis.call('EXISTS', answer_of .. id) == 1 or f[4] then
     out[#out + 1] = 'dup'
   elseif f[1] ~= owner or f[2] ~= ARGV[i + 2] then
+    acquit(id, owner)
     out[#out + 1] = 'fenced'
-  elseif ARGV[i + 5] == '1' then
-    finish(id, n, result)
+  elseif ARGV[i + 5] ~= '' then
+    finish(id, n, result, tonumber(ARGV[i + 5]))
     called, bytes = called + n, bytes - tonumber(f[6])
     out[#out + 1] = 'ok'
   else

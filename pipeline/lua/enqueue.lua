@@ -4,7 +4,6 @@
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)
 -- Returns per job: enqueued | duplicate | done | over_credit; or {rewound, cursor}: the broker lost its newest part,
 -- and the source has to be read again from there.
-local LANE_MS = 1e9 -- a job of one priority higher goes before those that wait up to 11 days longer
 local max_in_flight, max_bytes = tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1])
 local per_version, staleness = tonumber(ARGV[FIRST + 2]), tonumber(ARGV[FIRST + 3])
 

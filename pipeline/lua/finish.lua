@@ -5,13 +5,18 @@ local function forget_progress(id, state, n)
   for index = 0, n - 1 do redis.call('DEL', progress_of .. id .. ':' .. index) end
 end
 
--- answer: arq's result, encoded
-local function finish(id, n, answer)
+-- answer: arq's result, encoded; kept: milliseconds, 0 = not at all, -1 = for ever, nil = as the worker says
+local function finish(id, n, answer, kept)
   local state = state_of .. id
   forget_progress(id, state, n)
   redis.call('DEL', payload_of .. id, state, running_of .. id)
   redis.call('ZREM', jobs, id)
-  if keep_ms > 0 then redis.call('SET', answer_of .. id, answer, 'PX', keep_ms) end
+  kept = kept or keep_ms
+  if kept > 0 then
+    redis.call('SET', answer_of .. id, answer, 'PX', kept)
+  elseif kept < 0 then
+    redis.call('SET', answer_of .. id, answer)
+  end
 end
 
 local function answer(id, call, attempt, at, now, success, result)

@@ -3,7 +3,7 @@ local jobs, alone, counts, dead, dropped = KEYS[1], KEYS[2], KEYS[3], KEYS[4], K
 local wake, aborts, latest, source = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local state_of, progress_of, results_of = ARGV[1], ARGV[2], ARGV[3]
 local payload_of, answer_of, running_of = ARGV[4], ARGV[5], ARGV[6] -- arq's own: job, result, in-progress
-local partitions, keep_ms, FIRST = tonumber(ARGV[7]), tonumber(ARGV[8]), 9
+local claims_of, partitions, keep_ms, FIRST = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9]), 10
 
 -- Milliseconds; microseconds as fraction.
 local function now_ms()
@@ -18,6 +18,12 @@ end
 
 local function count(name, by)
   if by ~= 0 then redis.call('HINCRBY', counts, name, by) end
+end
+
+-- false: there is none. A key of another type is no payload that anyone can read.
+local function payload(id)
+  local found = redis.pcall('GET', payload_of .. id)
+  return type(found) == 'table' and '' or found
 end
 
 -- One sleeping worker is woken; it wakes the next one if there is more than it can take.

@@ -1,6 +1,5 @@
--- needs: names adopt finish bury blame cancel
--- Extend the leases that this attempt still holds. A worker that comes late is alive: the blame for the job that it
--- lost is taken back.
+-- needs: names adopt finish bury cancel acquit
+-- Extend the leases that this attempt still holds.
 -- ARGV owner lease_ms then per job: id attempt
 -- Returns the ids that are lost, cancelled ones included.
 local owner, lease, now = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), now_ms()
@@ -8,15 +7,12 @@ local lost = cancel(owner, now)
 for i = FIRST + 2, #ARGV, 2 do
   local id = ARGV[i]
   local state = state_of .. id
-  local f = redis.call('HMGET', state, 'owner', 'attempt', 'blamed', 'blamed_for')
+  local f = redis.call('HMGET', state, 'owner', 'attempt')
   if f[1] == owner and f[2] == ARGV[i + 1] then
     redis.call('ZADD', jobs, 'XX', now + lease, id)
     redis.call('SET', running_of .. id, owner, 'PX', lease)
   else
-    if f[3] == owner then
-      redis.call('HINCRBY', state, f[4], -1)
-      redis.call('HDEL', state, 'blamed', 'blamed_for')
-    end
+    acquit(id, owner)
     lost[#lost + 1] = id
   end
 end

@@ -4,7 +4,6 @@
 -- ARGV id payload n priority deadline_ms(0 = none) call('' = decode, '?' = the worker will tell: settle.lua)
 --      then see unbury
 -- Returns ok | gone (a row is not there any more, nothing was done) | taken (another job has this id)
-local LANE_MS = 1e9 -- as in enqueue.lua
 local id, payload, n = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local priority, deadline, call = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4]), ARGV[FIRST + 5]
 if known(id) then return dead_row(ARGV[FIRST + 7]) and 'taken' or 'ok' end

@@ -14,11 +14,16 @@ from tests.e2e.stack import Stack
 PATIENT = {"max_attempts": 100}  # deaths that these tests cause are not the jobs' fault
 
 
-def seeded() -> random.Random:
-    """A random source; its seed is printed, and SLUICE_CHAOS_SEED repeats it."""
+def chaos_seed() -> int:
+    """A new seed each time; it is printed, and SLUICE_CHAOS_SEED repeats it."""
     seed = int(os.environ.get("SLUICE_CHAOS_SEED") or uuid.uuid4().int % 10_000)
     print(f"SLUICE_CHAOS_SEED={seed}")
-    return random.Random(seed)
+    return seed
+
+
+def seeded() -> random.Random:
+    """A random source with that seed."""
+    return random.Random(chaos_seed())
 
 
 def stop_while_it_holds_jobs(stack: Stack, worker: Process) -> set[str]:

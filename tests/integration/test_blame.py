@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
-from pipeline.jobs import Claim, Claimed, Credit, Finished, JobQueue
+from pipeline.jobs import Claim, Claimed, Credit, Finished, JobQueue, Piece
 from pipeline.keys import ARQ_RUNNING, Keys
-from pipeline.messages import DeadLetter, decode
+from pipeline.messages import DeadLetter, Progress, decode
 from pipeline.status import snapshot
+from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(10_000, 10_000, 1)
@@ -143,6 +145,42 @@ async def test_a_late_worker_that_lives_takes_its_blame_back(client: Redis, keys
     raw: Any = client
     assert await raw.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"0"
     assert (await snapshot(client, keys)).dead == 0
+
+
+@pytest.mark.parametrize("word", ["commit", "checkpoint", "release", "fail"])
+async def test_any_late_word_of_a_live_worker_clears_it(client: Redis, keys: Keys, word: str) -> None:
+    paused, other, third = (worker(client, keys, name) for name in ("paused", "other", "third"))
+    await fill(paused, "a")
+    claim = _only((await claimed(paused)).claims)
+    await run_out(client, keys, claim)
+    await run_out(client, keys, _only((await claimed(other)).claims))
+    taken = (await claimed(third)).claims
+    assert taken == []  # two deaths: it is to run alone
+    raw: Any = client
+    state = f"{keys.job_state}{claim.job_id}"
+    assert await raw.hget(state, "shared") == b"2"
+    piece = Progress(offset=0, token_ids=TokenArray([1]), logprobs=FloatArray([0.0]), versions=Runs.of([0]))
+    words: dict[str, Any] = {
+        "commit": lambda: paused.commit([Finished(claim, _result(keys, "a"))]),
+        "checkpoint": lambda: paused.checkpoint([Piece(claim, 0, piece)]),
+        "release": lambda: paused.release([claim]),
+        "fail": lambda: paused.fail(claim, "invalid_request", "late"),
+    }
+    await words[word]()
+    assert await raw.hget(state, "shared") == b"1"
+    await words[word]()
+    assert await raw.hget(state, "shared") == b"1"
+
+
+async def test_a_claim_whose_answer_was_lost_is_given_again(client: Redis, keys: Keys) -> None:
+    queue = worker(client, keys)
+    await fill(queue, "a", "b", "c", n=2)
+    first = await claimed(queue, capacity=4)
+    queue._num_claims -= 1  # what a retry of the client sends
+    again = await claimed(queue, capacity=4)
+    assert again.claims == first.claims
+    assert names(again.claims) == ["a", "b"]
+    assert names((await claimed(queue)).claims) == ["c"]
 
 
 async def test_releases_and_own_lost_leases_blame_nobody(client: Redis, keys: Keys) -> None:

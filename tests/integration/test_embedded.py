@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,9 +18,9 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline import broker
+from pipeline import broker, embedded, embedded_server
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
+from pipeline.embedded import embedded_broker, find_server
 from pipeline.errors import BrokerError
 
 HOLD = """
@@ -44,6 +45,10 @@ def url_of(process: subprocess.Popen[str]) -> str:
 
 def connected(url: str) -> Any:
     return redis.Redis.from_url(url, socket_timeout=2)
+
+
+def card(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "broker.json").read_text())
 
 
 def wait_for(holds: Any, cause: str, deadline_s: float = 20) -> None:
@@ -134,9 +139,78 @@ def test_a_broker_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: p
         pass
 
 
+def test_a_broker_that_dies_comes_back_where_it_was_with_its_data(tmp_path: Path) -> None:
+    with embedded_broker(BrokerConfig(embedded_dir=str(tmp_path))) as url:
+        connected(url).set("kept", "1")
+        for _ in range(2):
+            pid = card(tmp_path)["pid"]
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: card(tmp_path)["pid"] != pid, "another process on the card")
+            wait_for(lambda: not is_down(url), "the broker to be back")
+            assert card(tmp_path)["url"] == url
+            assert connected(url).get("kept") == b"1"
+        last = card(tmp_path)["pid"]
+    assert is_down(url)
+    assert not (tmp_path / "broker.json").exists()
+    wait_for(lambda: not Path(f"/proc/{last}").exists(), "the last process to end")
+
+
+def test_a_stop_while_it_comes_back_ends_it(tmp_path: Path) -> None:
+    for _ in range(5):
+        with embedded_broker(BrokerConfig(embedded_dir=str(tmp_path))) as url:
+            os.kill(card(tmp_path)["pid"], signal.SIGKILL)
+            time.sleep(random.random() * 0.2)
+        assert is_down(url)
+        assert not (tmp_path / "broker.json").exists()
+
+
+def slow_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int) -> BrokerConfig:
+    """A broker with data that the real server takes about a quarter of a millisecond an entry to load."""
+    config = BrokerConfig(embedded_dir=str(tmp_path / "data"))
+    with embedded_broker(config) as url:
+        pipe = connected(url).pipeline(transaction=False)
+        for at in range(entries):
+            pipe.set(f"key-{at}", "1")
+        pipe.execute()
+    server = tmp_path / "bin" / "redis-server"
+    server.parent.mkdir()
+    server.write_text(f'#!/bin/sh\nexec {find_server()} "$@" --key-load-delay 100\n')
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{server.parent}:{os.environ['PATH']}")
+    return config
+
+
+def test_data_that_take_long_to_load_do_not_fail_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = slow_to_load(tmp_path, monkeypatch, 24_000)
+    monkeypatch.setattr(embedded_server, "START_S", 2.0)
+    monkeypatch.setattr(embedded, "START_S", 2.0)
+    joined: list[str] = []
+
+    def join() -> None:
+        wait_for((tmp_path / "data" / "broker.json").exists, "the first process to start its broker")
+        with embedded_broker(config) as url:
+            joined.append(url)
+
+    second, started = threading.Thread(target=join), time.monotonic()
+    second.start()
+    with embedded_broker(config) as url:
+        assert time.monotonic() - started > 2.0, "it was loaded before the shorter deadline: this shows nothing"
+        assert connected(url).dbsize() == 24_000
+        second.join(20)
+        assert joined == [url]
+
+
+def test_data_that_take_too_long_to_load_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = slow_to_load(tmp_path, monkeypatch, 24_000)
+    monkeypatch.setattr(embedded_server, "LOAD_S", 0.1)
+    with pytest.raises(BrokerError, match="still loading its data after"), embedded_broker(config):
+        pass
+    assert not (tmp_path / "data" / "broker.json").exists()
+
+
 async def test_a_restarted_broker_forgets_scripts_and_they_are_loaded_again(client: Any) -> None:
     scripts = broker.Scripts(client)
-    assert await scripts.run("own", ["t-forget:owner"], ["me", 1000]) == 1
+    assert await scripts.run("own", ["t-forget:owner"], ["me", 1000, 0]) == 1
     await client.script_flush()
-    assert await scripts.run("own", ["t-forget:owner"], ["other", 1000]) == 0
+    assert await scripts.run("own", ["t-forget:owner"], ["other", 1000, 0]) == 0
     await asyncio.gather(*(scripts.run("disown", ["t-forget:owner"], ["me"]) for _ in range(2)))

@@ -91,6 +91,19 @@ async def test_a_wait_names_its_cause_and_its_deadline(broker_config: BrokerConf
         assert not await role.wait_until(never, "nothing", 60)
 
 
+async def test_an_outage_uses_up_nobodys_deadline(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> None:
+    asked = 0
+
+    async def slow() -> bool:  # as a call is that waits for the broker
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.4)
+        return asked > 2
+
+    async with role_of(run_config(broker_config, keys, run_dir)) as role:
+        assert await role.wait_until(slow, "the broker", 0.3)
+
+
 async def test_a_background_task_that_fails_ends_the_role_with_its_error(
     broker_config: BrokerConfig, keys: Keys, run_dir: Path
 ) -> None:
@@ -105,7 +118,7 @@ async def test_a_background_task_that_fails_ends_the_role_with_its_error(
 
 
 async def test_a_role_without_a_broker_says_so(keys: Keys, run_dir: Path) -> None:
-    config = run_config(BrokerConfig(url="redis://127.0.0.1:1/0"), keys, run_dir)
+    config = run_config(BrokerConfig(url="redis://127.0.0.1:1/0", retry_for_s=0.2), keys, run_dir)
     with pytest.raises(BrokerError, match="does not answer"):
         async with role_of(config):
             pass
@@ -133,27 +146,40 @@ class Publisher:
         await self.registry.register(manifest, self.owner.key, self.owner.nonce, retention)
 
 
-async def test_versions_are_registered_in_order_with_one_digest_each(client: Any, keys: Keys) -> None:
+async def test_versions_only_rise_and_keep_one_digest_each(client: Any, keys: Keys) -> None:
     trainer = Publisher(client, keys)
     assert await trainer.owner.try_acquire()
     assert await trainer.registry.latest() is None
-    for version in (0, 1, 1, 2):
-        await trainer.publish(version)  # a repeat is the same version
-    assert await trainer.registry.latest() == 2
-    for version, digest in ((4, "d"), (1, "other"), (2, "other")):
-        with pytest.raises(WeightsError, match=f"version {version} refused"):
+    for version in (0, 1, 1, 2, 5, 1):
+        await trainer.publish(version)  # a repeat is the same version; a gap is harmless
+    assert await trainer.registry.latest() == 5
+    for version, digest, why in ((4, "d", "order"), (1, "other", "conflict"), (5, "other", "conflict")):
+        with pytest.raises(WeightsError, match=rf"version {version} refused \({why}\)"):
             await trainer.publish(version, digest)
-    assert await trainer.registry.latest() == 2
+    assert await trainer.registry.latest() == 5
 
 
 async def test_the_registry_forgets_retired_versions_but_never_their_digests(client: Any, keys: Keys) -> None:
     trainer = Publisher(client, keys)
     assert await trainer.owner.try_acquire()
-    for version in range(6):
+    for version, kept in ((0, [0]), (1, [0, 1]), (2, [1, 2]), (3, [2, 3]), (6, [6]), (7, [6, 7]), (50, [50])):
         await trainer.publish(version, retention=2)
-    assert [version for version in range(6) if await trainer.registry.get(version)] == [4, 5]
+        assert [number for number in range(51) if await trainer.registry.get(number)] == kept
     with pytest.raises(WeightsError, match="conflict"):
         await trainer.publish(0, "other")
+
+
+async def test_the_next_number_is_one_that_nobody_has_used(client: Any, keys: Keys, tmp_path: Path) -> None:
+    trainer = Publisher(client, keys)
+    assert await trainer.owner.try_acquire()
+    assert await trainer.registry.next_number(0, tmp_path) == 1
+    for version in range(3):
+        await trainer.publish(version)
+    assert await trainer.registry.next_number(1, tmp_path) == 3  # the checkpoint of version 2 is gone
+    (tmp_path / "v000004").mkdir()
+    (tmp_path / ".v000009.1.tmp").mkdir()
+    assert await trainer.registry.next_number(2, tmp_path) == 5  # the broker lost versions 3 and 4
+    assert await trainer.registry.next_number(7, tmp_path) == 8
 
 
 async def test_a_trainer_that_was_replaced_publishes_nothing(client: Any, keys: Keys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import redis
 
 from pipeline import broker
 from pipeline.config.types import BrokerConfig
+from pipeline.errors import BrokerError
 from tests.killable_broker import KillableBroker
 
 
@@ -49,3 +51,91 @@ async def test_an_outage_that_is_too_long_ends_in_an_error_in_time(server: Killa
     with pytest.raises((redis.ConnectionError, OSError)):
         await asyncio.wait_for(client.get("a"), 30)
     await client.aclose()
+
+
+async def started(server: KillableBroker, timeout_s: float = 0.5) -> Any:
+    """A patient client of a running broker with a password; nothing of it is connected yet."""
+    server.start()
+    await broker.wait_ready(BrokerConfig(url=server.url))
+    with broker.connect_sync(BrokerConfig(url=server.url)) as admin:
+        admin.config_set("requirepass", "secret")  # type: ignore[no-untyped-call]
+    url = server.url.replace("//", "//:secret@")
+    return broker.connect(
+        BrokerConfig(url=url, retry_for_s=60, socket_timeout_s=timeout_s, connect_timeout_s=timeout_s)
+    )
+
+
+async def test_a_stalled_broker_that_takes_connections_and_answers_none_is_waited_for(server: KillableBroker) -> None:
+    client = await started(server)
+    assert await client.set("a", 1)
+    server.signal(signal.SIGSTOP)
+    held, fresh = asyncio.create_task(client.incr("a")), asyncio.create_task(client.get("b"))
+    await asyncio.sleep(1.5)  # three time-outs, of the answer and of the hand-shake
+    assert not held.done()
+    assert not fresh.done()
+    server.signal(signal.SIGCONT)
+    await asyncio.wait_for(asyncio.gather(held, fresh), 30)
+    await client.aclose()
+
+
+async def test_a_stalled_broker_that_takes_no_more_bytes_is_waited_for(server: KillableBroker) -> None:
+    client = await started(server, timeout_s=3.0)
+    assert await client.set("a", 1)
+    server.signal(signal.SIGSTOP)
+    big = asyncio.create_task(client.set("big", bytes(32 << 20)))
+    await asyncio.sleep(4.0)  # a time-out of the write
+    assert not big.done()
+    server.signal(signal.SIGCONT)
+    assert await asyncio.wait_for(big, 60)
+    await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("refuse", "allow"),
+    [
+        ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+    ],
+)
+async def test_a_broker_that_refuses_for_now_is_asked_again(server: KillableBroker, refuse: str, allow: str) -> None:
+    client = await started(server)
+    await client.execute_command(*refuse.split())
+    plain = asyncio.create_task(client.set("a", 1))
+    script = asyncio.create_task(broker.Scripts(client).run("own", ["owner"], ["me", 1000, 0]))
+    pipe = client.pipeline(transaction=False)
+    pipe.incr("n")
+    piped = asyncio.create_task(pipe.execute())
+    await asyncio.sleep(0.5)
+    assert not any(task.done() for task in (plain, script, piped)), (plain, script, piped)
+    await client.execute_command(*allow.split())
+    assert await asyncio.wait_for(asyncio.gather(plain, script, piped), 30) == [True, 1, [1]]
+    await client.aclose()
+
+
+async def test_an_error_that_would_come_again_is_raised_at_once(server: KillableBroker) -> None:
+    client = await started(server)
+    await client.set("a", "text")
+    with pytest.raises(redis.ResponseError, match="integer"):
+        await asyncio.wait_for(client.incr("a"), 30)
+    await client.aclose()
+
+
+async def test_many_callers_share_an_outage_and_not_a_line(server: KillableBroker) -> None:
+    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=0.5)
+    client: Any = broker.connect(config)
+    async with asyncio.timeout(10):  # one after the other they would take 25 s
+        ends = await asyncio.gather(*(client.get("a") for _ in range(50)), return_exceptions=True)
+    assert all(isinstance(end, redis.ConnectionError | OSError) for end in ends)
+    await client.aclose()
+
+
+async def test_a_role_waits_for_a_broker_and_a_command_does_not(server: KillableBroker) -> None:
+    config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=60)
+    with pytest.raises(BrokerError, match="does not answer"):
+        broker.ping(config)
+    waiting = asyncio.create_task(broker.wait_ready(config))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    server.start()
+    assert "redis_version" in await asyncio.wait_for(waiting, 30)

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.config.types import UpConfig
 from pipeline.errors import ConfigError, DataError, ModelError, SluiceError
-from pipeline.supervise import Supervisor, last_line
+from pipeline.supervise import Child, Supervisor, last_line
 from tests.roles import eventually
 
 QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 10.0}
@@ -97,6 +97,84 @@ async def test_stop_asks_first_and_kills_after_the_grace_time(tmp_path: Path) ->
     await boss.stop()
     assert last_line(boss.children["polite"].log) == "bye"
     assert {name: process.returncode for name, process in processes.items() if process} == {"polite": 0, "deaf": -9}
+
+
+GRANDCHILDREN = """
+import subprocess
+code = "import sys, time\\nprint('up', flush=True)\\ntime.sleep(99)"
+for own_group in (None, 0):  # the second leaves the group, not the session
+    p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, process_group=own_group)
+    p.stdout.readline()
+    print(p.pid, flush=True)
+"""
+
+
+def grandchildren(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split() if line.isdigit()] if log.exists() else []
+
+
+async def test_stop_ends_what_a_child_has_started(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path)
+    boss.add("leaves", python(f"{GRANDCHILDREN}\nsignal.signal(15, lambda *_: sys.exit(0))\ntime.sleep(99)"))
+    boss.add("deaf", python(f"signal.signal(15, signal.SIG_IGN)\n{GRANDCHILDREN}\ntime.sleep(99)"))
+    care = asyncio.create_task(boss.run())
+    logs = [child.log for child in boss.children.values()]
+    await until(lambda: all(len(grandchildren(log)) == 2 for log in logs), "all grandchildren")
+    care.cancel()
+
+    async def grace_s() -> float:
+        return 1.0
+
+    await boss.stop(grace_s)
+    for pid in [pid for log in logs for pid in grandchildren(log)]:
+        await until(lambda pid=pid: gone(pid), "the grandchildren to end")
+
+
+async def test_what_a_dead_child_has_started_ends_before_it_starts_again(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path)
+    boss.add("c", python(f"{GRANDCHILDREN}\nsys.exit(9)"))
+    care = asyncio.create_task(boss.run())
+    log = boss.children["c"].log
+    await until(lambda: boss.children["c"].starts > 1, "the second start")
+    care.cancel()
+    await boss.stop()
+    for pid in grandchildren(log):
+        await until(lambda pid=pid: gone(pid), "the grandchildren to end")
+
+
+async def test_every_death_is_told_and_a_hearer_that_fails_or_hangs_holds_up_nothing(tmp_path: Path) -> None:
+    heard: list[tuple[str, int]] = []
+
+    async def hear(child: Child, pid: int) -> None:
+        heard.append((child.name, pid))
+        if child.name == "fails":
+            raise OSError("no broker")
+        await asyncio.sleep(3600)
+
+    boss = Supervisor(UpConfig(**QUICK), tmp_path / "logs", {}, on_death=hear)
+    boss.add("fails", python("print(os.getpid(), flush=True); sys.exit(9)"))
+    boss.add("hangs", python("print(os.getpid(), flush=True); os.kill(os.getpid(), 9)"))
+    boss.add("well", python("print(os.getpid(), flush=True)"))
+    care = asyncio.create_task(boss.run())
+    await until(lambda: min(boss.children[name].starts for name in ("fails", "hangs")) > 2, "the third starts")
+    await until(lambda: boss.children["well"].done, "the one that ends well")
+    care.cancel()
+    await asyncio.wait_for(boss.stop(), 30)
+    for name in ("fails", "hangs"):
+        pids = grandchildren(boss.children[name].log)
+        assert [pid for told, pid in heard if told == name][:2] == pids[:2]
+    assert not [pid for told, pid in heard if told == "well"]
+
+
+async def test_a_child_that_is_done_can_be_started_again(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path)
+    boss.add("c", python(""))
+    care = asyncio.create_task(boss.run())
+    await until(lambda: boss.children["c"].done, "its first end")
+    boss.start_again("c")
+    await until(lambda: boss.children["c"].starts == 2 and boss.children["c"].done, "its second end")
+    care.cancel()
+    assert boss.deaths == 0
 
 
 async def test_kill_is_sigkill_and_needs_a_running_child(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""One plain arq function, called with arq's context, hooks, timeout and retries; each call has one ending.
+
+| a call that …                            | ends as                                              |
+|------------------------------------------|------------------------------------------------------|
+| returns                                  | arq's result, fenced                                 |
+| raises Retry, fewer than max_tries       | ready again after its delay (else growing, jittered) |
+| cancels itself, or raises RetryJob       | ready again                                          |
+| raises, times out, or retries too often  | dead letter with the traceback, arq's failed result  |
+| is aborted by its caller                 | dropped(cancelled), by the script                    |
+| is cut off by a stop or a lost lease     | ready again; no try is used up                       |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from arq.jobs import serialize_result
+from arq.utils import ms_to_datetime
+from arq.worker import Retry, RetryJob
+
+from pipeline.jobs.envelope import arq_serializer
+from pipeline.jobs.types import Called, Claim
+from pipeline.logs import get_logger
+
+if TYPE_CHECKING:
+    from pipeline.jobs.worker import LeasedWorker
+
+_BACKOFF_S, _BACKOFF_CAP_S = 0.5, 30.0
+_CRON_KEPT_MS = 60_000  # a cron job's own id blocks the next call for no longer, as in arq
+FOR_EVER = -1
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a call ended: with a value, with `again_s` until it is ready again, or with a failure."""
+
+    value: Any = None
+    again_s: float | None = None
+    failure: tuple[str, str, str] | None = None  # reason, detail, traceback
+
+
+def backoff_s(attempt: int) -> float:
+    """Exponential with jitter: 0.25 to 0.5 s after the first attempt, at most 30 s."""
+    return random.uniform(0.5, 1.0) * min(_BACKOFF_CAP_S, _BACKOFF_S * 2 ** min(attempt - 1, 16))
+
+
+async def run_call(worker: LeasedWorker, claim: Claim, is_ours: Callable[[Claim], bool]) -> None:
+    """Call it and record its ending; `is_ours` is false once the job was lost or given back."""
+    started, ctx = time.time(), {**worker.ctx, **_facts(claim)}
+    try:
+        ending = await _attempt(worker, claim, ctx)
+    except asyncio.CancelledError:
+        if not is_ours(claim):
+            await _hooks(worker, ctx)
+            raise
+        ending = _again(worker, claim, 0.0, "it cancelled itself")
+    if worker.on_job_end:
+        ending = await _end_hook(worker, ctx, ending)
+    await _record(worker, claim, ending, started)
+    if worker.after_job_end:
+        await worker.committer.flush()
+        await worker.after_job_end(ctx)
+
+
+async def fail(worker: LeasedWorker, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
+    """The job is a dead letter."""
+    worker.jobs_failed += 1
+    worker.keeper.drop(claim.job_id)
+    get_logger().error("job failed", job=claim.job_id, reason=reason, detail=detail)
+    await worker.queue.fail(claim, reason, detail, trace)
+
+
+async def _attempt(worker: LeasedWorker, claim: Claim, ctx: dict[Any, Any]) -> Ending:
+    function = cast(Any, worker.functions[claim.function])
+    most = worker.max_tries if function.max_tries is None else function.max_tries
+    if _tries(claim) > most:
+        return Ending(failure=("max_tries", f"{most} attempts were not enough", ""))
+    limit = worker.job_timeout_s if function.timeout_s is None else function.timeout_s
+    try:
+        if worker.on_job_start:
+            await worker.on_job_start(ctx)
+        async with asyncio.timeout(limit):
+            return Ending(await function.coroutine(ctx, *claim.args, **claim.kwargs))
+    except (Retry, RetryJob) as again:
+        score_ms = cast("int | None", getattr(again, "defer_score", None))
+        delay_s = score_ms / 1000 if score_ms else backoff_s(claim.attempt) if isinstance(again, Retry) else 0.0
+        return _again(worker, claim, delay_s, repr(again))
+    except Exception as error:  # the user's code: its failure is this job's, and goes into the dead letter
+        return Ending(failure=("failed", repr(error), traceback.format_exc()))
+
+
+def _again(worker: LeasedWorker, claim: Claim, delay_s: float, why: str) -> Ending:
+    if worker.retry_jobs:
+        return Ending(again_s=delay_s)
+    return Ending(failure=("failed", f"{why}; this worker does not retry (attempt {claim.attempt})", ""))
+
+
+async def _end_hook(worker: LeasedWorker, ctx: dict[Any, Any], ending: Ending) -> Ending:
+    try:
+        await cast(Any, worker.on_job_end)(ctx)
+    except Exception as error:  # the user's code, as above
+        return Ending(failure=("failed", f"on_job_end: {error!r}", traceback.format_exc()))
+    return ending
+
+
+async def _hooks(worker: LeasedWorker, ctx: dict[Any, Any]) -> None:
+    for hook in (worker.on_job_end, worker.after_job_end):
+        if hook:
+            await hook(ctx)
+
+
+async def _record(worker: LeasedWorker, claim: Claim, ending: Ending, started: float) -> None:
+    if ending.failure is not None:
+        await fail(worker, claim, *ending.failure)
+    elif ending.again_s is not None:
+        worker.jobs_retried += 1
+        worker.keeper.drop(claim.job_id)
+        await worker.queue.release([claim], ending.again_s, excused=False)
+    else:
+        worker.jobs_complete += 1
+        answer = _answer(worker, claim, started, ending.value)
+        worker.committer.put(Called(claim, answer, _kept_ms(worker, claim)))
+
+
+def _kept_ms(worker: LeasedWorker, claim: Claim) -> int | None:
+    """How long arq's result stays; None for as long as the worker says."""
+    function = cast(Any, worker.functions[claim.function])
+    if hasattr(function, "next_run"):
+        kept_s = worker.keep_result_s if function.keep_result_s is None else function.keep_result_s
+        return max(1, min(_CRON_KEPT_MS, int((kept_s or 60.0) * 1000)))
+    for_ever = function.keep_result_forever
+    if worker.keep_result_forever if for_ever is None else for_ever:
+        return FOR_EVER
+    return None if function.keep_result_s is None else int(function.keep_result_s * 1000)
+
+
+def _answer(worker: LeasedWorker, claim: Claim, started: float, value: Any) -> bytes:
+    times = int(started * 1000), int(time.time() * 1000)
+    answer = serialize_result(
+        claim.function,
+        tuple(claim.args),
+        claim.kwargs,
+        _job_try(claim),
+        int(claim.enqueued_at * 1000),
+        True,
+        value,
+        *times,
+        claim.job_id,
+        worker.queue_name,
+        claim.job_id,
+        serializer=arq_serializer,
+    )
+    return answer or b""
+
+
+def _job_try(claim: Claim) -> int:
+    """The number that arq tells the function; a caller may begin at a later one."""
+    return claim.first_try + claim.attempt - 1
+
+
+def _tries(claim: Claim) -> int:
+    """Those that count: not what was handed back or lost."""
+    return _job_try(claim) - claim.excused
+
+
+def _facts(claim: Claim) -> dict[str, Any]:
+    """What arq tells a function of its job."""
+    enqueued_ms = int(claim.enqueued_at * 1000)
+    return {
+        "job_id": claim.job_id,
+        "job_try": _job_try(claim),
+        "enqueue_time": ms_to_datetime(enqueued_ms),
+        "score": enqueued_ms,
+    }

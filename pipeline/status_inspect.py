@@ -1,0 +1,106 @@
+"""A close look at a run: queue, leases, streams, and what waits for what. For `sluice status`.
+
+Its cost does not grow with the queue: members are counted by score, and at most `_MOST` of them are looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pipeline.heartbeat import forget_dead
+from pipeline.keys import BATCH_GROUP, RESULT_GROUP, Keys
+from pipeline.status import Snapshot, snapshot
+from pipeline.status_parts import Depth, Lag, Lease
+from pipeline.status_words import waits
+
+_MOST = 1000
+_SHOWN = 20
+_FAR_MS = 4e12  # as in blame.lua: the score of a job that is set apart
+_FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "shared", "deaths", "alone", "since")
+
+
+async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
+    """A snapshot with all of its parts; rows of processes that are long dead are removed."""
+    await forget_dead(client, keys)
+    now = await snapshot(client, keys)
+    leases = await _look_at_queue(client, keys, now)
+    now.leases = sorted(leases, key=lambda lease: -(lease.held_s or lease.age_s))[:_SHOWN]
+    now.attempts = {str(key): count for key, count in sorted(Counter(lease.attempt for lease in leases).items())}
+    now.deaths = sum(lease.deaths for lease in leases)
+    now.lag = await _look_at_streams(client, keys, partitions, now.at)
+    now.waits = waits(now)
+    return now
+
+
+async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease]:
+    """Sets the depth; returns the leases, of the first `_MOST` jobs that are not ready."""
+    now_ms = now.at * 1000
+    later, before = f"({now_ms}", f"({_FAR_MS}"
+    pipe: Any = client.pipeline(transaction=False)
+    pipe.zcount(keys.jobs, "-inf", now_ms)
+    pipe.zcount(keys.jobs, later, before)
+    pipe.zcard(keys.alone)
+    pipe.zrangebyscore(keys.jobs, later, before, start=0, num=_MOST, withscores=True)
+    ready, waiting, alone, members = cast("list[Any]", await pipe.execute())
+    pipe = client.pipeline(transaction=False)
+    for job_id, _ in members:
+        pipe.hmget(keys.job_state.encode() + job_id, *_FIELDS)
+    states = cast("list[list[bytes | None]]", await pipe.execute()) if members else []
+    leases = [
+        _lease(job_id, float(score), state, now_ms)
+        for (job_id, score), state in zip(members, states, strict=True)
+        if state[0] is not None
+    ]
+    now.depth = Depth(
+        ready=int(ready),
+        running=len(leases),
+        deferred=int(waiting) - len(leases),
+        alone=int(alone),
+        seen_all=int(waiting) <= _MOST,
+    )
+    return leases
+
+
+def _lease(job_id: bytes, score: float, state: list[bytes | None], now_ms: float) -> Lease:
+    _, worker, attempt, at, n, ndone, shared, deaths, alone, since = state
+    return Lease(
+        job_id=job_id.decode(errors="replace"),
+        worker=(worker or b"").decode(errors="replace"),
+        attempt=int(attempt or 0),
+        age_s=round((now_ms - float(at or now_ms)) / 1000, 3),
+        held_s=None if since is None else round((now_ms - float(since)) / 1000, 3),
+        left_s=round((score - now_ms) / 1000, 3),
+        sequences=int(n or 1),
+        committed=int(ndone or 0),
+        deaths=int(shared or 0) + int(deaths or 0),
+        alone=alone is not None,
+    )
+
+
+async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: float) -> list[Lag]:
+    streams = [(f"{keys.results}{number}", RESULT_GROUP) for number in range(partitions)]
+    streams.append((keys.batches, BATCH_GROUP))
+    pipe: Any = client.pipeline(transaction=False)
+    for stream, group in streams:
+        pipe.xlen(stream)
+        pipe.xrange(stream, count=1)
+        pipe.xpending(stream, group)
+    answers = cast("list[Any]", await pipe.execute(raise_on_error=False))
+    found: list[Lag] = []
+    for i, (stream, _) in enumerate(streams):
+        length, first, pending = answers[3 * i : 3 * i + 3]
+        for answer in (length, first):
+            if isinstance(answer, Exception):
+                raise answer
+        if isinstance(pending, ResponseError):  # nobody has read from it yet
+            pending = {"pending": 0}
+        if isinstance(pending, Exception):
+            raise pending
+        oldest = round(now_s - int(first[0][0].partition(b"-")[0]) / 1000, 3) if first else None
+        name = stream.removeprefix(keys.prefix)
+        found.append(Lag(stream=name, entries=int(length), taken=int(pending["pending"]), oldest_s=oldest))
+    return found

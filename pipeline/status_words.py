@@ -1,0 +1,88 @@
+"""What a run waits for, in plain words."""
+
+from __future__ import annotations
+
+from pipeline.status import Snapshot
+from pipeline.status_parts import CreditUse
+
+_MIB = 1 << 20
+
+
+def condition(now: Snapshot) -> str:
+    """The run in a word or two."""
+    if now.complete:
+        return "complete"
+    if any(row.is_alive for row in now.processes):
+        return "running"
+    if now.state == "finished":
+        return "over, but not complete"
+    return "not running" if now.enqueued else "nothing enqueued yet"
+
+
+def waits(now: Snapshot) -> list[str]:
+    """What keeps the run, and then what each live process says of itself."""
+    said = [
+        f"{row.name} waits for {row.waiting_for}, {length(row.waiting_s or 0)}"
+        for row in now.processes
+        if row.is_alive and row.waiting_for
+    ]
+    return findings(now) + said
+
+
+def findings(now: Snapshot) -> list[str]:
+    """What keeps the run: roles that nobody plays, credit that is used up, jobs that run alone."""
+    if now.complete or not (now.enqueued or now.processes):
+        return []
+    if not any(row.is_alive for row in now.processes):
+        left = now.credit.sequences
+        return [f"no process is alive, {left} sequences are in flight: start `sluice run` or `sluice up` again"]
+    found = _nobody(now)
+    if now.credit.is_used_up and not now.exhausted:
+        found.append(f"the credit is used up ({credit(now.credit)}): nothing is enqueued until the trainer frees some")
+    if now.depth is not None and now.depth.alone:
+        found.append(
+            f"{_count(now.depth.alone, 'job')} over which workers died must run alone: a worker empties itself first"
+        )
+    return found
+
+
+def _nobody(now: Snapshot) -> list[str]:
+    """Roles with work and without a live process."""
+    results = sum(lag.entries for lag in now.lag if lag.stream.startswith("results"))
+    work = {
+        "producer": "" if now.exhausted else "there are rows to read",
+        "worker": _waiting(now.queued_jobs, "job"),
+        "consumer": _waiting(results, "result"),
+        "trainer": _waiting(now.waiting_batches, "batch", "batches"),
+    }
+    return [f"no {role} is alive, and {what}" for role, what in work.items() if what and not _is_played(now, role)]
+
+
+def _is_played(now: Snapshot, role: str) -> bool:
+    return any(row.role == role and row.is_alive for row in now.processes)
+
+
+def credit(use: CreditUse) -> str:
+    """Used of limit."""
+    sequences = f"{use.sequences:,}" + ("" if use.max_sequences is None else f" of {use.max_sequences:,}")
+    held = f"{use.bytes / 1024:,.1f} KiB" if use.bytes < _MIB else f"{use.bytes / _MIB:,.1f} MiB"
+    return f"{sequences} sequences, {held}" + ("" if use.max_bytes is None else f" of {use.max_bytes // _MIB:,} MiB")
+
+
+def length(seconds: float) -> str:
+    """A length of time, short."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} d"
+
+
+def _waiting(number: int, one: str, many: str = "") -> str:
+    return f"{_count(number, one, many)} {'waits' if number == 1 else 'wait'}" if number else ""
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,83 @@
+"""What the tests of arq's behaviour share: running a worker with a deadline, and reading how jobs ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from arq.jobs import Job, JobStatus
+
+from pipeline.jobs import LeasedWorker
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, decode
+from tests.roles import eventually
+
+DEADLINE_S = 20.0
+ANSWER_S = 15.0
+
+
+async def burst(*workers: LeasedWorker) -> None:
+    """Until the queue is empty, for all of them."""
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*(worker.main() for worker in workers))
+
+
+@contextlib.asynccontextmanager
+async def serving(*workers: LeasedWorker) -> AsyncIterator[None]:
+    """The workers serve until the block ends."""
+    tasks = []
+    for worker in workers:
+        worker.burst = False
+        tasks.append(asyncio.create_task(worker.main()))
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.stop.set()
+            worker.wake.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*tasks)
+
+
+def tally(worker: LeasedWorker) -> tuple[int, int, int]:
+    """Jobs complete, failed, retried."""
+    return worker.jobs_complete, worker.jobs_failed, worker.jobs_retried
+
+
+async def answer(job: Job | None) -> Any:
+    """arq's own wait for a result."""
+    assert job is not None
+    return await job.result(timeout=ANSWER_S, poll_delay=0.01)
+
+
+async def until(holds: Callable[[], Any], cause: str) -> None:
+    """Until it is so; `holds` may be a coroutine function."""
+
+    async def is_so() -> bool:
+        value = holds()
+        return bool(await value if inspect.isawaitable(value) else value)
+
+    await eventually(is_so, cause, DEADLINE_S)
+
+
+async def reaches(job: Job, status: JobStatus) -> None:
+    """Until arq says so."""
+
+    async def is_so() -> bool:
+        return await job.status() == status
+
+    await eventually(is_so, f"job {job.job_id} to be {status.value}")
+
+
+async def letters(client: Any, keys: Keys) -> dict[str, DeadLetter]:
+    """Dead letters by job id; a job of a call has one."""
+    rows = await client.xrange(keys.dead)
+    return {fields[b"g"].decode(): decode(DeadLetter, fields[b"d"]) for _, fields in rows}
+
+
+async def counts(client: Any, keys: Keys) -> dict[str, int]:
+    """The run's books."""
+    return {name.decode(): int(value) for name, value in (await client.hgetall(keys.counts)).items()}

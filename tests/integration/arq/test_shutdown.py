@@ -1,0 +1,113 @@
+"""Signals and stops: no more claims, what runs may finish, the rest is handed back without blame."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+from arq.connections import ArqRedis
+from arq.jobs import JobStatus
+from arq.worker import func
+from redis.asyncio import Redis
+
+from pipeline.keys import Keys
+from tests.integration.arq.conftest import MakeWorker
+from tests.integration.arq.serving import DEADLINE_S, answer, burst, counts, letters, reaches, tally, until
+
+
+class Gate:
+    """A job that waits for it to open."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.tries: list[int] = []
+
+    def function(self) -> Any:
+        async def wait(ctx: dict[Any, Any], patient: bool = False) -> int:
+            self.tries.append(ctx["job_try"])
+            await (asyncio.Event() if patient and ctx["job_try"] == 1 else self.open).wait()
+            return ctx["job_try"]
+
+        return func(wait, name="wait")
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_jobs_finish_and_claims_no_more(
+    foreign: ArqRedis, make_worker: MakeWorker, gate: Gate, number: signal.Signals
+) -> None:
+    running = await foreign.enqueue_job("wait")
+    assert running is not None
+    stopped: list[signal.Signals] = []
+    loop = asyncio.get_running_loop()
+    before = signal.getsignal(number)
+    worker = make_worker(gate.function(), burst=False, handle_signals=True)
+    worker.on_stop = stopped.append
+    try:
+        assert signal.getsignal(number) is not before, "the worker has set its handlers"
+        task = asyncio.create_task(worker.main())
+        await reaches(running, JobStatus.in_progress)
+        signal.raise_signal(number)
+        await until(worker.stop.is_set, "the signal to arrive")
+        late = await foreign.enqueue_job("wait")
+        gate.open.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await task
+    finally:
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(one)
+        signal.signal(number, before)
+    assert await answer(running) == 1
+    assert late is not None
+    assert await late.status() == JobStatus.queued
+    assert stopped == [number]
+    assert tally(worker) == (1, 0, 0)
+
+
+async def test_what_does_not_finish_in_time_runs_again_elsewhere(
+    foreign: ArqRedis, make_worker: MakeWorker, keys: Keys, client: Redis, gate: Gate
+) -> None:
+    """arq keeps such a job hidden for its longest timeout; ours is ready the moment its worker ends."""
+    short, long = await foreign.enqueue_job("wait"), await foreign.enqueue_job("wait", patient=True)
+    assert short is not None
+    assert long is not None
+    worker = make_worker(gate.function(), burst=False, settings={"drain_s": 0.5, "lease_s": 600.0})
+    task = asyncio.create_task(worker.main())
+    for job in (short, long):
+        await reaches(job, JobStatus.in_progress)
+    worker.handle_sig(signal.SIGTERM)
+    gate.open.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert tally(worker) == (1, 0, 1)
+    assert await answer(short) == 1
+    assert await long.status() == JobStatus.queued
+    await burst(make_worker(gate.function(), name="next"))
+    assert await answer(long) == 2
+    assert await letters(client, keys) == {}
+    assert (await counts(client, keys)).get("redelivered", 0) == 0, "nobody is to blame"
+
+
+async def test_a_stop_costs_no_try(foreign: ArqRedis, make_worker: MakeWorker, gate: Gate) -> None:
+    """Differs from arq, which counts it: a job of one try would fail for its worker's restart."""
+    job = await foreign.enqueue_job("wait", patient=True)
+    assert job is not None
+    for name in ("one", "two"):
+        worker = make_worker(gate.function(), name=name, burst=False, max_tries=1, settings={"drain_s": 0.0})
+        gate.open.clear()
+        task = asyncio.create_task(worker.main())
+        await reaches(job, JobStatus.in_progress)
+        worker.stop.set()
+        worker.wake.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await task
+    gate.open.set()
+    last = make_worker(gate.function(), name="last", max_tries=1)
+    await burst(last)
+    assert tally(last) == (1, 0, 0)

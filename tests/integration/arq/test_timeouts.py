@@ -1,0 +1,97 @@
+"""job_timeout: the worker's and the function's; neighbours go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from arq.connections import ArqRedis
+from arq.worker import func
+from redis.asyncio import Redis
+
+from pipeline.jobs import JobFailed
+from pipeline.keys import Keys
+from tests.integration.arq.conftest import MakeWorker
+from tests.integration.arq.serving import answer, burst, letters, tally
+
+
+async def forever(ctx: dict[Any, Any]) -> None:
+    await asyncio.Event().wait()
+
+
+async def short(ctx: dict[Any, Any]) -> str:
+    await asyncio.sleep(0.3)
+    return "done"
+
+
+async def test_a_job_over_its_time_is_cancelled_and_failed(
+    foreign: ArqRedis, make_worker: MakeWorker, keys: Keys, client: Redis
+) -> None:
+    seen: list[str] = []
+
+    async def tidy(ctx: dict[Any, Any]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("cancelled")
+
+    job = await foreign.enqueue_job("tidy", _job_id=f"{keys.run}:a")
+    worker = make_worker(func(tidy, name="tidy"), job_timeout=0.1)
+    await burst(worker)
+    assert seen == ["cancelled"]
+    assert tally(worker) == (0, 1, 0)
+    with pytest.raises(JobFailed, match="TimeoutError"):
+        await answer(job)
+    letter = (await letters(client, keys))[f"{keys.run}:a"]
+    assert letter.reason == "failed"
+    assert "TimeoutError" in letter.traceback
+
+
+async def test_a_functions_own_timeout_goes_before_the_workers(foreign: ArqRedis, make_worker: MakeWorker) -> None:
+    patient = await foreign.enqueue_job("patient")
+    hasty = await foreign.enqueue_job("hasty")
+    functions = func(short, name="patient", timeout=30), func(forever, name="hasty", timeout=0.1)
+    worker = make_worker(*functions, job_timeout=0.05)
+    await burst(worker)
+    assert await answer(patient) == "done"
+    with pytest.raises(JobFailed, match="TimeoutError"):
+        await answer(hasty)
+
+
+async def test_a_timeout_touches_no_neighbour(foreign: ArqRedis, make_worker: MakeWorker) -> None:
+    bad = await foreign.enqueue_job("forever")
+    good = [await foreign.enqueue_job("short") for _ in range(3)]
+    worker = make_worker(func(forever, name="forever", timeout=0.05), func(short, name="short"))
+    await burst(worker)
+    assert [await answer(job) for job in good] == ["done"] * 3
+    with pytest.raises(JobFailed):
+        await answer(bad)
+    assert tally(worker) == (3, 1, 0)
+
+
+async def test_a_timeout_that_the_job_raises_itself_fails_too(foreign: ArqRedis, make_worker: MakeWorker) -> None:
+    async def gives_up(ctx: dict[Any, Any]) -> None:
+        raise TimeoutError("the camera did not answer")
+
+    job = await foreign.enqueue_job("gives_up")
+    await burst(make_worker(func(gives_up, name="gives_up")))
+    with pytest.raises(JobFailed, match="the camera did not answer"):
+        await answer(job)
+
+
+async def test_a_job_may_run_longer_than_a_lease(foreign: ArqRedis, make_worker: MakeWorker) -> None:
+    """arq's in-progress key outlives the longest timeout; ours is short and renewed."""
+    runs: list[int] = []
+
+    async def long(ctx: dict[Any, Any]) -> int:
+        runs.append(ctx["job_try"])
+        await asyncio.sleep(1.5)
+        return ctx["job_try"]
+
+    job = await foreign.enqueue_job("long")
+    settings = {"lease_s": 0.6, "renew_s": 0.1}
+    one, two = (make_worker(func(long, name="long"), name=name, settings=settings) for name in ("one", "two"))
+    await burst(one, two)
+    assert await answer(job) == 1
+    assert runs == [1]

@@ -1,0 +1,78 @@
+"""`sluice bench queue`, small and real: brokers, workers of every system, each measure; and its end by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.queue.stock_saq import is_installed
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "pipeline.cli.main", "bench", "queue", "--quick", "--workers", "2"]
+BY_COUNT = ("ours_jobs_s", "arq_jobs_s", "arq_best_jobs_s", "claims_per_job", "claim_calls_per_job")
+SINGLE = ("idle_p50_ms", "idle_p99_ms", "bulk_enqueue_s", "ours_vs_arq_best", "ours_vs_arq")
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path, env: dict[str, str]) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--jobs", "300", "--json"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(found[name].keys() == {"2"} and found[name]["2"] > 0 for name in BY_COUNT)
+    assert all(found[name] > 0 for name in SINGLE)
+    assert found["commit_s"].keys() == {"1", "16", "256"}
+    assert all(rate > 0 for rate in [*found["commit_s"].values(), *found["claim_us"].values()])
+    assert len(found["claim_us"]) == 2
+    assert (found["saq_jobs_s"] is not None) == is_installed()
+    assert found["claims_per_job"]["2"] >= 1.0
+    assert found["aof"] == {"ours": "everysec", "arq": "off", "arq_best": "off", "saq": "off", "calls": "everysec"}
+    assert not list((tmp_path / ".sluice/bench").iterdir())
+
+
+def test_a_signal_ends_every_process(tmp_path: Path, env: dict[str, str]) -> None:
+    """Brokers, paused workers, directories: nothing stays."""
+    with subprocess.Popen(COMMAND, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as bench:
+        try:
+            _wait_for_workers(tmp_path, bench)
+            assert len(_processes_of(tmp_path)) > 3  # the bench, three brokers, workers
+            bench.send_signal(signal.SIGINT)
+            bench.communicate(timeout=60)
+        finally:
+            bench.kill()
+    assert bench.returncode != 0
+    assert _processes_of(tmp_path) == []
+    assert not list((tmp_path / ".sluice/bench").iterdir())
+
+
+def _wait_for_workers(cwd: Path, bench: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 60
+    while not list((cwd / ".sluice/bench").glob("run-*/ours-*.log")):
+        assert bench.poll() is None, "the benchmark ended before its workers started"
+        assert time.monotonic() < until, "no worker's log for 60 s"
+        time.sleep(0.05)
+
+
+def _processes_of(cwd: Path) -> list[str]:
+    """Command lines of all processes that run in that directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(process / "cwd")).is_relative_to(cwd):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,64 @@
+"""A trainer whose newest checkpoint was deleted, or whose broker lost its last seconds, goes on under new numbers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers.training import checkpoint
+from pipeline.config.types import BrokerConfig
+from pipeline.errors import ModelError
+from pipeline.keys import Keys
+from pipeline.weights import WeightsRegistry, verify
+from tests.integration.test_trainer import config_of, hand_on, train
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+async def assert_newest(client: Any, keys: Keys, version: int) -> None:
+    registry = WeightsRegistry(client, keys)
+    assert await registry.latest() == version
+    manifest = await registry.get(version)
+    assert manifest is not None
+    assert verify(manifest)
+
+
+async def test_a_damaged_checkpoint_that_was_deleted_as_advised_blocks_nothing(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 3)
+    await train(config, source)
+    await assert_newest(client, keys, 3)
+    newest = checkpoint.newest(run_dir / keys.run / "checkpoints")
+    assert newest is not None
+    (newest / "model.safetensors").write_bytes(b"damaged")
+    await hand_on(client, keys, 3, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, source)
+    assert caught.group_contains(ModelError, match="delete it to go on")
+    shutil.rmtree(newest)
+    await train(config, source)
+    await assert_newest(client, keys, 4)
+
+
+async def test_versions_that_the_broker_lost_are_published_again_or_passed_over(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 3)
+    await train(config, source)
+    for lost in (3, 2):
+        await client.hdel(keys.versions, str(lost), f"{lost}:digest")
+    await client.set(keys.latest, "1")
+    await hand_on(client, keys, 3, 1)
+    await train(config, source)
+    await assert_newest(client, keys, 4)
+    assert await client.hget(keys.versions, "3:digest"), "the one that its checkpoint holds was published again"

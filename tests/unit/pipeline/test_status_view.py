@@ -1,0 +1,112 @@
+"""What `sluice status` says to people."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pipeline.status import Snapshot
+from pipeline.status_parts import CreditUse, Depth, Lag, Lease, Process
+from pipeline.status_view import as_text
+from pipeline.status_words import condition, credit, findings, length, waits
+
+
+def process(name: str, role: str, age_s: float = 0.5, cause: str | None = None, **facts: Any) -> Process:
+    at = time.time() - age_s
+    return Process(
+        role=role, name=name, pid=7, host="h", started=at, at=at, waiting_for=cause, facts=facts, age_s=age_s,
+        waiting_s=None if cause is None else 3.0,
+    )  # fmt: skip
+
+
+def state(**changes: Any) -> Snapshot:
+    fields: dict[str, Any] = {
+        "run": "r",
+        "state": "new",
+        "enqueued": 8,
+        "trained": 4,
+        "credit": CreditUse(sequences=4, max_sequences=16, bytes=2048, max_bytes=1 << 30),
+        "processes": [process(f"{role}-0", role) for role in ("worker", "consumer", "trainer", "producer")],
+    }
+    return Snapshot(**{**fields, **changes})
+
+
+def test_the_sum_comes_first_and_the_processes_in_the_order_of_the_flow() -> None:
+    lines = as_text(state(total=20, dead=1, dead_letters=1, reasons={"dead:expired": 1})).splitlines()
+    assert lines[0] == "run r: running, no weights yet"
+    assert "enqueued 8 of 20 = trained 4 + dead 1 + dropped 0 + in flight 4" in lines[1]
+    assert any("dead expired 1" in line for line in lines)
+    assert any("1 wait to be replayed or dropped: `sluice dlq list`" in line for line in lines)
+    names = [line.split()[0] for line in lines[lines.index("processes") + 1 :]]
+    assert names == ["producer-0", "worker-0", "consumer-0", "trainer-0"]
+
+
+def test_a_dead_process_has_no_heartbeat_and_a_waiting_one_has_a_cause() -> None:
+    rows = [process("w-0", "worker", 12), process("t-0", "trainer", cause="batches", step=3, owner="secret")]
+    text = as_text(state(processes=rows))
+    assert "NO HEARTBEAT for 12 s" in text
+    assert "waits for batches, 3.0 s" in text
+    assert "step 3" in text
+    assert "secret" not in text
+
+
+def test_every_line_of_a_table_is_aligned() -> None:
+    def lease(worker: str, **changes: Any) -> Lease:
+        fields: dict[str, Any] = {
+            "job_id": "r:1", "worker": worker, "attempt": 1, "age_s": 5, "held_s": None, "left_s": 2.5,
+            "sequences": 4, "committed": 1, "deaths": 0, "alone": False,
+        }  # fmt: skip
+        return Lease(**{**fields, **changes})
+
+    leases = [lease("w"), lease("a-long-name", attempt=2, alone=True, held_s=90)]
+    lag = [
+        Lag(stream="results:0", entries=1200, taken=3, oldest_s=4.2),
+        Lag(stream="batches", entries=0, taken=0, oldest_s=None),
+    ]
+    now = state(leases=leases, lag=lag, depth=Depth(ready=1, running=2), attempts={"1": 1, "2": 1}, deaths=3)
+    lines = as_text(now).splitlines()
+    start = lines.index("leases") + 1
+    table = lines[start : start + 3]
+    at = table[0].index("attempt")
+    assert [line[at] for line in table[1:]] == ["1", "2"]
+    assert "2.5 s, alone" in table[2]
+    assert "1 of 4" in table[1]
+    assert any("1 in attempt 1, 1 in attempt 2; 3 deaths of workers" in line for line in lines)
+    assert any("1,200 entries" in line and "oldest 4.2 s" in line for line in lines)
+
+
+def test_the_condition_is_that_of_the_processes_and_the_counts() -> None:
+    gone = [process("w-0", "worker", 60)]
+    assert condition(state()) == "running"
+    assert condition(state(processes=gone)) == "not running"
+    assert condition(state(processes=gone, state="finished")) == "over, but not complete"
+    assert condition(state(exhausted=True, trained=8)) == "complete"
+    assert condition(state(enqueued=0, trained=0, processes=[])) == "nothing enqueued yet"
+
+
+def test_what_keeps_a_run_is_said_in_words() -> None:
+    alone = [process("t-0", "trainer", cause="training batches")]
+    results = [Lag(stream="results:0", entries=2, taken=0, oldest_s=1.0)]
+    now = state(processes=alone, queued_jobs=5, lag=results, depth=Depth(alone=2))
+    assert findings(now) == [
+        "no producer is alive, and there are rows to read",
+        "no worker is alive, and 5 jobs wait",
+        "no consumer is alive, and 2 results wait",
+        "2 jobs over which workers died must run alone: a worker empties itself first",
+    ]
+    assert waits(now)[-1] == "t-0 waits for training batches, 3.0 s"
+    assert findings(state()) == []
+    assert findings(state(exhausted=True, trained=8, processes=[])) == []
+    assert "start `sluice run` or `sluice up` again" in findings(state(processes=[]))[0]
+    full = CreditUse(sequences=16, max_sequences=16)
+    assert "the credit is used up (16 of 16 sequences, 0.0 KiB)" in findings(state(credit=full))[0]
+
+
+def test_amounts() -> None:
+    assert credit(CreditUse(sequences=4, bytes=3 << 20)) == "4 sequences, 3.0 MiB"
+    assert credit(CreditUse(sequences=4, max_sequences=8, bytes=512, max_bytes=1 << 30)) == (
+        "4 of 8 sequences, 0.5 KiB of 1,024 MiB"
+    )
+    assert CreditUse(bytes=10, max_bytes=10).is_used_up
+    assert not CreditUse(sequences=10, bytes=10).is_used_up
+    assert [length(value) for value in (0.04, 12, 600, 10_000, 400_000)] == ["0.0 s", "12 s", "10 min", "3 h", "5 d"]
