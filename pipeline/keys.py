@@ -22,6 +22,7 @@ class Keys:
         self.run = run
         self.prefix = f"sluice:{run}:"
         self.jobs = f"{self.prefix}jobs"  # zset: job id → ms; in the future while leased
+        self.leases = f"{self.prefix}leases"  # zset: job id → ms of its lease's end
         self.alone = f"{self.prefix}alone"  # zset: jobs that run alone; + :turn → the worker whose turn it is
         self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker

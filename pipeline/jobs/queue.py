@@ -51,7 +51,7 @@ class JobQueue:
         self.owner = secrets.token_hex(8)
         self._num_claims = 0
         self.script_keys = [keys.jobs, keys.alone, keys.counts, keys.dead, keys.dropped]
-        self.script_keys += [keys.wake, ARQ_ABORT, keys.latest, keys.source]
+        self.script_keys += [keys.wake, ARQ_ABORT, keys.latest, keys.source, keys.leases]
         self.script_args: list[Any] = [keys.job_state, keys.progress, keys.results, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING]
         self.script_args += [keys.claim]
         self._keep_ms = int(keep_result_s * 1000)
@@ -212,10 +212,14 @@ def _claim_from(row: list[Any]) -> Claim:
     raw_id, payload, attempt, at_ms, left_ms, alone, done, progress, foreign, excused = row
     job_id = raw_id.decode(errors="replace")
     envelope = read_envelope(job_id, payload)
+    enqueued_at = ((foreign and envelope.enqueued_ms) or int(at_ms)) / 1000
+    left_s = None if left_ms == b"" else int(left_ms) / 1000
+    if foreign and envelope.job and envelope.job.deadline_s:
+        left_s = enqueued_at + envelope.job.deadline_s - time.time()
     return Claim(
         job_id=job_id,
         attempt=int(attempt),
-        enqueued_at=((foreign and envelope.enqueued_ms) or int(at_ms)) / 1000,
+        enqueued_at=enqueued_at,
         committed=frozenset(map(int, done.split(b","))) if done else frozenset(),
         job=envelope.job,
         function=envelope.function,
@@ -225,7 +229,7 @@ def _claim_from(row: list[Any]) -> Claim:
         first_try=envelope.first_try,
         excused=int(excused),
         alone=bool(alone),
-        deadline_at=None if left_ms == b"" else time.monotonic() + int(left_ms) / 1000,
+        deadline_at=None if left_s is None else time.monotonic() + left_s,
         progress=_progress_of(job_id, progress),
     )
 

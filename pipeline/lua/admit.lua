@@ -15,5 +15,5 @@ end
 -- enqueued before, and still under way or ended a short while ago; nil for a new one
 local function known(id)
   if redis.call('EXISTS', answer_of .. id) == 1 then return 'done' end
-  if redis.call('EXISTS', payload_of .. id) == 1 then return 'duplicate' end
+  if redis.call('EXISTS', payload_of .. id, state_of .. id) > 0 then return 'duplicate' end
 end

@@ -16,6 +16,7 @@ end
 local function requeue(id, score, apart, now, delay_ms)
   redis.call('HDEL', state_of .. id, 'owner')
   redis.call('DEL', running_of .. id)
+  redis.call('ZREM', leases, id)
   if delay_ms > 0 then score = now + delay_ms end
   if apart then
     set_apart(id, score)
@@ -25,13 +26,14 @@ local function requeue(id, score, apart, now, delay_ms)
   end
 end
 
+-- suspect: the owner that may turn out to be alive, '' when it is known to have failed.
 -- Returns true when the job is over.
-local function blame(id, culprit, most, now, detail, traceback)
+local function blame(id, suspect, most, now, detail, traceback)
   local state = state_of .. id
   local f = redis.call('HMGET', state, 'alone', 'score', 'worker')
   local kind = f[1] and 'deaths' or 'shared'
   local deaths = redis.call('HINCRBY', state, kind, 1)
-  redis.call('HSET', state, 'blames:' .. culprit, kind)
+  if suspect ~= '' then redis.call('HSET', state, 'blames:' .. suspect, kind) end
   if kind == 'deaths' and deaths >= most then
     bury(id, {
       ending = 'dead', reason = 'worker_deaths', worker = f[3] or '', traceback = traceback,

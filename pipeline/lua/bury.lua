@@ -36,7 +36,5 @@ local function bury(id, how)
   count('bytes', bytes)
   local kept = shown ~= id and 0 or nil -- arq cannot read a key that is not UTF-8
   finish(id, n, answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }), kept)
-  redis.call('ZREM', alone, id)
-  redis.call('ZREM', aborts, id)
   return buried
 end

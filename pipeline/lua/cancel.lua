@@ -10,11 +10,14 @@ local function cancel(owner, now)
   for _, id in ipairs(redis.call('ZREVRANGE', aborts, 0, MOST - 1)) do
     if redis.call('EXISTS', answer_of .. id) == 1 then
       redis.call('ZREM', aborts, id)
+      redis.call('ZREM', jobs, id) -- it came too late, and put the id back
     elseif redis.call('ZSCORE', jobs, id) then
       local holder = redis.call('HGET', state_of .. id, 'owner')
-      if not holder or holder == owner or redis.call('EXISTS', running_of .. id) == 0 then
+      if not holder or holder == owner or tonumber(redis.call('ZSCORE', leases, id) or 0) <= now then
         local found = payload(id)
-        if found and redis.call('EXISTS', state_of .. id) == 0 then adopt(id, found, now) end
+        if redis.call('EXISTS', state_of .. id) == 0 then
+          if found then adopt(id, found, now) else adopt_empty(id) end
+        end
         bury(id, { ending = 'dropped', reason = 'cancelled', detail = 'aborted by its caller' })
         if holder == owner then held[#held + 1] = id else unstarted = unstarted + 1 end
       end

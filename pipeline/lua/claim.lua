@@ -1,6 +1,6 @@
 -- needs: names adopt finish bury blame cancel
 -- Take up to `capacity` sequences' worth of ready jobs: highest priority first, oldest first.
--- A leased job sits in the queue with its lease's end as score, so an expired lease is ready by itself.
+-- A leased job stays in the queue, with its lease's end as score; one that ran out goes back to its old place first.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)
 -- Returns {jobs, cancelled ids of ours, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that were over}
 -- Per job: {id, payload, attempt, enqueued_ms, ms to its deadline or '', alone, "i,j,…" committed, {index, progress, …},
@@ -28,12 +28,15 @@ local function so_far(id, state, n, ndone, has_progress)
 end
 
 local function gone(id)
+  if redis.call('EXISTS', answer_of .. id) == 1 then -- arq's Job.abort came late and put it back
+    redis.call('ZREM', jobs, id)
+    return
+  end
   over = over + 1
   if redis.call('EXISTS', state_of .. id) == 1 then
     bury(id, { ending = 'dead', reason = 'payload_missing', detail = 'its payload key is gone' })
   else
-    count('enqueued', 1)
-    redis.call('HSET', state_of .. id, 'n', 1, 'call', '?')
+    adopt_empty(id)
     bury(id, { ending = 'dead', reason = 'expired', detail = 'its payload ran out before a worker took it' })
   end
 end
@@ -69,24 +72,30 @@ local function take(id)
   redis.call('HSET', state_of .. id, 'owner', owner, 'worker', worker, 'attempt', attempt,
     'since', math.floor(now))
   redis.call('ZADD', jobs, now + lease, id)
+  redis.call('ZADD', leases, now + lease, id)
   redis.call('SET', running_of .. id, owner, 'PX', lease)
   give(id, content, attempt, f)
   return tonumber(f[2]) - tonumber(f[3] or 0)
 end
 
--- Whether the job can be taken now: a lease that ran out is blamed on its owner, one that still runs is left alone.
-local function is_free(id)
-  local holder = redis.call('HGET', state_of .. id, 'owner')
-  if not holder then return true end
-  local left = redis.call('PTTL', running_of .. id)
-  if left > 0 then -- arq's Job.abort moves the score of a running job
-    redis.call('ZADD', jobs, now + left, id)
-    return false
+-- A lease that ran out: blamed on its owner, and back in the line.
+local function expire(id)
+  local f = redis.call('HMGET', state_of .. id, 'owner', 'score', 'alone')
+  if not f[1] then
+    redis.call('ZREM', leases, id)
+  elseif f[1] == owner then
+    requeue(id, f[2] or now, f[3], now, 0)
+  else
+    blame(id, f[1], most, now, 'its lease ran out')
   end
-  if holder == owner then return true end
-  blame(id, holder, most, now, 'its lease ran out')
-  local score = redis.call('ZSCORE', jobs, id)
-  return score and tonumber(score) <= now
+end
+
+-- Whether the job can be taken now. arq's Job.abort moves the score of any job; its real place is known elsewhere.
+local function is_free(id)
+  local ends = redis.call('ZSCORE', leases, id)
+  local place = ends or (redis.call('ZSCORE', alone, id) and FAR_MS)
+  if place then redis.call('ZADD', jobs, place, id) end
+  return not place
 end
 
 -- What the last call gave, should its answer have been lost. Returns whether this is that call again.
@@ -112,6 +121,7 @@ local version = redis.call('GET', latest) or ''
 local cancelled, ended = cancel(owner, now)
 over = over + ended
 if give_again() then return { out, cancelled, 0, 0, version, over } end
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, MOST_AT_ONCE)) do expire(id) end
 local first = redis.call('ZRANGEBYSCORE', alone, '-inf', now, 'LIMIT', 0, 1)[1]
 if first then
   local turn = redis.call('GET', alone .. ':turn')

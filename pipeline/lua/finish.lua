@@ -11,6 +11,9 @@ local function finish(id, n, answer, kept)
   forget_progress(id, state, n)
   redis.call('DEL', payload_of .. id, state, running_of .. id)
   redis.call('ZREM', jobs, id)
+  redis.call('ZREM', leases, id)
+  redis.call('ZREM', alone, id)
+  redis.call('ZREM', aborts, id)
   kept = kept or keep_ms
   if kept > 0 then
     redis.call('SET', answer_of .. id, answer, 'PX', kept)

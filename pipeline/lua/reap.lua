@@ -3,9 +3,9 @@
 -- ARGV owner max_deaths
 -- Returns the number of jobs that it held.
 local owner, most, now, reaped = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), now_ms(), 0
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', jobs, now, '(' .. FAR_MS)) do
+for _, id in ipairs(redis.call('ZRANGE', leases, 0, -1)) do
   if redis.call('HGET', state_of .. id, 'owner') == owner then
-    blame(id, owner, most, now, 'its process ended')
+    blame(id, '', most, now, 'its process ended')
     reaped = reaped + 1
   end
 end

@@ -10,7 +10,7 @@ for i = FIRST + 6, #ARGV, 2 do
   local f = redis.call('HMGET', state_of .. id, 'owner', 'attempt', 'score', 'alone')
   if f[1] == owner and f[2] == ARGV[i + 1] then
     if why ~= '' then
-      blame(id, owner, tonumber(ARGV[FIRST + 4]), now, why, ARGV[FIRST + 3])
+      blame(id, '', tonumber(ARGV[FIRST + 4]), now, why, ARGV[FIRST + 3])
     else
       if ARGV[FIRST + 5] == '1' then redis.call('HINCRBY', state_of .. id, 'excused', 1) end
       requeue(id, f[3] or now, f[4], now, delay)

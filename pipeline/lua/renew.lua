@@ -10,6 +10,7 @@ for i = FIRST + 2, #ARGV, 2 do
   local f = redis.call('HMGET', state, 'owner', 'attempt')
   if f[1] == owner and f[2] == ARGV[i + 1] then
     redis.call('ZADD', jobs, 'XX', now + lease, id)
+    redis.call('ZADD', leases, 'XX', now + lease, id)
     redis.call('SET', running_of .. id, owner, 'PX', lease)
   else
     acquit(id, owner)

@@ -5,20 +5,20 @@
 local owner, now, out = ARGV[FIRST], now_ms(), {}
 for i = FIRST + 1, #ARGV, 6 do
   local id, n, call = ARGV[i], tonumber(ARGV[i + 2]), ARGV[i + 3]
-  local state, deadline = state_of .. id, tonumber(ARGV[i + 5])
+  local state, deadline, at = state_of .. id, tonumber(ARGV[i + 5]), math.min(tonumber(ARGV[i + 4]), math.floor(now))
   local f = redis.call('HMGET', state, 'owner', 'attempt', 'foreign')
   if f[1] ~= owner or f[2] ~= ARGV[i + 1] then
     out[#out + 1] = 'fenced'
   else
     if f[3] then
-      redis.call('HSET', state, 'n', n, 'at', ARGV[i + 4], 'call', call)
+      redis.call('HSET', state, 'n', n, 'at', at, 'call', call)
       redis.call('HDEL', state, 'foreign')
       if call == '' then redis.call('HDEL', state, 'call') end
-      if deadline > 0 then redis.call('HSET', state, 'expires', tonumber(ARGV[i + 4]) + deadline) end
+      if deadline > 0 then redis.call('HSET', state, 'expires', at + deadline) end
       count('enqueued', n - 1)
     end
     out[#out + 1] = 'ok'
-    if deadline > 0 and now > tonumber(ARGV[i + 4]) + deadline then
+    if deadline > 0 and now > at + deadline then
       bury(id, { ending = 'dead', reason = 'expired', detail = 'not started before its deadline' })
       out[#out] = 'expired'
     end

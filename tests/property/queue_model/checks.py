@@ -1,0 +1,128 @@
+"""What must hold after every step: against the model, and of what lies there by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pipeline.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.messages import DeadLetter, decode
+from tests.property.queue_model.model import QueueModel
+from tests.property.queue_model.state import Job
+from tests.property.queue_model.system import Fields, Snapshot
+
+FAR_MS = 4e12
+
+
+def check_sums(found: Snapshot, batched: int) -> None:
+    """Every sequence has one ending or is under way; every byte is accounted for. Only from what lies there."""
+    under_way = sum(int(state["n"]) - int(state.get("ndone", 0)) for state in found.states.values())
+    undelivered = sum(b"r" in row for rows in found.results for _, row in rows)
+    ended = sum(found.counts.get(name, 0) for name in ("trained", "dead", "dropped"))
+    total = ended + under_way + undelivered + batched
+    assert found.counts.get("enqueued", 0) == total, f"{found.counts}: {under_way=} {undelivered=} {batched=}"
+    evicted = sum(int(state["bytes"]) for job_id, state in found.states.items() if job_id not in found.payloads)
+    kept = sum(size for name, size in found.stored.items() if name.rpartition(":")[0] not in found.payloads)
+    assert found.counts.get("bytes", 0) == found.num_bytes() + evicted - kept >= 0
+
+
+def check_places(found: Snapshot, keys: Keys, persistent: set[str]) -> None:
+    """A job is in one place, held by at most one owner, and no key belongs to a job that has ended."""
+    assert set(found.states) <= set(found.line)
+    assert set(found.payloads) <= set(found.line)
+    for job_id, state in found.states.items():
+        owner, waits_apart = state.get("owner", b"").decode(), job_id in found.apart
+        assert not (owner and waits_apart), f"{job_id} is held and waits"
+        assert found.running.get(job_id, owner) == owner, f"{job_id} is held by two"
+    assert set(found.running) <= set(found.states)
+    assert set(found.leases) == {job_id for job_id, state in found.states.items() if state.get("owner")}
+    assert {name.rpartition(":")[0] for name in found.stored} <= set(found.states)
+    assert set(found.apart) <= set(found.states)
+    assert persistent <= found.persistent, "a payload of ours would run out"
+    ours = {f"{keys.job_state}{job_id}" for job_id in found.states}
+    ours |= {f"{keys.progress}{name}" for name in found.stored}
+    ours |= {f"{ARQ_RUNNING}{job_id}" for job_id in found.running} | {f"{ARQ_JOB}{job_id}" for job_id in found.payloads}
+    fixed = {keys.jobs, keys.alone, f"{keys.alone}:turn", keys.counts, keys.dead, keys.dropped, keys.wake, keys.latest}
+    fixed |= {keys.source, keys.batches, keys.leases}
+    rest = {
+        name
+        for name in found.keys - ours - fixed
+        if not name.startswith((keys.owner, keys.results, keys.claim, ARQ_RESULT))
+    }
+    assert not rest, f"orphans: {rest}"
+
+
+def check_model(found: Snapshot, model: QueueModel, keys: Keys) -> None:
+    """The broker holds what the model holds."""
+    jobs = model.jobs
+    assert set(found.line) == set(jobs)
+    assert set(found.apart) == {job_id for job_id, job in jobs.items() if job.where.startswith("apart")}
+    assert set(found.states) == {job_id for job_id, job in jobs.items() if job.adopted}
+    assert found.payloads == {job_id: job.payload for job_id, job in jobs.items() if job.payload is not None}
+    assert set(found.running) == {job_id for job_id, job in jobs.items() if job.where == "leased"}
+    assert found.aborts - set(model.ended) == set(model.aborts) - set(model.ended)
+    assert set(found.stored) == {f"{job_id}:{index}" for job_id, job in jobs.items() for index in job.progress}
+    for job_id, state in found.states.items():
+        _check_state(jobs[job_id], state)
+    for job_id, score in found.line.items():
+        _check_score(jobs[job_id], score, found.now_ms)
+    _check_streams(found, model)
+    if model.keeps:
+        tombstones = {name.removeprefix(ARQ_RESULT) for name in found.keys if name.startswith(ARQ_RESULT)}
+        assert tombstones == set(model.ended) - set(jobs)
+    counted = {name: value for name, value in found.counts.items() if value and (name in _COUNTED or ":" in name)}
+    assert counted == {name: value for name, value in model.counts.items() if value}
+
+
+_COUNTED = {"enqueued", "committed", "called", "tokens", "dead", "dropped", "redelivered", "trained", "accepted"}
+
+
+def _check_state(job: Job, state: dict[str, bytes]) -> None:
+    assert int(state["n"]) == job.n
+    assert state.get("owner", b"").decode() == job.owner
+    assert int(state.get("attempt", 0)) == job.attempt
+    assert {int(name[2:]) for name in state if name.startswith("d:")} == job.done
+    assert int(state.get("ndone", 0)) == len(job.done)
+    assert (int(state.get("shared", 0)), int(state.get("deaths", 0))) == (job.shared, job.deaths)
+    assert state.get("call", b"").decode() == job.call
+    assert ("alone" in state) == job.alone
+
+
+def _check_score(job: Job, score: float, now_ms: float) -> None:
+    if job.hurried:
+        assert score == 1
+    elif job.where.startswith("apart"):
+        assert score == FAR_MS
+    else:
+        assert (score > now_ms) == (job.where in ("leased", "later")), f"{job} has score {score - now_ms:+.0f} ms"
+
+
+def _check_streams(found: Snapshot, model: QueueModel) -> None:
+    for rows, expected in zip(found.results, model.results, strict=True):
+        assert [_place(row) for _, row in rows] == [(entry.job_id, entry.index, entry.n) for entry in expected]
+        for (_, row), entry in zip(rows, expected, strict=True):
+            assert (b"r" in row) == (not entry.reason)
+            if entry.reason:
+                assert _letter(row).reason == entry.reason
+    assert [(*_place(row), row[b"p"]) for _, row in found.dead] == [(*row[:3], row.payload) for row in model.dead]
+    assert [_letter(row).reason for _, row in found.dead] == [row.reason for row in model.dead]
+    letters = [_letter(row) for _, row in found.dropped]
+    assert [(letter.seq_id, letter.reason, letter.state) for letter in letters] == [
+        (f"{entry.job_id}:{entry.index}", entry.reason, "dropped") for entry in model.dropped
+    ]
+
+
+def check_once(found: Snapshot, seen: dict[str, str]) -> None:
+    """Every sequence enters the result streams once, as a result or as a tombstone. `seen`: entry → sequence."""
+    for partition, rows in enumerate(found.results):
+        for entry_id, row in rows:
+            seen[f"{partition}/{entry_id}"] = ":".join(map(str, _place(row)[:2]))
+    twice = [name for name, times in Counter(seen.values()).items() if times > 1]
+    assert not twice, f"published twice: {twice}"
+
+
+def _place(row: Fields) -> tuple[str, int, int]:
+    return row[b"g"].decode(), int(row[b"i"]), int(row[b"n"])
+
+
+def _letter(row: Fields) -> DeadLetter:
+    return decode(DeadLetter, row[b"d"])

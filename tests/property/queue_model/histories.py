@@ -1,0 +1,148 @@
+"""Short histories that once went wrong, or could."""
+
+from __future__ import annotations
+
+from pipeline.jobs.types import Claim
+from tests.factories import decode_job
+from tests.property.queue_model.machine import Machine
+
+
+def _enqueue(machine: Machine, *sizes: int) -> None:
+    machine.enqueue([(n, 0, True) for n in sizes], 0, False)
+
+
+def _set_apart(machine: Machine) -> None:
+    """One job that two workers died over."""
+    _enqueue(machine, 1)
+    machine.die(0, 1)
+    machine.die(0, 1)
+
+
+def a_repeat_after_its_payload_was_lost(machine: Machine) -> None:
+    _enqueue(machine, 2)
+    machine.lose_payload(0)
+    machine.submit([decode_job("m:j0", n=2)])
+
+
+def an_abort_that_was_cut_off_lets_nobody_else_in(machine: Machine) -> None:
+    _set_apart(machine)
+    machine.give_turn_elsewhere()
+    machine.abort_cut_off(0)
+    machine.claim_some(0, 2)
+    machine.agrees()
+    machine.turn_ends()
+    machine.claim_some(1, 2)
+
+
+def an_abort_that_came_too_late(machine: Machine) -> None:
+    _enqueue(machine, 1)
+    machine.claim_some(0, 1)
+    machine.commit_all(0)
+    machine.abort_too_late(0)
+
+
+def an_abort_of_a_foreign_job_whose_payload_ran_out(machine: Machine) -> None:
+    machine.put_foreign("job", 2)
+    machine.lose_payload(0)
+    machine.abort(0)
+    machine.claim_some(0, 1)
+
+
+def a_lease_of_its_own_that_ran_out_brings_no_company(machine: Machine) -> None:
+    _set_apart(machine)
+    _enqueue(machine, 1)
+    machine.claim_some(0, 1)
+    machine.forget(0)
+    machine.lease_ends(0)
+    machine.claim_some(0, 4)
+    machine.agrees()
+    machine.claim_some(0, 4)
+
+
+def a_dead_worker_loses_a_job_that_an_abort_has_moved(machine: Machine) -> None:
+    _enqueue(machine, 1)
+    machine.claim_some(0, 1)
+    machine.abort_cut_off(0)
+    machine.let_die(machine.owners[0])
+
+
+def the_blame_of_a_failed_engine_stays(machine: Machine) -> None:
+    _enqueue(machine, 1)
+    machine.claim_some(0, 1)
+    machine.release(0, True, False, "the engine failed")
+    machine.renew_late(0, 0)
+
+
+def the_blame_of_a_live_worker_goes(machine: Machine) -> None:
+    _enqueue(machine, 1)
+    machine.claim_some(0, 1)
+    machine.lease_ends(0)
+    machine.claim_some(1, 1)
+    machine.agrees()
+    machine.renew_all(0)
+    assert machine.model.jobs["m:j0"].shared == 0
+
+
+def a_worker_whose_turn_it_is_returns_what_it_had_not_begun(machine: Machine) -> None:
+    _set_apart(machine)
+    _enqueue(machine, 1)
+    machine.give_turn_elsewhere()
+    machine.claim_some(0, 1)
+    machine.turn_ends()
+    machine.claim_some(0, 1)
+    machine.release(0, True, False, "")
+    machine.agrees()
+    machine.claim_some(1, 1)
+    assert not machine.owners[1].held["m:j1"].alone
+
+
+def plain_calls_use_no_credit(machine: Machine) -> None:
+    for _ in range(4):
+        machine.enqueue_call(0)
+        machine.claim_some(0, 4)
+        machine.commit_all(0)
+        machine.agrees()
+    _enqueue(machine, 3)
+    assert machine.model.jobs
+
+
+def a_half_done_job_dies_with_progress(machine: Machine) -> None:
+    _enqueue(machine, 3)
+    machine.claim_some(0, 3)
+    machine.checkpoint(0, 1, "next", 1)
+    machine.checkpoint(0, 1, "next", 1)
+    machine.commit_one(0, 1, True)
+    machine.agrees()
+    machine.let_die(machine.owners[0])
+    machine.agrees()
+    machine.claim_some(1, 2)
+    claim: Claim = machine.owners[1].held["m:j0"]
+    assert claim.committed == {0}
+    assert len(claim.progress[1].token_ids) == 4
+    machine.commit_one(0, 2, False)  # index 1, whose progress is freed
+    machine.agrees()
+    machine.fail(0, "dead", 1)
+
+
+def three_deaths_alone_are_the_end(machine: Machine) -> None:
+    _set_apart(machine)
+    for _ in range(machine.model.most):
+        machine.die(0, 1)
+        machine.agrees()
+    assert [row.reason for row in machine.model.dead] == ["worker_deaths"]
+
+
+HISTORIES = [
+    a_repeat_after_its_payload_was_lost,
+    an_abort_that_was_cut_off_lets_nobody_else_in,
+    an_abort_that_came_too_late,
+    an_abort_of_a_foreign_job_whose_payload_ran_out,
+    a_lease_of_its_own_that_ran_out_brings_no_company,
+    a_dead_worker_loses_a_job_that_an_abort_has_moved,
+    the_blame_of_a_failed_engine_stays,
+    the_blame_of_a_live_worker_goes,
+    a_worker_whose_turn_it_is_returns_what_it_had_not_begun,
+    plain_calls_use_no_credit,
+    a_half_done_job_dies_with_progress,
+    three_deaths_alone_are_the_end,
+]

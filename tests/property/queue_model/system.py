@@ -1,0 +1,200 @@
+"""The real queue: the real scripts on a real broker, what lies there, and the passing of time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from pipeline import broker
+from pipeline.broker import Scripts
+from pipeline.config.types import BrokerConfig
+from pipeline.jobs import JobQueue
+from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+
+LEASE_S = 3600.0  # leases end when the machine says so
+PARTITIONS = 2
+_FAR_MS = 4e12  # blame.lua
+T = TypeVar("T")
+Fields = dict[bytes, bytes]
+
+
+@dataclass
+class Snapshot:
+    """Everything of one run, as it lies in the broker."""
+
+    keys: set[str]
+    now_ms: float
+    line: dict[str, float]  # job id → score
+    apart: dict[str, float]
+    leases: dict[str, float]
+    states: dict[str, dict[str, bytes]]
+    payloads: dict[str, bytes]
+    running: dict[str, str]  # job id → in-progress key's value
+    stored: dict[str, int]  # progress key without its prefix → bytes
+    counts: dict[str, int]
+    results: list[list[tuple[str, Fields]]]  # by partition
+    batches: list[tuple[str, Fields]]
+    dead: list[tuple[str, Fields]]
+    dropped: list[tuple[str, Fields]]
+    aborts: set[str]
+    persistent: set[str]  # payloads without a time to live
+
+    def num_bytes(self) -> int:
+        """What `counts.bytes` must say: all that is held for unfinished sequences, and dead letters."""
+        total = sum(len(payload) for job_id, payload in self.payloads.items() if job_id in self.states)
+        total += sum(self.stored.values())
+        total += sum(len(row[b"d"]) + len(row[b"p"]) for _, row in self.dead)
+        total += sum(len(row[b"b"]) for _, row in self.batches)
+        return total + sum(len(row.get(b"r") or row[b"d"]) for rows in self.results for _, row in rows)
+
+
+class System:
+    """One run on the broker; synchronous, for hypothesis. Job ids are the same in every run, its keys are not."""
+
+    def __init__(self, config: BrokerConfig, keep_s: float) -> None:
+        self._runner = asyncio.Runner()
+        self.client: Any = broker.connect(config)
+        self.keys = Keys(f"model-{uuid4().hex[:12]}")
+        self.scripts = Scripts(self.client)
+        self._keep_s = keep_s
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call."""
+        return self._runner.run(call)
+
+    def redis(self, *words: Any) -> Any:
+        """One plain command."""
+        return self.run(self.client.execute_command(*words))
+
+    def queue(self, worker: str) -> JobQueue:
+        """A process that uses the queue."""
+        return JobQueue(self.client, self.keys, partitions=PARTITIONS, worker=worker, keep_result_s=self._keep_s)
+
+    def script(self, name: str, keys: list[str], args: list[Any]) -> Any:
+        """Run one script."""
+        return self.run(self.scripts.run(name, keys, args))
+
+    def close(self) -> None:
+        """Delete every key of the run."""
+        names = [*self.run(_names(self.client, self.keys)), ARQ_ABORT]
+        self.redis("DEL", *names)
+        self.run(self.client.aclose())
+        self._runner.close()
+
+    # Time passes.
+
+    def lease_ends(self, job_id: str) -> None:
+        """A lease runs out."""
+        self.redis("DEL", ARQ_RUNNING + job_id)
+        for key in (self.keys.jobs, self.keys.leases):
+            self.redis("ZADD", key, "XX", self._now_ms(), job_id)
+
+    def delay_ends(self, job_id: str, *, apart: bool) -> None:
+        """A job that waits for its time is ready."""
+        self.redis("ZADD", self.keys.alone if apart else self.keys.jobs, "XX", self._now_ms(), job_id)
+
+    def deadline_ends(self, job_id: str) -> None:
+        """It is too late to start a job."""
+        self.redis("HSET", self.keys.job_state + job_id, "expires", self._now_ms() - 1)
+
+    def turn_ends(self) -> None:
+        """The worker whose turn it was may be gone."""
+        self.redis("DEL", f"{self.keys.alone}:turn")
+
+    def role_ends(self, role: str) -> None:
+        """A claim of a role runs out."""
+        self.redis("DEL", self.keys.owner + role)
+
+    # What foreign programs do.
+
+    def put_foreign(self, job_id: str, payload: bytes) -> None:
+        """As arq's enqueue_job writes it."""
+        self.redis("SET", ARQ_JOB + job_id, payload, "PX", 86_400_000)
+        self.redis("ZADD", self.keys.jobs, self._now_ms(), job_id)
+
+    def hurry(self, job_id: str) -> None:
+        """The first half of arq's abort."""
+        self.redis("ZREM", self.keys.jobs, job_id)
+        self.redis("ZADD", self.keys.jobs, 1, job_id)
+
+    def ask_abort(self, job_id: str) -> None:
+        """The second half of arq's abort."""
+        self.redis("ZADD", ARQ_ABORT, self._now_ms(), job_id)
+
+    def lose_payload(self, job_id: str) -> None:
+        """A payload key runs out, or was evicted."""
+        self.redis("DEL", ARQ_JOB + job_id)
+
+    def _now_ms(self) -> float:
+        seconds, micros = self.redis("TIME")
+        return int(seconds) * 1000 + int(micros) / 1000
+
+    def snapshot(self) -> Snapshot:
+        """All that is there."""
+        return self.run(_snapshot(self.client, self.keys))
+
+
+async def _names(client: Any, keys: Keys) -> list[str]:
+    found: list[str] = []
+    for pattern in (f"{keys.prefix}*", f"{ARQ_JOB}m:*", f"{ARQ_RESULT}m:*", f"{ARQ_RUNNING}m:*"):
+        found += [name.decode() for name in await client.keys(pattern)]
+    return found
+
+
+async def _snapshot(client: Any, keys: Keys) -> Snapshot:
+    names = await _names(client, keys)
+    prefixes = (keys.job_state, ARQ_JOB, ARQ_RUNNING, keys.progress)
+    states, payloads, running, stored = (
+        [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for prefix in prefixes
+    )
+    async with client.pipeline(transaction=True) as pipe:
+        pipe.time().hgetall(keys.counts).zrange(keys.jobs, 0, -1, withscores=True)
+        pipe.zrange(keys.alone, 0, -1, withscores=True).zrange(keys.leases, 0, -1, withscores=True)
+        pipe.zrange(ARQ_ABORT, 0, -1)
+        for stream in (*(f"{keys.results}{p}" for p in range(PARTITIONS)), keys.batches, keys.dead, keys.dropped):
+            pipe.xrange(stream)
+        for job_id in states:
+            pipe.hgetall(keys.job_state + job_id)
+        for job_id in payloads:
+            pipe.get(ARQ_JOB + job_id).pttl(ARQ_JOB + job_id)
+        for job_id in running:
+            pipe.get(ARQ_RUNNING + job_id)
+        for name in stored:
+            pipe.strlen(keys.progress + name)
+        answers = iter(await pipe.execute())
+    seconds, micros = next(answers)
+    counts = {name.decode(): int(value) for name, value in next(answers).items() if not name.startswith(b"last:")}
+    line, apart, leases = (_scores(next(answers)) for _ in range(3))
+    aborts = {job_id.decode() for job_id in next(answers)}
+    streams = [_rows(next(answers)) for _ in range(PARTITIONS + 3)]
+    of_states = {job_id: {k.decode(): v for k, v in next(answers).items()} for job_id in states}
+    of_payloads = {job_id: (next(answers), next(answers)) for job_id in payloads}
+    return Snapshot(
+        keys=set(names),
+        now_ms=seconds * 1000 + micros / 1000,
+        line=line,
+        apart=apart,
+        leases=leases,
+        states=of_states,
+        payloads={job_id: payload for job_id, (payload, _) in of_payloads.items()},
+        running={job_id: next(answers).decode() for job_id in running},
+        stored={name: next(answers) for name in stored},
+        counts=counts,
+        results=streams[:PARTITIONS],
+        batches=streams[PARTITIONS],
+        dead=streams[PARTITIONS + 1],
+        dropped=streams[PARTITIONS + 2],
+        aborts=aborts,
+        persistent={job_id for job_id, (_, left) in of_payloads.items() if left == -1},
+    )
+
+
+def _scores(rows: list[tuple[bytes, float]]) -> dict[str, float]:
+    return {job_id.decode(): score for job_id, score in rows}
+
+
+def _rows(rows: list[tuple[bytes, Fields]]) -> list[tuple[str, Fields]]:
+    return [(entry_id.decode(), fields) for entry_id, fields in rows]
