@@ -177,9 +177,11 @@ class DecodeWorker(LeasedWorker):
 
     def _sequence_ended(self, held: HeldJob, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self.broken = task.exception()
+            self.broken = task.exception()  # its job stays held, to be handed back with blame
+            self.wake.set()
+            return
         if self._held.end(held, task):
             self.ended(held.claim)
-        elif self.broken is not None or (self.more and self._held.room() > 0):
+        elif self.more and self._held.room() > 0:
             self.wake.set()
         self._held.fill(self._sequence_task)

@@ -54,7 +54,8 @@ class Calls:
         claims = list(self._running.values())
         self._running.clear()
         for claim in claims:
-            self._worker.tasks[claim.job_id].cancel()
+            if task := self._worker.tasks.get(claim.job_id):
+                task.cancel()
         self._worker.jobs_retried += len(claims)
         return claims
 
@@ -65,7 +66,8 @@ class Calls:
         if self._worker.tasks.get(claim.job_id) is task:
             del self._worker.tasks[claim.job_id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._worker.broken = error
-        if self._has(claim):
+            self._worker.broken = error  # its job stays held, to be handed back with blame
+            self._worker.wake.set()
+        elif self._has(claim):
             del self._running[claim.job_id]
             self._worker.ended(claim)

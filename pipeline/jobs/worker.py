@@ -70,6 +70,7 @@ class LeasedWorker(Worker):
             job_deserializer=arq_deserializer,
             **options,
         )
+        self.jobs_failed: int = 0
         self.settings, self.stop = settings, stop or asyncio.Event()
         self.queue = JobQueue(
             client, keys, partitions=config.consumer.count, worker=name, keep_result_s=self.keep_result_s or 0
