@@ -26,11 +26,12 @@ class Keys:
         self.alone = f"{self.prefix}alone"  # zset: jobs that run alone; + :turn → the worker whose turn it is
         self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
-        # + job id → hash: n, ndone, score, at, bytes, expires, call, foreign, owner, worker, since, attempt, excused, shared, deaths, alone,
-        # blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress)
+        # + job id → hash: n, ndone, score, at, bytes, expires, call, foreign, owner, worker, since, attempt, excused,
+        # shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress)
         self.job_state = f"{self.prefix}job:"
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
-        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …; replays, bytes in flight
+        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …; also bytes (in
+        # flight), tokens, called, redelivered, replays, last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream

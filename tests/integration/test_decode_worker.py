@@ -15,7 +15,7 @@ import pytest
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.errors import EngineError
 from pipeline.jobs import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
-from pipeline.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.keys import ARQ_JOB, ARQ_RESULT, Keys
 from pipeline.lifecycle import Role
 from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, WeightVersion, decode
 from pipeline.ownership import Ownership

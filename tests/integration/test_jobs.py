@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from pipeline.jobs import Credit, Finished, JobQueue, arq_payload, arq_serializer
 from pipeline.keys import ARQ_JOB, Keys
-from pipeline.messages import DeadLetter, SequenceResult, decode
+from pipeline.messages import SequenceResult, decode
 from pipeline.status import snapshot
 from tests.factories import decode_job, sequence_result
 

@@ -83,7 +83,7 @@ async def test_everything_of_a_job_is_gone_at_its_end_but_arqs_result(client: Re
 
 async def test_bytes_limit_what_is_under_way_but_never_one_job_alone(client: Redis, keys: Keys) -> None:
     queue = JobQueue(client, keys)
-    big = {"metadata": {"pad": "x" * 4000}}
+    big: dict[str, Any] = {"metadata": {"pad": "x" * 4000}}
     jobs = [decode_job(f"{keys.run}:{name}", **big) for name in "abc"]
     tight = Credit(100, 100, 1, 6000)
     assert await queue.enqueue(jobs, tight) == ["enqueued", "over_credit", "over_credit"]

@@ -144,12 +144,10 @@ async def _names(client: Any, keys: Keys) -> list[str]:
     return found
 
 
-async def _snapshot(client: Any, keys: Keys) -> Snapshot:
-    names = await _names(client, keys)
-    prefixes = (keys.job_state, ARQ_JOB, ARQ_RUNNING, keys.progress)
-    states, payloads, running, stored = (
-        [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for prefix in prefixes
-    )
+async def _read(
+    client: Any, keys: Keys, states: list[str], payloads: list[str], running: list[str], stored: list[str]
+) -> list[Any]:
+    """Everything at one moment."""
     async with client.pipeline(transaction=True) as pipe:
         pipe.time().hgetall(keys.counts).zrange(keys.jobs, 0, -1, withscores=True)
         pipe.zrange(keys.alone, 0, -1, withscores=True).zrange(keys.leases, 0, -1, withscores=True)
@@ -164,7 +162,16 @@ async def _snapshot(client: Any, keys: Keys) -> Snapshot:
             pipe.get(ARQ_RUNNING + job_id)
         for name in stored:
             pipe.strlen(keys.progress + name)
-        answers = iter(await pipe.execute())
+        return await pipe.execute()
+
+
+async def _snapshot(client: Any, keys: Keys) -> Snapshot:
+    names = await _names(client, keys)
+    prefixes = (keys.job_state, ARQ_JOB, ARQ_RUNNING, keys.progress)
+    states, payloads, running, stored = (
+        [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for prefix in prefixes
+    )
+    answers = iter(await _read(client, keys, states, payloads, running, stored))
     seconds, micros = next(answers)
     counts = {name.decode(): int(value) for name, value in next(answers).items() if not name.startswith(b"last:")}
     line, apart, leases = (_scores(next(answers)) for _ in range(3))
