@@ -24,6 +24,7 @@ from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
 from pipeline import metrics
 from pipeline.errors import MessageError, ResultsLost
+from pipeline.keys import ARQ_RESULT
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
@@ -85,15 +86,29 @@ class Consumer:
         try:
             place = fields[b"g"].decode(), int(fields[b"n"]), int(fields[b"i"])
         except (KeyError, ValueError) as error:
-            await self._drop([entry.entry_id], [letter(entry.entry_id, "malformed_result", str(error))])
+            await self._discard(entry, error)
             return None
         try:
             if b"r" in fields:
                 return self._groups.add_result(entry.entry_id, decode(SequenceResult, fields[b"r"]))
             return self._groups.add_dead(entry.entry_id, *place, decode(DeadLetter, fields[b"d"]))
         except (MessageError, KeyError) as error:
+            if not await self._is_known(place[0]):
+                await self._discard(entry, error)
+                return None
             problem = letter(f"{place[0]}:{place[2]}", "malformed_result", str(error))
             return self._groups.add_dead(entry.entry_id, *place, problem)
+
+    async def _is_known(self, job_id: str) -> bool:
+        """Whether such a job was ever enqueued, as far as the broker remembers."""
+        return bool(await self._role.client.exists(f"{self._role.keys.job_state}{job_id}", f"{ARQ_RESULT}{job_id}"))
+
+    async def _discard(self, entry: Entry, problem: Exception) -> None:
+        """Not written by a worker of this run: nobody's sequence, so it is no drop either."""
+        where = f"{self._reader.stream} {entry.entry_id}"
+        get_logger().error("not a result; discarded", entry=where, error=str(problem))
+        self._sizes[entry.entry_id] = 0  # credit never counted it
+        await self._out(TrainingBatch(batch_id=_batch_id([entry.entry_id]), samples=[]), [entry.entry_id], [])
 
     async def _finish_group(self, group: Group) -> None:
         # In a thread: a slow task must not keep this process from renewing its ownership.

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
+import time
 from pathlib import Path
+
+_STALE_S = 60.0
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
@@ -14,6 +19,7 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        _sweep(path)
         aside.unlink(missing_ok=True)
         with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
@@ -22,6 +28,14 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what a process that was killed in the middle has left; its number may be alive in another container."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - leftover.stat().st_mtime > _STALE_S:
+                leftover.unlink()
 
 
 def fsync_tree(directory: Path) -> None:

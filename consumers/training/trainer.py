@@ -118,6 +118,12 @@ class Trainer:
         now = await snapshot(self._role.client, self._role.keys)
         return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
 
+    async def _was_the_last(self) -> bool:
+        """Nothing comes after the steps that are not in a checkpoint yet."""
+        if self._unread or not await self._source_is_dry():
+            return False
+        return await self._reader.depth() == len(self._state.unacked)
+
     async def _open(self, entry: Entry) -> list[Taken]:
         try:
             batch = decode(TrainingBatch, entry.fields[b"b"])
@@ -147,8 +153,7 @@ class Trainer:
         state.remember([sample.seq_id for sample in samples])
         record |= _combined(samples)
         self._log(samples, record)
-        last = state.step % self._config.trainer.checkpoint_every == 0 or await self._source_is_dry()
-        if last:
+        if state.step % self._config.trainer.checkpoint_every == 0 or await self._was_the_last():
             await self._checkpoint()
         await self._show(record)
 

@@ -1,11 +1,15 @@
-"""The plain arq functions that run on a LeasedWorker now."""
+"""The plain arq functions that run on a LeasedWorker now.
+
+Their time limits are looked at once a turn: a timer for each would cost more than a short job does.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
-from pipeline.jobs.one_call import fail, run_call
+from pipeline.jobs.one_call import fail, limit_of, run_call
 from pipeline.jobs.types import Claim
 
 if TYPE_CHECKING:
@@ -18,6 +22,8 @@ class Calls:
     def __init__(self, worker: LeasedWorker) -> None:
         self._worker = worker
         self._running: dict[str, Claim] = {}
+        self._limits: dict[str, float] = {}  # job id → monotonic seconds
+        self._overdue: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -35,7 +41,10 @@ class Calls:
             await fail(worker, claim, claim.reason, claim.problem)
         else:
             self._running[claim.job_id] = claim
-            task = worker.loop.create_task(run_call(worker, claim, self._has))
+            limit_s = limit_of(worker, claim)
+            if limit_s is not None:
+                self._limits[claim.job_id] = time.monotonic() + limit_s
+            task = worker.loop.create_task(run_call(worker, claim, self))
             worker.tasks[claim.job_id] = task
             task.add_done_callback(lambda ended: self._ended(claim, ended))
 
@@ -59,15 +68,30 @@ class Calls:
         self._worker.jobs_retried += len(claims)
         return claims
 
-    def _has(self, claim: Claim) -> bool:
+    def end_overdue(self) -> None:
+        """Cancel those that are out of time."""
+        now = time.monotonic()
+        for job_id in [job_id for job_id, limit in self._limits.items() if limit < now]:
+            del self._limits[job_id]
+            self._overdue.add(job_id)
+            self._worker.tasks[job_id].cancel()
+
+    def has(self, claim: Claim) -> bool:
+        """It runs here, and was not lost or given back."""
         return self._running.get(claim.job_id) is claim
+
+    def is_overdue(self, claim: Claim) -> bool:
+        """It was cancelled for its time."""
+        return claim.job_id in self._overdue
 
     def _ended(self, claim: Claim, task: asyncio.Task[None]) -> None:
         if self._worker.tasks.get(claim.job_id) is task:
             del self._worker.tasks[claim.job_id]
+            self._limits.pop(claim.job_id, None)
+            self._overdue.discard(claim.job_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._worker.broken = error  # its job stays held, to be handed back with blame
             self._worker.wake.set()
-        elif self._has(claim):
+        elif self.has(claim):
             del self._running[claim.job_id]
             self._worker.ended(claim)

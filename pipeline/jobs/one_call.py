@@ -16,7 +16,6 @@ import asyncio
 import random
 import time
 import traceback
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -29,6 +28,7 @@ from pipeline.jobs.types import Called, Claim
 from pipeline.logs import get_logger
 
 if TYPE_CHECKING:
+    from pipeline.jobs.calls import Calls
     from pipeline.jobs.worker import LeasedWorker
 
 _BACKOFF_S, _BACKOFF_CAP_S = 0.5, 30.0
@@ -49,16 +49,26 @@ def backoff_s(attempt: int) -> float:
     return random.uniform(0.5, 1.0) * min(_BACKOFF_CAP_S, _BACKOFF_S * 2 ** min(attempt - 1, 16))
 
 
-async def run_call(worker: LeasedWorker, claim: Claim, is_ours: Callable[[Claim], bool]) -> None:
-    """Call it and record its ending; `is_ours` is false once the job was lost or given back."""
+def limit_of(worker: LeasedWorker, claim: Claim) -> float | None:
+    """Seconds that the call may take."""
+    limit = cast(Any, worker.functions[claim.function]).timeout_s
+    return worker.job_timeout_s if limit is None else limit
+
+
+async def run_call(worker: LeasedWorker, claim: Claim, calls: Calls) -> None:
+    """Call it and record its ending."""
     started, ctx = time.time(), {**worker.ctx, **_facts(claim)}
     try:
         ending = await _attempt(worker, claim, ctx)
-    except asyncio.CancelledError:
-        if not is_ours(claim):
+    except asyncio.CancelledError as cut:
+        if not calls.has(claim):
             await _hooks(worker, ctx)
             raise
         ending = _again(worker, claim, 0.0, "it cancelled itself")
+        if calls.is_overdue(claim):
+            late = TimeoutError(f"not done in {limit_of(worker, claim)} s")
+            late.__cause__ = cut
+            ending = Ending(failure=("failed", repr(late), "".join(traceback.format_exception(late))))
     if worker.on_job_end:
         ending = await _end_hook(worker, ctx, ending)
     await _record(worker, claim, ending, started)
@@ -80,12 +90,10 @@ async def _attempt(worker: LeasedWorker, claim: Claim, ctx: dict[Any, Any]) -> E
     most = worker.max_tries if function.max_tries is None else function.max_tries
     if _tries(claim) > most:
         return Ending(failure=("max_tries", f"{most} attempts were not enough", ""))
-    limit = worker.job_timeout_s if function.timeout_s is None else function.timeout_s
     try:
         if worker.on_job_start:
             await worker.on_job_start(ctx)
-        async with asyncio.timeout(limit):
-            return Ending(await function.coroutine(ctx, *claim.args, **claim.kwargs))
+        return Ending(await function.coroutine(ctx, *claim.args, **claim.kwargs))
     except (Retry, RetryJob) as again:
         score_ms = cast("int | None", getattr(again, "defer_score", None))
         delay_s = score_ms / 1000 if score_ms else backoff_s(claim.attempt) if isinstance(again, Retry) else 0.0

@@ -87,8 +87,6 @@ class LeasedWorker(Worker):
         self._pulse = Pulse(min(_BEAT_S, settings.stall_timeout_s / 4))
         self._recorded = float("-inf")
 
-    # What a worker with an engine does differently.
-
     def progress(self) -> float:
         """Monotonic seconds of the last sign of life of whatever does the work."""
         return time.monotonic()
@@ -132,8 +130,6 @@ class LeasedWorker(Worker):
     def report(self) -> None:
         """Say what is going on."""
 
-    # The loop.
-
     async def main(self) -> None:
         """Serve until `stop` is set, or in burst mode until the queue is empty; raises what broke the engine."""
         self.loop = asyncio.get_running_loop()
@@ -163,6 +159,7 @@ class LeasedWorker(Worker):
     async def _turn(self) -> bool:
         """One claim; True when it brought something or another one is worth while at once."""
         self.check_health()
+        self._calls.end_overdue()
         if time.monotonic() - self._recorded >= _BEAT_S:
             self._recorded = time.monotonic()
             await self.heart_beat()
@@ -235,8 +232,6 @@ class LeasedWorker(Worker):
     def _alive(self) -> float:
         return min(self._pulse.beaten, self.progress())
 
-    # Losing, finishing, handing back.
-
     def ended(self, claim: Claim) -> None:
         """A job's last task has ended: its lease is kept until what it brought is committed."""
         self.committer.when_flushed(lambda: self.keeper.drop(claim.job_id))
@@ -264,6 +259,7 @@ class LeasedWorker(Worker):
         until = time.monotonic() + self.settings.drain_s
         while self.num_held() and self.broken is None and (left := until - time.monotonic()) > 0:
             self.report()
+            self._calls.end_overdue()
             self.wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, 0.2)):

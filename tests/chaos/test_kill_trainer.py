@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipeline.messages import WeightVersion
-from pipeline.weights import digest_of, write_version
+from pipeline.weights import digest_of
 from tests.chaos.blows import seeded
 from tests.e2e.fixtures import MakeStack, detection_rows
-from tests.e2e.processes import Process
+from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.chaos
@@ -44,44 +41,40 @@ def test_killed_at_random_moments(make_stack: MakeStack) -> None:
     assert not stack.litter()
 
 
-def die_between_checkpoint_and_publish(stack: Stack, version: int, model: Path) -> Path:
-    """Other weights stand where the version goes, so the trainer ends right before it; returns the checkpoint."""
-    obstacle = stack.run_dir / "weights" / f"v{version:06d}"
-    write_version(model, obstacle.parent, WeightVersion(version=version, path="", digest=""))
-    trainer = stack.start("train")
-    trainer.expendable = True
-    assert trainer.wait() == 6, trainer.tail()
-    assert "already holds other weights" in trainer.text()
-    shutil.rmtree(obstacle)
-    newest = sorted((stack.run_dir / "checkpoints").glob("step-*"))[-1]
-    assert newest.name == f"step-{version:06d}"
-    assert stack.snapshot().latest_version == version - 1
-    return newest
+def die_between_checkpoint_and_publish(stack: Stack) -> Path:
+    """Trainers are killed as soon as a new checkpoint stands, until one was not published yet; returns it."""
+    folder = stack.run_dir / "checkpoints"
+    for goal in range(2, 12):
+        trainer = stack.start("train")
+        until = time.monotonic() + DEADLINE_S
+        while not any(number >= goal for number in checkpoints(folder)):
+            assert time.monotonic() < until, stack.report(stack.snapshot())
+            assert trainer.popen.poll() is None, trainer.tail()
+            time.sleep(0.0005)
+        trainer.kill()
+        newest = max(checkpoints(folder))
+        if stack.snapshot().latest_version == newest - 1:
+            return folder / f"step-{newest:06d}"
+    pytest.fail("no trainer died between a checkpoint and its publication")
 
 
-def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_stack: MakeStack, model_dir: Path) -> None:
-    stack = make_stack(detection_rows(40))
+def checkpoints(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in folder.glob("step-*")]
+
+
+def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_stack: MakeStack) -> None:
+    stack = make_stack(detection_rows(120))
     start_all_but_the_trainer(stack)
-    checkpoint = die_between_checkpoint_and_publish(stack, 3, model_dir)
-    expected = digest_of(checkpoint)
-    forget_versions(stack)
+    checkpoint = die_between_checkpoint_and_publish(stack)
+    version, expected = int(checkpoint.name.removeprefix("step-")), digest_of(checkpoint)
     before = stack.digests()
     stack.start("train")
-    stack.wait(lambda now: (now.latest_version or 0) >= 3, "version 3")
-    assert stack.digests()[3] == expected
+    stack.wait(lambda now: (now.latest_version or 0) >= version, "the version of that checkpoint")
+    assert stack.digests()[version] == expected
     assert before.items() <= stack.digests().items()
     stack.finish()
     assert set(stack.trained()) == stack.expected()
-    assert len(stack.trained()) == 40
-
-
-def forget_versions(stack: Stack) -> None:
-    """What a power loss of the broker's host may do: the newest registration is undone."""
-    with stack.client() as client:
-        raw: Any = client
-        raw.hdel(stack.keys.versions, "2", "2:digest")
-        raw.set(stack.keys.latest, 1)
-        raw.delete(stack.keys.latest)
+    assert len(stack.trained()) == 120
 
 
 @pytest.mark.parametrize("moment", ["midway", "at the end"])

@@ -131,10 +131,11 @@ async def test_a_truth_that_makes_no_sense_is_dropped_and_its_neighbour_trained(
 PLACE = {"g": b"g", "i": 0, "n": 1}
 
 
-@pytest.mark.parametrize("fields", [{"r": b"junk", **PLACE}, {"x": b"1"}, {"d": b"junk", **PLACE}, {"r": b"\xc1"}])
+@pytest.mark.parametrize("fields", [{"r": b"junk", **PLACE}, {"d": b"junk", **PLACE}])
 async def test_a_malformed_result_is_a_drop(
     fields: dict[str, Any], broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
 ) -> None:
+    await client.hset(f"{keys.job_state}g", "n", 1)
     await client.xadd(keys.results + "0", fields)
     await put(client, keys, "good")
     await consume(config_of(broker_config, keys, run_dir, size=1), ended(client, keys, 2))
@@ -142,9 +143,25 @@ async def test_a_malformed_result_is_a_drop(
     assert await client.xlen(keys.results + "0") == 0
 
 
+JUNK: list[dict[str, Any]] = [{"x": b"1"}, {"r": b"\xc1"}, {"r": b"junk", **PLACE}, {"g": b"\xff", "i": 0, "n": 1}]
+
+
+@pytest.mark.parametrize("fields", JUNK)
+async def test_what_no_worker_wrote_is_discarded_and_counts_for_nothing(
+    fields: dict[str, Any], broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    await client.xadd(keys.results + "0", fields)
+    await put(client, keys, "good")
+    await consume(config_of(broker_config, keys, run_dir, size=1), ended(client, keys, 1))
+    now = await snapshot(client, keys)
+    assert (now.accepted, now.dropped, now.reasons) == (1, 0, {})
+    assert await client.xlen(keys.results + "0") == 0
+
+
 async def test_an_unreadable_member_does_not_hold_its_group_open(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
 ) -> None:
+    await client.hset(f"{keys.job_state}g", "n", 2)
     await put(client, keys, "g", 0, 2)
     await client.xadd(keys.results + "0", {"r": b"junk", "g": b"g", "i": 1, "n": 2})
     await consume(config_of(broker_config, keys, run_dir), ended(client, keys, 2))

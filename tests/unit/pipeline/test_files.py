@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -63,3 +64,12 @@ def test_an_error_leaves_nothing_aside(tmp_path: Path) -> None:
 def test_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
     write_atomic(tmp_path / "s", "password", mode=0o600)
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_killed_process_left_long_ago_is_swept(tmp_path: Path) -> None:
+    old, young = tmp_path / ".s.123.tmp", tmp_path / ".s.124.tmp"
+    for path in (old, young):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    write_atomic(tmp_path / "s", "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".s.124.tmp", "s"]
