@@ -6,7 +6,7 @@ local DROPPED_KEPT = 10000
 
 local function bury(id, how)
   local state = state_of .. id
-  local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'ndone')
+  local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p')
   local n, attempt, now = tonumber(f[1] or 1), tonumber(f[2] or 0), now_ms()
   local content, shown = payload(id) or '', how.shown or id
   local stream, buried, bytes = stream_of(id), 0, -tonumber(f[4] or 0)
@@ -35,6 +35,6 @@ local function bury(id, how)
   count(how.ending .. ':' .. how.reason, buried)
   count('bytes', bytes)
   local kept = shown ~= id and 0 or nil -- arq cannot read a key that is not UTF-8
-  finish(id, n, answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }), kept)
+  finish(id, n, f[6], answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }), kept)
   return buried
 end

@@ -90,10 +90,12 @@ local function expire(id)
   end
 end
 
+local some_apart = true
+
 -- Whether the job can be taken now. arq's Job.abort moves the score of any job; its real place is known elsewhere.
 local function is_free(id)
   local ends = redis.call('ZSCORE', leases, id)
-  local place = ends or (redis.call('ZSCORE', alone, id) and FAR_MS)
+  local place = ends or (some_apart and redis.call('ZSCORE', alone, id) and FAR_MS)
   if place then redis.call('ZADD', jobs, place, id) end
   return not place
 end
@@ -135,6 +137,7 @@ if first then
   end
 end
 if capacity > 0 then
+  some_apart = redis.call('ZCARD', alone) > 0
   local limit = math.min(capacity, MOST_AT_ONCE)
   local ready = redis.call('ZRANGEBYSCORE', jobs, '-inf', now, 'LIMIT', 0, limit + 1)
   for k, id in ipairs(ready) do

@@ -5,6 +5,7 @@
 -- Returns per sequence: ok | dup | fenced
 local owner, now = ARGV[FIRST], now_ms()
 local out, committed, called, tokens, bytes = {}, 0, 0, 0, 0
+look_for_empty(alone, aborts)
 for i = FIRST + 1, #ARGV, 6 do
   local id, index, result = ARGV[i], ARGV[i + 1], ARGV[i + 4]
   local state = state_of .. id
@@ -16,7 +17,7 @@ for i = FIRST + 1, #ARGV, 6 do
     acquit(id, owner)
     out[#out + 1] = 'fenced'
   elseif ARGV[i + 5] ~= '' then
-    finish(id, n, result, tonumber(ARGV[i + 5]))
+    finish(id, n, f[8], result, tonumber(ARGV[i + 5]))
     called, bytes = called + n, bytes - tonumber(f[6])
     out[#out + 1] = 'ok'
   else
@@ -24,7 +25,7 @@ for i = FIRST + 1, #ARGV, 6 do
     committed, tokens, bytes = committed + 1, tokens + tonumber(ARGV[i + 3]), bytes + #result
     local ndone = tonumber(f[5] or 0) + 1
     if ndone >= n then
-      finish(id, n, answer(id, nil, tonumber(f[2]), f[7], now, true, { committed = n }))
+      finish(id, n, f[8], answer(id, nil, tonumber(f[2]), f[7], now, true, { committed = n }))
       bytes = bytes - tonumber(f[6])
     else
       redis.call('HSET', state, 'd:' .. index, 1, 'ndone', ndone)

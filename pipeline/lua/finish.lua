@@ -1,19 +1,19 @@
 -- The end of a job: nothing of it is left but arq's result key, which keeps a repeat from being enqueued.
+local surely_empty = {} -- keys that a script has looked at, so that nothing is removed from them job by job
 
-local function forget_progress(id, state, n)
-  if redis.call('HEXISTS', state, 'p') == 0 then return end
-  for index = 0, n - 1 do redis.call('DEL', progress_of .. id .. ':' .. index) end
+local function look_for_empty(...)
+  for _, key in ipairs({ ... }) do surely_empty[key] = redis.call('ZCARD', key) == 0 end
 end
 
 -- answer: arq's result, encoded; kept: milliseconds, 0 = not at all, -1 = for ever, nil = as the worker says
-local function finish(id, n, answer, kept)
-  local state = state_of .. id
-  forget_progress(id, state, n)
-  redis.call('DEL', payload_of .. id, state, running_of .. id)
-  redis.call('ZREM', jobs, id)
-  redis.call('ZREM', leases, id)
-  redis.call('ZREM', alone, id)
-  redis.call('ZREM', aborts, id)
+local function finish(id, n, has_progress, answer, kept)
+  if has_progress then
+    for index = 0, n - 1 do redis.call('DEL', progress_of .. id .. ':' .. index) end
+  end
+  redis.call('DEL', payload_of .. id, state_of .. id, running_of .. id)
+  for _, line in ipairs({ jobs, leases, alone, aborts }) do
+    if not surely_empty[line] then redis.call('ZREM', line, id) end
+  end
   kept = kept or keep_ms
   if kept > 0 then
     redis.call('SET', answer_of .. id, answer, 'PX', kept)
