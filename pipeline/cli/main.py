@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -37,9 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; errors of ours become one line on stderr and their exit code."""
     try:
         result = build()(list(sys.argv[1:] if argv is None else argv), result_action="return_value")
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # `sluice status | head`: nobody reads on, and that is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except Exception as error:
         cause = _ours(first_cause(error))
         if isinstance(cause, KeyboardInterrupt):

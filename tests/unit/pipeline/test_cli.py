@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,14 @@ def test_the_doctor_finds_a_damaged_model(tmp_path: Path, capsys: pytest.Capture
     (model / "model.safetensors").write_bytes((6).to_bytes(8, "little") + b'{"a":1}')
     assert diagnose(None, settings) == 5
     assert "model.safetensors" in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli.main", "config", "schema"],
+        stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
