@@ -152,9 +152,11 @@ class LeasedWorker(Worker):
             self.broken = error
             raise
         finally:
-            await self._hand_back()
-            await self._pulse.end()
-            await asyncio.to_thread(self.keeper.stop)
+            try:
+                await self._hand_back()
+            finally:
+                await self._pulse.end()
+                await asyncio.to_thread(self.keeper.stop)
 
     async def _turn(self) -> bool:
         """One claim; True when it brought something or another one is worth while at once."""
