@@ -101,6 +101,8 @@ class Consumer:
 
     async def _is_known(self, job_id: str) -> bool:
         """Whether such a job was ever enqueued, as far as the broker remembers."""
+        if job_id.startswith(f"{self._role.config.run}:"):
+            return True
         return bool(await self._role.client.exists(f"{self._role.keys.job_state}{job_id}", f"{ARQ_RESULT}{job_id}"))
 
     async def _discard(self, entry: Entry, problem: Exception) -> None:

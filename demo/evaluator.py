@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> None:
     """The process."""
     import torch
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Not SystemExit: raised inside a weak reference's callback it is lost, and this process would stay.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     os.nice(5)
     torch.set_num_threads(1)
     versions, out, count, seed = arguments

@@ -18,6 +18,7 @@ from pipeline.wire import SCHEMA, Wire, decode, encode
 __all__ = ["SCHEMA", "Wire", "decode", "encode"]
 
 MAX_PRIORITY = 1000
+MAX_DEADLINE_S = 1e9
 MAX_GROUP = 65_536  # sequences of one prompt
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
@@ -81,8 +82,10 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
             raise MessageError(f"job {self.job_id}: n must be in 1..{MAX_GROUP}, got {self.n}")
         if not 0 <= self.priority <= MAX_PRIORITY:
             raise MessageError(f"job {self.job_id}: priority must be in 0..{MAX_PRIORITY}, got {self.priority}")
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise MessageError(f"job {self.job_id}: deadline_s must be > 0, got {self.deadline_s}")
+        if self.deadline_s is not None and not 0 < self.deadline_s <= MAX_DEADLINE_S:
+            raise MessageError(
+                f"job {self.job_id}: deadline_s must be in 0..{MAX_DEADLINE_S:.0f}, got {self.deadline_s}"
+            )
         if bool(self.messages) == bool(len(self.prompt_token_ids)):
             raise MessageError(f"job {self.job_id}: give either messages or prompt_token_ids")
 

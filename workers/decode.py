@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import deque
 from typing import Any
 
@@ -104,12 +105,12 @@ class DecodeWorker(LeasedWorker):
             await super().accept(claim)
             return
         if job.min_weight_version > self._backend.version:
-            self.keeper.drop(claim.job_id)
+            self.keeper.drop(claim.job_id, claim.attempt)
             await self.queue.release([claim], delay_s=_TOO_EARLY_S)
             return
         try:
             prompt = self._prompts.render(job)
-        except RequestError as error:
+        except Exception as error:  # the model's own template and tokenizer: their failure is this job's
             await self._refuse(claim, error)
             return
         missing = deque(index for index in range(job.n) if index not in claim.committed)
@@ -150,10 +151,11 @@ class DecodeWorker(LeasedWorker):
         await self.stop.wait()
         self.wake.set()
 
-    async def _refuse(self, claim: Claim, error: RequestError) -> None:
-        self.keeper.drop(claim.job_id)
-        self._held.lose(claim.job_id)
-        await self.queue.fail(claim, "invalid_request", str(error))
+    async def _refuse(self, claim: Claim, error: Exception) -> None:
+        trace = "" if isinstance(error, RequestError) else "".join(traceback.format_exception(error))
+        await self.queue.fail(claim, "invalid_request", str(error) or repr(error), trace)
+        self.keeper.drop(claim.job_id, claim.attempt)
+        self._held.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence that this may run in
 
     def _sequence_task(self, held: HeldJob, index: int) -> asyncio.Task[None]:
         task = self.loop.create_task(self._sequence(held.claim, held.job, held.prompt, index))

@@ -76,6 +76,10 @@ class Calls:
             self._overdue.add(job_id)
             self._worker.tasks[job_id].cancel()
 
+    def lift_limit(self, claim: Claim) -> None:
+        """The function has ended: what records its ending takes the time it takes."""
+        self._limits.pop(claim.job_id, None)
+
     def has(self, claim: Claim) -> bool:
         """It runs here, and was not lost or given back."""
         return self._running.get(claim.job_id) is claim

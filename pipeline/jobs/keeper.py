@@ -46,10 +46,11 @@ class LeaseKeeper(threading.Thread):
         with self._lock:
             self._held[claim.job_id] = claim.attempt
 
-    def drop(self, job_id: str) -> None:
-        """Stop renewing a claim."""
+    def drop(self, job_id: str, attempt: int | None = None) -> None:
+        """Stop renewing a claim, in this attempt; a later one may be held by now."""
         with self._lock:
-            self._held.pop(job_id, None)
+            if attempt in (None, self._held.get(job_id)):
+                self._held.pop(job_id, None)
 
     def held(self) -> list[str]:
         """Ids of the jobs whose leases it keeps."""
@@ -85,5 +86,5 @@ class LeaseKeeper(threading.Thread):
             get_logger().warning("renewal failed; the next one is due soon", error=str(error))
             return
         for raw in lost:
-            job_id = raw.decode()
+            job_id = raw.decode(errors="replace")
             self._on_lost(job_id, held.get(job_id))

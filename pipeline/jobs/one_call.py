@@ -69,6 +69,7 @@ async def run_call(worker: LeasedWorker, claim: Claim, calls: Calls) -> None:
             late = TimeoutError(f"not done in {limit_of(worker, claim)} s")
             late.__cause__ = cut
             ending = Ending(failure=("failed", repr(late), "".join(traceback.format_exception(late))))
+    calls.lift_limit(claim)
     if worker.on_job_end:
         ending = await _end_hook(worker, ctx, ending)
     await _record(worker, claim, ending, started)
@@ -80,7 +81,7 @@ async def run_call(worker: LeasedWorker, claim: Claim, calls: Calls) -> None:
 async def fail(worker: LeasedWorker, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
     """The job is a dead letter."""
     worker.jobs_failed += 1
-    worker.keeper.drop(claim.job_id)
+    worker.keeper.drop(claim.job_id, claim.attempt)
     get_logger().error("job failed", job=claim.job_id, reason=reason, detail=detail)
     await worker.queue.fail(claim, reason, detail, trace)
 
@@ -127,7 +128,7 @@ async def _record(worker: LeasedWorker, claim: Claim, ending: Ending, started: f
         await fail(worker, claim, *ending.failure)
     elif ending.again_s is not None:
         worker.jobs_retried += 1
-        worker.keeper.drop(claim.job_id)
+        worker.keeper.drop(claim.job_id, claim.attempt)
         await worker.queue.release([claim], ending.again_s, excused=False)
     else:
         worker.jobs_complete += 1

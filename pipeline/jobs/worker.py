@@ -229,6 +229,8 @@ class LeasedWorker(Worker):
             raise self.broken
         if self.keeper.stalled:
             raise EngineError(f"no progress for {self.settings.stall_timeout_s:.0f} s")
+        if not self.keeper.is_alive():
+            raise EngineError("the thread that keeps the leases has ended")
         self._pulse.check()
 
     def _alive(self) -> float:
@@ -236,7 +238,7 @@ class LeasedWorker(Worker):
 
     def ended(self, claim: Claim) -> None:
         """A job's last task has ended: its lease is kept until what it brought is committed."""
-        self.committer.when_flushed(lambda: self.keeper.drop(claim.job_id))
+        self.committer.when_flushed(lambda: self.keeper.drop(claim.job_id, claim.attempt))
         if self.broken is not None or self.more or self._must_drain or not self.num_held():
             self.wake.set()
 

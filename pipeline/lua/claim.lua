@@ -64,7 +64,7 @@ local function take(id)
     f = facts(id)
   end
   if f[5] and now > tonumber(f[5]) then
-    bury(id, { ending = 'dead', reason = 'expired', detail = 'not started before its deadline' })
+    bury(id, { ending = 'dead', reason = 'expired', detail = 'its deadline passed before a worker took it' })
     over = over + 1
     return 0
   end

@@ -168,3 +168,19 @@ async def _failure_of_a_worker_whose_engine_closes(config: Config, dying: HfBack
     except (EngineError, BaseExceptionGroup) as error:
         return first_cause(error)
     return None
+
+
+async def test_a_template_that_fails_costs_only_its_job(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    await JobQueue(client, keys).enqueue([decode_job(f"{keys.run}:{name}") for name in ("bad", "good")], PLENTY)
+    async with working(config, backend) as worker:
+
+        async def over() -> bool:
+            now = await snapshot(client, keys)
+            return now.committed + now.dead == 4
+
+        odd = decode_job(f"{keys.run}:odd", messages=[{"role": "user", "content": ["not", "text"]}], n=2)
+        await JobQueue(client, keys).enqueue([odd], PLENTY)
+        await eventually(over, "the end of all jobs")
+        assert worker.broken is None

@@ -194,6 +194,12 @@ async def test_hostile_envelopes_are_claimed_with_their_problem(client: Redis, k
         "function": arq_serializer({**envelope, "f": [1]}),
         "huge": arq_serializer({**envelope, "a": [{"n": 10**12, "messages": [{"role": "user", "content": "x"}]}]}),
         "none": arq_serializer(envelope),
+        "endless": arq_serializer(
+            {**envelope, "a": [{"messages": [{"role": "user", "content": "x"}], "deadline_s": 1e306}]}
+        ),
+        "inf": arq_serializer(
+            {**envelope, "a": [{"messages": [{"role": "user", "content": "x"}], "deadline_s": float("inf")}]}
+        ),
     }
     for name, payload in hostile.items():
         await client.set(f"{ARQ_JOB}{keys.run}:{name}", payload)
