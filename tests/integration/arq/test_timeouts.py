@@ -95,3 +95,17 @@ async def test_a_job_may_run_longer_than_a_lease(foreign: ArqRedis, make_worker:
     await burst(one, two)
     assert await answer(job) == 1
     assert runs == [1]
+
+
+async def test_the_time_of_hooks_is_not_the_functions(foreign: ArqRedis, make_worker: MakeWorker) -> None:
+    async def quick(ctx: dict[Any, Any]) -> str:
+        return "done"
+
+    async def slow_end(ctx: dict[Any, Any]) -> None:
+        await asyncio.sleep(1.0)
+
+    job = await foreign.enqueue_job("quick")
+    worker = make_worker(func(quick, name="quick"), job_timeout=0.3, on_job_end=slow_end)
+    await burst(worker)
+    assert await answer(job) == "done"
+    assert tally(worker) == (1, 0, 0)
