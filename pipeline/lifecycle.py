@@ -52,11 +52,7 @@ class Role:
         return task
 
     async def end_background(self) -> None:
-        """End the spawned tasks.
-
-        Cancels until they are gone: before Python 3.12 `asyncio.wait_for`, which redis-py sends through, loses a
-        cancellation that comes in the moment of success.
-        """
+        """End the spawned tasks; one that does not go is asked again, as a library may swallow a cancellation."""
         while pending := [task for task in self._background if not task.done()]:
             for task in pending:
                 task.cancel()
@@ -65,7 +61,8 @@ class Role:
     async def nap(self, seconds: float) -> bool:
         """Sleep, or return at once when asked to stop; True while there is work to do."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.stop.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.stop.wait()
         return not self.stop.is_set()
 
     async def wait_until(self, holds: Callable[[], Coroutine[Any, Any, bool]], cause: str, deadline_s: float) -> bool:

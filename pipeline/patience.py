@@ -2,6 +2,8 @@
 
 - A retry inside a retry (a command connects, a connection asks for its health) tries once: the outer one begins anew,
   so that a client of Sentinel asks again where the primary is.
+- A cancellation is never lost: redis-py 5 sends through `asyncio.wait_for`, which before Python 3.12 drops one that
+  comes in the moment of success; the caller would wait on for ever.
 - Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
   disk) is asked again.
 
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
 import redis
-from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import ExponentialBackoff
@@ -73,8 +76,31 @@ class UntilRetry(Retry):
             raise error
 
 
+class _Heedful(AbstractConnection):
+    """Ends a command whose task was cancelled while it was sent."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """As redis-py's; a command that was sent for nobody takes its connection with it, so its answer is not read."""
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        asked = task.cancelling()
+        await super().send_packed_command(command, check_health)
+        if task.cancelling() > asked:
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+
+@functools.cache
+def _heedful(kind: type[Any]) -> type[Any]:
+    """The same kind of connection (TCP, TLS, Unix socket, found by Sentinel), heeding cancellations."""
+    return type(f"Heedful{kind.__name__}", (_Heedful, kind), {})
+
+
 class _Patient(ConnectionPool):
     """Retries the whole way to a usable connection; redis-py retries only the first part, the socket."""
+
+    def make_connection(self) -> Any:
+        """A new one, not yet connected."""
+        return _heedful(self.connection_class)(**cast("dict[str, Any]", cast(Any, self).connection_kwargs))
 
     async def get_connection(self, command_name: Any = None, *keys: Any, **options: Any) -> Any:
         """A connected connection; callers that wait for one do not wait for each other."""

@@ -139,3 +139,16 @@ async def test_a_role_waits_for_a_broker_and_a_command_does_not(server: Killable
     assert not waiting.done()
     server.start()
     assert "redis_version" in await asyncio.wait_for(waiting, 30)
+
+
+@pytest.mark.parametrize("steps", range(10))
+async def test_a_cancellation_is_heeded_whenever_it_comes(client: Any, steps: int) -> None:
+    """In the moment in which the command has been sent, too: it would wait for its answer for ever."""
+    await client.ping()  # connected, so that the turns of the loop are always the same ones
+    waiting = asyncio.create_task(client.blpop("nothing", 60))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting], timeout=10)
+    assert waiting.cancelled()
+    assert await client.echo("in step") == b"in step"

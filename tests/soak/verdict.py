@@ -46,7 +46,7 @@ class Verdict:
         self.assert_the_counts_agree()
         self.assert_versions_are_whole()
         self.assert_nothing_waits()
-        self._run.witness.recoveries.assert_within(LEASE_S)
+        self._run.witness.recoveries.assert_ended()
         wait_gone(self._stack.mark)
         # A killed write_atomic's leftover is swept by a later one, a minute after.
         assert all(path.name.startswith(".config.resolved") for path in self._stack.litter())
