@@ -56,3 +56,32 @@ def queue(
     from bench.report import finish
 
     finish(measure(Plan.of(workers=workers, jobs=jobs, quick=quick)), as_json=json)
+
+
+@app.command
+def engine(
+    *,
+    json: bool = False,
+    counts: tuple[int, ...] = (32, 128),
+    rounds: int | None = None,
+    longest: int = 512,
+    threads: int = 1,
+    vllm: bool = True,
+    quick: bool = False,
+) -> None:
+    """Our decode loop beside transformers' padded `generate` and continuous batching, and our vLLM backend beside vLLM.
+
+    Each engine in a process of its own, one at a time, on the same float32 model and the same greedy sequences of
+    8 to 512 new tokens, all at once; only useful tokens count, and they must be the same on every engine. Rounds
+    alternate, and a ratio is the median of the rounds' ratios. By default 3 rounds of 32 sequences and 1 of 128,
+    about 6 minutes. --rounds is for every count; --threads are torch's, the same for every engine; --quick takes one
+    round of at most 64 tokens a sequence and proves nothing.
+
+    Example: `sluice bench engine --counts 32 --no-vllm --json`
+    """
+    from bench.engine.compare import compare
+    from bench.engine.plan import Plan
+    from bench.report import finish
+
+    plan = Plan.of(counts=counts, rounds=rounds, threads=threads, longest=longest, vllm=vllm, quick=quick)
+    finish(compare(plan), as_json=json)

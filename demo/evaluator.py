@@ -19,12 +19,10 @@ from typing import Any
 from demo.digits.data import messages_of
 from demo.digits.evaluate import detection_f1
 from demo.digits.scenes import Scene, scenes
-from pipeline.config.types import ModelConfig
 from pipeline.errors import WeightsError
-from workers.generation.backends.hf import HfBackend
-from workers.generation.chat_template import load_tokenizer
 from workers.generation.engine import GenerationEngine
-from workers.generation.options import GenerationOptions, TextGenerationRequest
+from workers.generation.options import GenerationOptions, ModelLoadConfig
+from workers.generation.requests import TextGenerationRequest
 
 MAX_NEW_TOKENS = 64
 _EVERY_S = 3.0  # leaves the cores to the pipeline
@@ -37,9 +35,9 @@ def heldout_scenes(count: int, seed: int) -> list[Scene]:
 
 def decode_scenes(model_dir: Path, chosen: list[Scene]) -> list[str]:
     """Greedy answers of the model in a directory."""
-    backend = HfBackend(ModelConfig(path=str(model_dir)), max_batch=64)
+    model = ModelLoadConfig(model_name_or_path=str(model_dir))
     requests = [TextGenerationRequest(messages=list(messages_of(scene))) for scene in chosen]
-    with GenerationEngine(backend, load_tokenizer(str(model_dir))) as engine:
+    with GenerationEngine(model, max_batch=64) as engine:
         results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=MAX_NEW_TOKENS))
     return [result.text for result in results]
 

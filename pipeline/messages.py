@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -36,13 +37,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None  # None: derived from (run seed, job_id, index)
+    truncate_prompt: bool = False  # cut a prompt that is too long from the left; else it is an error
 
     def __post_init__(self) -> None:
+        penalty = self.repetition_penalty
         checks = (
-            (self.temperature >= 0, "temperature must be >= 0", self.temperature),
+            (0 <= self.temperature < math.inf, "temperature must be >= 0 and finite", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (self.top_k >= 0, "top_k must be >= 0 (0 = off)", self.top_k),
-            (self.repetition_penalty > 0, "repetition_penalty must be > 0", self.repetition_penalty),
+            (0 < penalty < math.inf, "repetition_penalty must be > 0 and finite", penalty),
             (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
         )
         for holds, rule, value in checks:
@@ -50,12 +53,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ValueError(f"{rule}, got {value}")
 
 
-class ImageRef(msgspec.Struct, frozen=True, kw_only=True):
-    """An image by reference; bytes never travel the queue. [P]"""
+class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image by reference; bytes never travel the queue. A digest beside path or URL is checked. [P]"""
 
     path: str | None = None
     url: str | None = None
     sha256: str | None = None
+
+    @classmethod
+    def of(cls, reference: str) -> ImageRef:
+        """`https://…` and `http://…` are URLs, `sha256:…` is a digest, all else is a path."""
+        if reference.lower().startswith(("http://", "https://")):
+            return cls(url=reference)
+        return cls(sha256=reference[7:]) if reference.startswith("sha256:") else cls(path=reference)
 
 
 class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
@@ -104,8 +114,10 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     worker: str = ""  # [W]
     backend: str = ""  # [W] hf | vllm
     engine_version: str = ""  # [W]
-    prompt_token_ids: TokenArray  # [W]
+    prompt_token_ids: TokenArray  # [W] as the model saw them: image placeholders expanded, no padding
+    prompt_truncated: int = 0  # [W] tokens that were cut from its left
     token_ids: TokenArray  # [W] int32
+    resumed_tokens: int = 0  # [W] of these, what an earlier attempt had decoded and stored
     response_mask: Runs = Runs()  # [W] 1 = sampled by the policy; empty = all ones
     logprobs: FloatArray  # [W] nats, of each token under versions[i]
     versions: Runs  # [W] weight version that sampled each token; -1 where the mask is 0

@@ -124,6 +124,7 @@ def _job(config: Config, row: Row, epoch: int) -> DecodeJob:
         job_id=job_id_for(config.run, name, epoch, config.sampling, n),
         n=n,
         messages=row.messages,
+        images=row.image_refs(),
         sampling=config.sampling,
         truth=row.truth,
         task=config.rollout_matching.task,

@@ -8,7 +8,7 @@
 | room (held.py)   | a sequence that ends          |
 | running sequences| before new weights are loaded |
 
-- A sequence that cannot be decoded ends its job as dead letters; its neighbours go on.
+- A sequence that cannot be decoded, or whose image cannot be had, ends its job as dead letters; its neighbours go on.
 - A little more is claimed than the engine decodes at once, so that it never waits for the queue. What was not
   started is put back at once when new weights come or on stop.
 - What a running sequence has so far is stored every `checkpoint_tokens`; the next attempt is given it.
@@ -26,8 +26,8 @@ from pipeline.jobs import Claim, Claimed, Finished, LeasedWorker, Piece, func
 from pipeline.lifecycle import Role
 from pipeline.messages import DecodeJob, Progress
 from workers.generation.contracts import Backend
-from workers.generation.prompts import PromptRenderer
 from workers.held import HeldJob, HeldJobs
+from workers.job_prompts import JobPrompt, JobPrompts
 from workers.sequences import request_for, result_of
 from workers.weights_watch import WeightsWatch
 
@@ -37,7 +37,7 @@ _TOO_EARLY_S = 0.5  # a job that wants newer weights than these comes again afte
 class DecodeWorker(LeasedWorker):
     """One engine on the queue."""
 
-    def __init__(self, role: Role, backend: Backend, prompts: PromptRenderer) -> None:
+    def __init__(self, role: Role, backend: Backend, prompts: JobPrompts) -> None:
         super().__init__(
             [func(self._ping, name="ping")],
             client=role.client,
@@ -109,7 +109,7 @@ class DecodeWorker(LeasedWorker):
             await self.queue.release([claim], delay_s=_TOO_EARLY_S)
             return
         try:
-            prompt = self._prompts.render(job)
+            prompt = self._prompt(job)
         except Exception as error:  # the model's own template and tokenizer: their failure is this job's
             await self._refuse(claim, error)
             return
@@ -157,20 +157,28 @@ class DecodeWorker(LeasedWorker):
         self.keeper.drop(claim.job_id, claim.attempt)
         self._held.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence that this may run in
 
+    def _prompt(self, job: DecodeJob) -> JobPrompt | asyncio.Task[JobPrompt]:
+        """An image is fetched beside what else goes on, once for all sequences of the job."""
+        if not job.images:
+            return self._prompts.text(job, self._backend.facts)
+        return self.loop.create_task(self._prompts.with_image(job))
+
     def _sequence_task(self, held: HeldJob, index: int) -> asyncio.Task[None]:
-        task = self.loop.create_task(self._sequence(held.claim, held.job, held.prompt, index))
+        task = self.loop.create_task(self._sequence(held, index))
         task.add_done_callback(lambda ended: self._sequence_ended(held, ended))
         return task
 
-    async def _sequence(self, claim: Claim, job: DecodeJob, prompt: list[int], index: int) -> None:
-        every, seed = self.settings.checkpoint_tokens, self._role.config.seed
-        request = request_for(claim, job, prompt, index, seed=seed, every=every, on_progress=self._store)
+    async def _sequence(self, held: HeldJob, index: int) -> None:
+        every, seed, claim = self.settings.checkpoint_tokens, self._role.config.seed, held.claim
         try:
+            prompt = held.prompt if isinstance(held.prompt, JobPrompt) else await asyncio.shield(held.prompt)
+            request = request_for(claim, held.job, prompt, index, seed=seed, every=every, on_progress=self._store)
             output = await self._backend.decode(request)
         except RequestError as error:
             await self._refuse(claim, error)
             return
-        result = result_of(claim, job, request, output, self._backend.facts, self._role.name)
+        facts, name = self._backend.facts, self._role.name
+        result = result_of(claim, held.job, request, output, facts=facts, worker=name, truncated=prompt.truncated)
         self.committer.put(Finished(claim, result))
 
     def _store(self, claim: Claim, index: int, progress: Progress) -> None:

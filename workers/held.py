@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from pipeline.jobs import Claim
 from pipeline.messages import DecodeJob
+from workers.job_prompts import JobPrompt
 
 
 @dataclass(eq=False)
@@ -24,7 +25,7 @@ class HeldJob:
 
     claim: Claim
     job: DecodeJob
-    prompt: list[int]
+    prompt: JobPrompt | asyncio.Task[JobPrompt]  # a task while its image is fetched
     waiting: deque[int]
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     started: bool = False
@@ -106,4 +107,6 @@ class HeldJobs:
         held.waiting.clear()
         for task in held.tasks:
             task.cancel()
+        if isinstance(held.prompt, asyncio.Task):
+            held.prompt.cancel()
         return held

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from pipeline.config.types import Config
 from pipeline.gpu import use_free_gpu
@@ -27,16 +26,19 @@ async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
     from workers.decode import DecodeWorker
     from workers.generation.backends import make_backend
-    from workers.generation.prompts import PromptRenderer
+    from workers.job_prompts import JobPrompts
 
     config = role.config
     backend = make_backend(config.model, config.worker)
     await backend.start()
     try:
         get_logger().info("engine ready", **_facts(backend.facts))
-        prompts = await asyncio.to_thread(PromptRenderer, Path(config.model.path), config.model.trust_remote_code)
+        prompts = await asyncio.to_thread(JobPrompts, config.model, config.images)
         role.status.waiting(None)
-        await DecodeWorker(role, backend, prompts).run()
+        try:
+            await DecodeWorker(role, backend, prompts).run()
+        finally:
+            await prompts.close()
     finally:
         await backend.close()
 

@@ -9,14 +9,18 @@ from pipeline.jobs import Claim, seed_for
 from pipeline.messages import DecodeJob, Progress, SequenceResult
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.job_prompts import JobPrompt
 
 OnProgress = Callable[[Claim, int, Progress], None]
 
 
 def request_for(
-    claim: Claim, job: DecodeJob, prompt: list[int], index: int, *, seed: int, every: int, on_progress: OnProgress
+    claim: Claim, job: DecodeJob, prompt: JobPrompt, index: int, *, seed: int, every: int, on_progress: OnProgress
 ) -> SequenceRequest:
-    """`seed` is the run's, for jobs that name none; progress is reported every `every` tokens (0 = never)."""
+    """What an earlier attempt had decoded is where this one goes on.
+
+    `seed` is the run's, for jobs that name none; progress is reported every `every` tokens (0 = never).
+    """
 
     def report(so_far: SequenceSoFar) -> None:
         piece = Progress(
@@ -30,9 +34,11 @@ def request_for(
     sampling = job.sampling
     return SequenceRequest(
         seq_key=f"{claim.job_id}:{index}",
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=tuple(prompt.token_ids),
         sampling=sampling,
         seed=seed_for(seed if sampling.seed is None else sampling.seed, claim.job_id, index),
+        image=prompt.image,
+        so_far=_so_far(claim.progress.get(index)),
         deadline_at=claim.deadline_at,
         report_every=every,
         report=report if every else None,
@@ -40,10 +46,23 @@ def request_for(
     )
 
 
+def _so_far(stored: Progress | None) -> SequenceSoFar | None:
+    if stored is None:
+        return None
+    return SequenceSoFar(0, list(stored.token_ids), list(stored.logprobs), list(stored.versions))
+
+
 def result_of(
-    claim: Claim, job: DecodeJob, request: SequenceRequest, output: SequenceOutput, facts: EngineFacts, worker: str
+    claim: Claim,
+    job: DecodeJob,
+    request: SequenceRequest,
+    output: SequenceOutput,
+    *,
+    facts: EngineFacts,
+    worker: str,
+    truncated: int = 0,
 ) -> SequenceResult:
-    """The sequence as it goes to the consumers."""
+    """The sequence as it goes to the consumers; `truncated` tokens were cut from its prompt."""
     index = int(request.seq_key.rpartition(":")[2])
     return SequenceResult(
         seq_id=request.seq_key,
@@ -52,10 +71,12 @@ def result_of(
         index=index,
         attempt=claim.attempt,
         worker=worker,
-        backend=facts.name,
+        backend=output.fallback.get("used", facts.name),
         engine_version=facts.engine_version,
-        prompt_token_ids=TokenArray(request.prompt_token_ids),
+        prompt_token_ids=TokenArray(output.prompt_token_ids),
+        prompt_truncated=truncated,
         token_ids=TokenArray(output.token_ids),
+        resumed_tokens=len(request.so_far.token_ids) if request.so_far else 0,
         logprobs=FloatArray(output.logprobs),
         versions=Runs.of(output.versions),
         text=output.text,
@@ -67,7 +88,7 @@ def result_of(
         timings=_timings(claim, request.asked_at),
         truth=job.truth,
         task=job.task,
-        metadata=job.metadata,
+        metadata={**job.metadata, "fallback": output.fallback} if output.fallback else job.metadata,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -58,18 +57,19 @@ class BareEngines:
 async def _serve(config: Config, worker: int, workers: int, digits: bool) -> None:
     """The child's side."""
     from workers.generation.backends import make_backend
-    from workers.generation.prompts import PromptRenderer
+    from workers.job_prompts import JobPrompts
 
     backend = make_backend(config.model, config.worker)
     await backend.start()
-    prompts = PromptRenderer(Path(config.model.path))
+    prompts = JobPrompts(config.model)
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, count, longest = line.split()
         mine = share(jobs(name, int(count), digits=digits, longest=int(longest)), worker, workers)
-        requests = [request_of(job, prompts.render(job), config.seed) for job in mine]
+        requests = [request_of(job, prompts.text(job, backend.facts).token_ids, config.seed) for job in mine]
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         print(msgspec.json.encode(await _decode(backend, requests)).decode(), flush=True)
+    await prompts.close()
     await backend.close()
 
 

@@ -21,7 +21,7 @@ Your own:   `sluice run -c CONFIG.yaml --model DIR --data FILE.jsonl`
 Trouble:    `sluice doctor -c CONFIG.yaml` says what is wrong and how to mend it.
 
 Exit codes: 0 done, 1 other error, 2 configuration, 3 data, 4 broker, 5 model, 6 weights,
-7 a wait ran out of time, 8 engine, 130 interrupted.
+7 a wait ran out of time, 8 engine, 9 some rows of `generate` ended in an error, 130 interrupted.
 """
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from ipaddress import IPv6Address
+from math import inf
 
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError
@@ -10,7 +12,7 @@ from pipeline.errors import ConfigError
 
 def check(config: Config, origin: str) -> None:
     """Raise ConfigError at the first rule that does not hold."""
-    for holds, complaint in (*_identity(config), *_numbers(config), *_flow(config)):
+    for holds, complaint in (*_identity(config), *_numbers(config), *_images(config), *_flow(config)):
         if not holds:
             raise ConfigError(f"{origin}: {complaint}")
 
@@ -57,6 +59,31 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         value = getattr(config.worker, key)
         found.append((value >= 0, f"worker.{key} must be >= 0, got {value}"))
     return found
+
+
+def _images(config: Config) -> list[tuple[bool, str]]:
+    images = config.images
+    positive = {"max_mb": images.max_mb, "max_pixels": images.max_pixels, "fetch_timeout_s": images.fetch_timeout_s}
+    found = [
+        (0 < value < inf, f"images.{key} must be a finite number > 0, got {value}") for key, value in positive.items()
+    ]
+    found.append((images.cache_mb >= 0, f"images.cache_mb must be >= 0, got {images.cache_mb}"))
+    found.append((bool(images.formats), "images.formats is empty, so no image could be read; name at least one"))
+    found.append((all(images.roots), "images.roots has an empty entry; write '.' for the working directory"))
+    for host in images.hosts:
+        complaint = f"images.hosts: {host!r} must be 'host', 'host:port' or '[IPv6]:port', without scheme or path"
+        found.append((_is_host(host), complaint))
+    return found
+
+
+def _is_host(text: str) -> bool:
+    parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|[\w.-]+)(?::(\d{1,5}))?", text)
+    if parts is None or not 1 <= int(parts[2] or 1) <= 65_535:
+        return False
+    try:
+        return parts[1] is None or bool(IPv6Address(parts[1]))
+    except ValueError:
+        return False
 
 
 def _sequences_for_a_version(config: Config) -> int:

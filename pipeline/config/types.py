@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
-
+from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.config.image_types import ImagesConfig
+from pipeline.config.section import Section
 from pipeline.messages import SamplingParams
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section; unknown keys are refused."""
 
 
 class BrokerConfig(Section, frozen=True, kw_only=True):
@@ -25,16 +22,6 @@ class BrokerConfig(Section, frozen=True, kw_only=True):
     connect_timeout_s: float = 5.0
     retry_for_s: float = 90.0  # an outage shorter than this stops no process
     sentinel_master: str | None = None  # then `url` names the Sentinels: redis://:pw@host:26379,host2:26379/0
-
-
-class ModelConfig(Section, frozen=True, kw_only=True):
-    """Where the policy comes from and how it is loaded."""
-
-    path: str = ""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA, else float32
-    device: str = "auto"
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
@@ -62,7 +49,9 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """Decode workers; one process per engine."""
 
     count: int = 1
-    backend: Literal["hf"] = "hf"
+    backend: Literal["hf", "vllm"] = "hf"  # hf: correctness first; vllm: fast
+    fallback_backend: Literal["hf"] | None = None  # for jobs that `backend` cannot decode; None: they fail
+    vllm: VllmEngineOptions = VllmEngineOptions()
     max_batch: int = 32  # sequences that one engine decodes at a time
     lease_s: float = 15.0
     renew_s: float = 5.0
@@ -72,7 +61,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     keep_result_s: float = 3600.0  # how long an ended job's id is known, and arq's Job.result answers
     drain_s: float = 20.0  # time to finish on SIGTERM before jobs are handed back
     poll_s: float = 0.05
-    torch_threads: int = 1
+    torch_threads: int = 1  # 0 = torch's own choice
     claim_gpu: bool = True  # lock one free GPU of the host, where there are GPUs
 
 
@@ -166,6 +155,7 @@ class Config(Section, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     producer: ProducerConfig = ProducerConfig()
     worker: WorkerConfig = WorkerConfig()
+    images: ImagesConfig = ImagesConfig()
     consumer: ConsumerConfig = ConsumerConfig()
     rollout_matching: RolloutMatchingConfig = RolloutMatchingConfig()
     trainer: TrainerConfig = TrainerConfig()

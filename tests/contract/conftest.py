@@ -1,4 +1,7 @@
-"""Session fixtures of the engine contract: tiny models on disk and one running backend."""
+"""Session fixtures of the engine contract: a tiny model on disk, and each backend running over it.
+
+A test that takes `backend` runs over both.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,12 @@ import pytest
 from transformers.utils import logging
 
 from tests.contract.engine_fixtures import reference, started
+from tests.contract.vllm_fixtures import vllm
 from tests.tiny_models import save_tiny_model
 from workers.generation.backends.hf import HfBackend
+from workers.generation.contracts import Backend
+
+__all__ = ["vllm"]
 
 logging.disable_progress_bar()
 
@@ -22,9 +29,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def backend(model_dir: Path) -> Iterator[HfBackend]:
+def hf(model_dir: Path) -> Iterator[HfBackend]:
     with started(model_dir, max_batch=6) as running:
         yield running
+
+
+@pytest.fixture(scope="session", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")

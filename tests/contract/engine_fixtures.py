@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.config.types import ModelConfig
 from pipeline.messages import SamplingParams
 from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import SequenceOutput, SequenceRequest
+from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
 
 
 @contextlib.contextmanager
@@ -35,12 +35,12 @@ def request(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> SequenceRe
     return SequenceRequest("s", tuple(prompt), SamplingParams(**options), seed)
 
 
-async def decode_all(backend: HfBackend, requests: Sequence[SequenceRequest]) -> list[SequenceOutput]:
+async def decode_all(backend: Backend, requests: Sequence[SequenceRequest]) -> list[SequenceOutput]:
     """All requests at once."""
     return await asyncio.gather(*(backend.decode(one) for one in requests))
 
 
-def run(backend: HfBackend, *requests: SequenceRequest) -> list[SequenceOutput]:
+def run(backend: Backend, *requests: SequenceRequest) -> list[SequenceOutput]:
     """All requests at once, from a fresh event loop."""
     return asyncio.run(decode_all(backend, requests))
 

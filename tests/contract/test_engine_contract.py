@@ -24,12 +24,12 @@ from tests.contract.engine_fixtures import (
 )
 from tests.tiny_models import CONTEXT, save_tiny_model
 from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import SequenceRequest
+from workers.generation.contracts import Backend, SequenceRequest
 
 PROMPT = list(b"the abc of it")
 
 
-def test_greedy_tokens_equal_generate_on_ragged_prompts(backend: HfBackend, plain: Any) -> None:
+def test_greedy_tokens_equal_generate_on_ragged_prompts(backend: Backend, plain: Any) -> None:
     prompts = ragged_prompts(20)
     outputs = run(backend, *(request(p, max_new_tokens=4 + 5 * i) for i, p in enumerate(prompts)))
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -52,7 +52,7 @@ def test_logprobs_equal_a_plain_forward_pass(tmp_path: Path, groups: int) -> Non
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
-async def test_late_joiners_do_not_change_the_others(backend: HfBackend) -> None:
+async def test_late_joiners_do_not_change_the_others(backend: Backend) -> None:
     first = request(PROMPT, 1, temperature=1.0, max_new_tokens=120)
     alone = await backend.decode(first)
     task = asyncio.create_task(backend.decode(first))
@@ -62,7 +62,7 @@ async def test_late_joiners_do_not_change_the_others(backend: HfBackend) -> None
     assert (await task).token_ids == alone.token_ids
 
 
-def test_seeded_sampling_is_independent_of_neighbours(backend: HfBackend) -> None:
+def test_seeded_sampling_is_independent_of_neighbours(backend: Backend) -> None:
     one = request(PROMPT, 7, temperature=1.0, top_p=0.9, top_k=20, repetition_penalty=1.1)
     others = [
         request(p, i, temperature=0.5 * (i % 3), top_p=1 - 0.2 * (i % 2)) for i, p in enumerate(ragged_prompts(9))
@@ -73,25 +73,25 @@ def test_seeded_sampling_is_independent_of_neighbours(backend: HfBackend) -> Non
     assert run(backend, request(PROMPT, 8, temperature=1.0))[0].token_ids != alone
 
 
-def test_samples_of_one_prompt_follow_their_seeds(backend: HfBackend) -> None:
+def test_samples_of_one_prompt_follow_their_seeds(backend: Backend) -> None:
     outputs = run(backend, *(request(PROMPT, seed, temperature=1.5) for seed in range(6)))
     assert len({tuple(output.token_ids) for output in outputs}) == 6
     again = run(backend, *(request(PROMPT, seed, temperature=1.5) for seed in reversed(range(6))))
     assert [o.token_ids for o in again[::-1]] == [o.token_ids for o in outputs]
 
 
-def test_length_ends_a_sequence(backend: HfBackend) -> None:
+def test_length_ends_a_sequence(backend: Backend) -> None:
     output = run(backend, request(PROMPT, max_new_tokens=9))[0]
     assert (len(output.token_ids), output.finish_reason, output.stop_reason) == (9, "length", None)
     assert output.versions == [0] * 9
 
 
-def test_the_whole_context_can_be_used(backend: HfBackend) -> None:
+def test_the_whole_context_can_be_used(backend: Backend) -> None:
     output = run(backend, request(PROMPT, max_new_tokens=CONTEXT - len(PROMPT)))[0]
     assert output.finish_reason == "length"
 
 
-def test_a_stop_token_id_ends_a_sequence_and_is_kept(backend: HfBackend) -> None:
+def test_a_stop_token_id_ends_a_sequence_and_is_kept(backend: Backend) -> None:
     free = run(backend, request(PROMPT))[0].token_ids
     stop = free[5]
     at = free.index(stop)
@@ -100,7 +100,7 @@ def test_a_stop_token_id_ends_a_sequence_and_is_kept(backend: HfBackend) -> None
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
 
-def test_end_of_sequence_ends_a_sequence(tmp_path: Path, backend: HfBackend) -> None:
+def test_end_of_sequence_ends_a_sequence(tmp_path: Path, backend: Backend) -> None:
     free = run(backend, request(PROMPT))[0].token_ids
     directory = save_tiny_model(tmp_path, eos_token_id=free[6])
     with started(directory) as other:
@@ -110,7 +110,7 @@ def test_end_of_sequence_ends_a_sequence(tmp_path: Path, backend: HfBackend) -> 
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
 
 
-async def test_a_cancelled_sequence_leaves_and_the_others_go_on(backend: HfBackend) -> None:
+async def test_a_cancelled_sequence_leaves_and_the_others_go_on(backend: Backend) -> None:
     wanted = request(PROMPT, max_new_tokens=60)
     expected = await backend.decode(wanted)
     doomed = [asyncio.create_task(backend.decode(request([i], max_new_tokens=200))) for i in range(12)]
@@ -140,7 +140,7 @@ async def _settled(tasks: list[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
     ],
 )
 async def test_a_bad_request_harms_no_neighbour(
-    backend: HfBackend, prompt: list[int], sampling: dict[str, Any], says: str
+    backend: Backend, prompt: list[int], sampling: dict[str, Any], says: str
 ) -> None:
     good = asyncio.create_task(backend.decode(request(PROMPT)))
     with pytest.raises(RequestError, match=says):
@@ -200,12 +200,12 @@ async def test_a_directory_that_is_no_model_says_so(tmp_path: Path, missing: str
         await _new_backend(directory).start()
 
 
-def test_progress_moves_while_idle_and_while_running(backend: HfBackend) -> None:
+def test_progress_moves_while_idle_and_while_running(backend: Backend) -> None:
     before = backend.progress()
     run(backend, request(PROMPT))
     assert backend.progress() > before
 
 
-def test_score_is_the_sum_of_logprobs(backend: HfBackend, plain: Any) -> None:
+def test_score_is_the_sum_of_logprobs(backend: Backend, plain: Any) -> None:
     expected = reference_logprobs(plain, PROMPT[:1], PROMPT[1:]).sum().item()
     assert asyncio.run(backend.score(PROMPT)) == pytest.approx(expected, abs=1e-4)

@@ -7,19 +7,18 @@ from dataclasses import replace
 
 from pipeline.tokens import Runs
 from tests.contract.engine_fixtures import request, run
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import SequenceSoFar
+from workers.generation.contracts import Backend, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 
 
-def test_a_sequence_out_of_time_ends_with_what_it_has(backend: HfBackend) -> None:
+def test_a_sequence_out_of_time_ends_with_what_it_has(backend: Backend) -> None:
     late = replace(request(PROMPT, temperature=1.0, max_new_tokens=50), deadline_at=time.monotonic() - 1)
     [output] = run(backend, late)
     assert (output.finish_reason, len(output.token_ids), len(output.logprobs)) == ("deadline", 1, 1)
 
 
-def test_reports_make_up_the_sequence_without_gap_or_overlap(backend: HfBackend) -> None:
+def test_reports_make_up_the_sequence_without_gap_or_overlap(backend: Backend) -> None:
     pieces: list[SequenceSoFar] = []
     asked = replace(request(PROMPT, 3, temperature=1.0, max_new_tokens=41), report_every=8, report=pieces.append)
     [output] = run(backend, asked)

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError, RequestError
 from tests.contract.engine_fixtures import request, run
 from tests.tiny_models import build_tokenizer
-from workers.generation.backends.hf import HfBackend
 from workers.generation.chat_template import load_tokenizer, render
+from workers.generation.contracts import Backend
 from workers.generation.engine import GenerationEngine
-from workers.generation.options import GenerationOptions, TextGenerationRequest
+from workers.generation.options import GenerationOptions, ModelLoadConfig
+from workers.generation.requests import TextGenerationRequest
 from workers.generation.stop_policy import StopStrings, end_reasons, text_decoder, truncate
 
 PROMPT = list(b"the abc of it")
 TOKENIZER: Any = build_tokenizer()
 
 
-def _ascii_run(backend: HfBackend) -> tuple[list[int], int, str]:
+def _ascii_run(backend: Backend) -> tuple[list[int], int, str]:
     """A greedy output, and where it shows two plain characters in a row."""
     for first in range(60):
         free = run(backend, request([first, *PROMPT], max_new_tokens=40))[0].token_ids
@@ -32,7 +32,7 @@ def _ascii_run(backend: HfBackend) -> tuple[list[int], int, str]:
     raise AssertionError("no two plain characters in any output; change the model's seed")
 
 
-def test_a_stop_string_over_several_tokens(backend: HfBackend) -> None:
+def test_a_stop_string_over_several_tokens(backend: Backend) -> None:
     prompt, at, string = _ascii_run(backend)
     free = run(backend, request(prompt, max_new_tokens=40))[0].token_ids
     output = run(backend, request(prompt, max_new_tokens=40, stop=("never there", string)))[0]
@@ -99,14 +99,12 @@ def test_template_errors_are_named(model_dir: Path) -> None:
 
 
 def test_the_offline_engine_answers_in_order_and_isolates_bad_requests(model_dir: Path) -> None:
-    tokenizer = load_tokenizer(str(model_dir))
     requests = [
         TextGenerationRequest(messages=[{"role": "user", "content": "abc"}]),
         TextGenerationRequest(prompt_token_ids=(100_000,), request_id="bad"),
         TextGenerationRequest(prompt_token_ids=tuple(PROMPT)),
     ]
-    backend = HfBackend(ModelConfig(path=str(model_dir), device="cpu"))
-    with GenerationEngine(backend, tokenizer) as engine:
+    with GenerationEngine(ModelLoadConfig(model_name_or_path=str(model_dir), device="cpu")) as engine:
         first, bad, last = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=8))
         again = engine.generate_text_batch(requests[:1], GenerationOptions(max_new_tokens=8))
     assert first.num_new_tokens == 8

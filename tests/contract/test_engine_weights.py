@@ -20,8 +20,7 @@ from tests.contract.engine_fixtures import (
     started,
 )
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import SequenceOutput
+from workers.generation.contracts import Backend, SequenceOutput
 
 PROMPT = list(b"the abc of it")
 
@@ -53,7 +52,7 @@ def test_a_load_waits_for_running_sequences_and_new_ones_wait_for_it(tmp_path: P
     assert [set(output.versions) for output in later] == [{1}] * 4
 
 
-async def _load_amid(backend: HfBackend, new: Path) -> tuple[list[SequenceOutput], list[SequenceOutput]]:
+async def _load_amid(backend: Backend, new: Path) -> tuple[list[SequenceOutput], list[SequenceOutput]]:
     long = [request(prompt, max_new_tokens=200) for prompt in ragged_prompts(3, longest=50)]
     running = asyncio.create_task(decode_all(backend, long))
     await asyncio.sleep(0.05)  # of some 0.2 s that they take

@@ -26,7 +26,7 @@ from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
-from workers.generation.prompts import PromptRenderer
+from workers.job_prompts import JobPrompts
 
 PLENTY = Credit(10_000, 10_000, 1)
 _ROUNDED_S = 0.001  # timings have four digits
@@ -53,7 +53,7 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path)
 @contextlib.asynccontextmanager
 async def working(config: Config, backend: HfBackend, name: str = "w") -> AsyncIterator[DecodeWorker]:
     async with role_of(config, "worker", name) as role:
-        worker = DecodeWorker(role, backend, PromptRenderer(Path(config.model.path)))
+        worker = DecodeWorker(role, backend, JobPrompts(config.model))
         running = asyncio.create_task(worker.run())
         try:
             yield worker
@@ -92,7 +92,8 @@ async def test_progress_of_a_running_sequence_reaches_the_next_worker(
         await eventually(committed, "the result")
     [result] = await results(client, keys)
     stored_ids = list(progress.token_ids)
-    assert list(result.token_ids)[: len(stored_ids)] == stored_ids, "the same seed, the same tokens"
+    assert result.resumed_tokens == len(stored_ids), "decoded on, not anew"
+    assert list(result.token_ids)[: len(stored_ids)] == stored_ids
     assert int(await client.hget(keys.counts, "bytes")) == await client.xlen(keys.results + "0") * len(
         (await client.xrange(keys.results + "0"))[0][1][b"r"]
     )

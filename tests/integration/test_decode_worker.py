@@ -28,7 +28,7 @@ from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
-from workers.generation.prompts import PromptRenderer
+from workers.job_prompts import JobPrompts
 from workers.weights_watch import WeightsWatch
 
 PLENTY = Credit(10_000, 10_000, 1)
@@ -59,7 +59,7 @@ def changed(config: Config, **worker: Any) -> Config:
 async def working(config: Config, backend: HfBackend, name: str = "w") -> AsyncIterator[asyncio.Event]:
     """A worker that serves until the block ends, or until the event is set."""
     async with role_of(config, "worker", name) as role:
-        worker = DecodeWorker(role, backend, PromptRenderer(Path(config.model.path)))
+        worker = DecodeWorker(role, backend, JobPrompts(config.model))
         running = asyncio.create_task(worker.run())
         yield role.stop
         role.stop.set()

@@ -1,12 +1,13 @@
-"""Messages to prompt token ids, by the tokenizer's own chat template.
+"""Messages to prompt token ids, by the chat template of the tokenizer, or for an image that of the processor.
 
 - The messages go to the template as they are; nothing is added, merged or dropped.
-- `enable_thinking` is passed; a tokenizer that refuses the argument is asked again without it.
+- `enable_thinking` is passed; a template that refuses the argument is asked again without it.
+- Where a template for images takes parts only, a string goes to it as one text part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from jinja2 import TemplateError
 
 from pipeline.errors import ModelError, RequestError
 from pipeline.messages import Message
+from workers.generation.preprocess import normalise_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return normalise_tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
 
@@ -40,31 +42,63 @@ def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
 
     Raises ModelError for a tokenizer without chat template, RequestError if the template refuses the messages.
     """
+    _check(tokenizer, getattr(tokenizer, "chat_template", None), messages)
+    encoded = _apply(tokenizer, messages, options or ChatTemplateOptions(), tokenize=True, return_dict=False)
+    return [int(token) for token in encoded]
+
+
+def render_text(
+    tokenizer: Any, template: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None
+) -> str:
+    """The prompt as text, by `template` (None: the tokenizer's), which may take contents as parts only.
+
+    Raises as `render`.
+    """
+    template = template or tokenizer.chat_template
+    _check(tokenizer, template, messages)
     options = options or ChatTemplateOptions()
-    if not getattr(tokenizer, "chat_template", None):
+    if not any(isinstance(message.get("content"), str) for message in messages):
+        return _apply(tokenizer, messages, options, tokenize=False, chat_template=template)
+
+    def rendered(these: Sequence[Message]) -> str:
+        return _apply(tokenizer, these, options, tokenize=False, chat_template=template)
+
+    return rendered(_in_parts(messages, rendered))
+
+
+def _in_parts(messages: Sequence[Message], rendered: Callable[[Sequence[Message]], str]) -> list[Message]:
+    """The messages, with a string content as one text part where the template would lose the string."""
+    strings = {at: f"string {at} of it" for at, one in enumerate(messages) if isinstance(one.get("content"), str)}
+    try:
+        shown = rendered([{**one, "content": strings[at]} if at in strings else one for at, one in enumerate(messages)])
+    except RequestError:
+        shown = ""
+    lost = {at for at, mark in strings.items() if mark not in shown}
+    return [
+        {**one, "content": [{"type": "text", "text": one["content"]}]} if at in lost else one
+        for at, one in enumerate(messages)
+    ]
+
+
+def _check(tokenizer: Any, template: Any, messages: Sequence[Message]) -> None:
+    if not template:
         name = tokenizer.name_or_path or "the tokenizer"
         raise ModelError(f"{name} has no chat template; add chat_template.jinja beside it, or send prompt_token_ids")
     if not messages:
         raise RequestError("messages is empty; give at least one message")
-    arguments = {
-        "add_generation_prompt": options.add_generation_prompt,
-        "continue_final_message": options.continue_final_message,
-    }
+
+
+def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions, **how: Any) -> Any:
+    """What the template makes of the messages. Raises RequestError."""
+    how["add_generation_prompt"] = options.add_generation_prompt
+    how["continue_final_message"] = options.continue_final_message
+    conversation = list(messages)
     try:
-        return _apply(tokenizer, messages, arguments, options.enable_thinking)
+        try:
+            return tokenizer.apply_chat_template(conversation, enable_thinking=options.enable_thinking, **how)
+        except (TypeError, ValueError, TemplateError) as error:
+            if "enable_thinking" not in str(error):
+                raise
+        return tokenizer.apply_chat_template(conversation, **how)
     except (TemplateError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"the chat template refuses the messages: {error}") from error
-
-
-def _apply(tokenizer: Any, messages: Sequence[Message], arguments: dict[str, bool], thinking: bool) -> list[int]:
-    try:
-        return _ids(tokenizer, messages, enable_thinking=thinking, **arguments)
-    except (TypeError, ValueError, TemplateError) as error:
-        if "enable_thinking" not in str(error):
-            raise
-    return _ids(tokenizer, messages, **arguments)
-
-
-def _ids(tokenizer: Any, messages: Sequence[Message], **arguments: Any) -> list[int]:
-    encoded = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **arguments)
-    return [int(token) for token in encoded]

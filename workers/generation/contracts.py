@@ -1,7 +1,9 @@
 """What the queue worker and the offline engine know of a generation backend; torch-free.
 
 - One `decode` call is one sequence; it joins whatever is running and never changes another sequence's tokens.
-- Cancelling the task that awaits `decode` ends the sequence within one step.
+- `abort` ends a sequence within one step, and its `decode` returns what there is; cancelling the task that awaits
+  `decode` ends it as well, and returns nothing.
+- A sequence goes on from `so_far` as if it had never stopped: its random numbers belong to positions.
 - Per-token arrays of a `SequenceOutput` have one length; logprobs are raw (temperature 1, no truncation).
 - `load_weights` happens between sequences: running ones finish, new ones wait.
 """
@@ -11,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pipeline.errors import EngineError, RequestError
 from pipeline.messages import SamplingParams
+from workers.generation.plugins.base import GenerationPlugin, Hook
 
-DecodeEnding = Literal["stop", "length", "deadline"]
-"""stop: an end-of-sequence id, a stop id or a stop string; length: `max_new_tokens` reached; deadline: out of time."""
+DecodeEnding = Literal["stop", "length", "deadline", "cancelled"]
+"""stop: an end-of-sequence id, a stop id, a stop string or a plugin; length: `max_new_tokens` reached; deadline: out
+of time; cancelled: `abort` was called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,14 @@ class EngineFacts:
     vocab_size: int  # ids are 0 .. vocab_size - 1
     eos_token_ids: tuple[int, ...]
     context_length: int  # tokens, prompt and generated together
+    supports_vlm: bool = False  # decodes prompts with an image
+    hooks: frozenset[Hook] = frozenset()  # plugin hooks that it can call
+    flags: tuple[str, ...] = ()  # settings that a reader of the numbers wants to know, e.g. attention=sdpa
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSoFar:
-    """A piece of a running sequence, from token `offset` on."""
+    """A piece of a sequence, from token `offset` on; the three lists have one length."""
 
     offset: int
     token_ids: list[int]
@@ -46,15 +53,21 @@ class SequenceSoFar:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence to decode. The tokens depend on (prompt, sampling, seed, weights) and nothing else.
+    """One sequence to decode. The tokens depend on (prompt, image, sampling, seed, weights) and nothing else.
 
-    `report` is called every `report_every` tokens with what is new, from any thread; it must not block.
+    - `report` is called every `report_every` tokens with what is new, from any thread; it must not block.
+    - With an image the prompt holds one image placeholder, as the chat template writes it.
     """
 
     seq_key: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    image: Any = field(default=None, compare=False)  # PIL.Image.Image, RGB
+    so_far: SequenceSoFar | None = None  # goes on from there; its offset is 0
+    plugins: tuple[GenerationPlugin, ...] = ()
+    eos_token_ids: tuple[int, ...] | None = None  # None: those of the model
+    pad_token_id: int | None = None  # None: that of the tokenizer
     deadline_at: float | None = None  # time.monotonic() seconds; the sequence ends with its next token after it
     report_every: int = 0  # tokens; 0 = never
     report: Callable[[SequenceSoFar], None] | None = field(default=None, compare=False)
@@ -70,13 +83,14 @@ class SequenceRequest:
 class SequenceOutput:
     """One decoded sequence.
 
-    `token_ids` end with the token that completed the stop (if any); `logprobs` are natural logs in fp32 under
-    `versions`; `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is
-    whole.
-    `stop_reason`: the stop string or stop id; None for end-of-sequence and for `length`.
+    - `prompt_token_ids` are those that the model saw: an image placeholder is expanded, there is no padding.
+    - `token_ids` end with the token that completed the stop (if any); `logprobs` are natural logs in fp32 under
+      `versions`; `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is whole.
+    - `stop_reason`: the stop string, the stop id or the plugin's name; None for end-of-sequence and all else.
     """
 
     seq_key: str
+    prompt_token_ids: tuple[int, ...]
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -84,6 +98,7 @@ class SequenceOutput:
     raw_text: str
     finish_reason: DecodeEnding
     stop_reason: str | int | None = None
+    fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: another backend decoded it
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.logprobs), len(self.versions))
@@ -112,6 +127,10 @@ class Backend(Protocol):
         """Decode one sequence. Raises RequestError for a bad request, EngineError when the engine failed."""
         ...
 
+    def abort(self, seq_key: str) -> None:
+        """End the sequences of this key; their `decode` returns what they have, `finish_reason` cancelled."""
+        ...
+
     async def load_weights(self, directory: Path, version: int) -> None:
         """Replace the weights by those of `directory`.
 
@@ -130,33 +149,3 @@ class Backend(Protocol):
     def progress(self) -> float:
         """`time.monotonic()` seconds of the last completed step, or of now while there is nothing to do."""
         ...
-
-
-def check_request(request: SequenceRequest, facts: EngineFacts) -> None:
-    """Raise RequestError unless the engine can decode the request whole.
-
-    The rule for length: prompt + max_new_tokens must fit the context. Nothing is shortened silently.
-    """
-    key, prompt, limit = request.seq_key, request.prompt_token_ids, facts.context_length
-    if len(prompt) >= limit:
-        raise RequestError(f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it")
-    room = limit - len(prompt)
-    if request.sampling.max_new_tokens > room:
-        raise RequestError(
-            f"{key}: max_new_tokens {request.sampling.max_new_tokens} does not fit the context of {limit} "
-            f"after a prompt of {len(prompt)} tokens; use at most {room}"
-        )
-    check_token_ids(key, prompt, facts.vocab_size)
-    check_token_ids(f"{key}: stop_token_ids", request.sampling.stop_token_ids, facts.vocab_size)
-    if "" in request.sampling.stop:
-        raise RequestError(f"{key}: an empty stop string would end every sequence at once; remove it")
-
-
-def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError for an id outside 0 .. vocab_size - 1."""
-    if not token_ids:
-        return
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise RequestError(f"{where}: token id {bad} is outside the model's vocabulary 0..{vocab_size - 1}")

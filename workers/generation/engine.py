@@ -1,33 +1,70 @@
-"""The offline, batch-first way in: a list of requests in, a list of results out, over any `Backend`.
+"""The offline, batch-first way in: requests in, results out, over any backend.
 
-- It renders, submits and collects; the backend batches and decodes.
-- A request that cannot be decoded becomes a result with `finish_reason` error; the others are answered.
+- It checks, renders, submits and collects; the backend batches and decodes.
+- What the engine cannot do at all (a plugin, images) is an error before any work. A request that cannot be decoded
+  becomes a result with `finish_reason` error; the others are answered.
+- Request i samples with a seed made of (options.seed, i), whatever is decoded beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Literal
 
-from pipeline.errors import ModelError, RequestError
-from workers.generation.chat_template import ChatTemplateOptions, render
+from pipeline.config.types import WorkerConfig
+from pipeline.errors import EngineError, ModelError, RequestError
+from workers.generation.backends import BACKENDS, make_backend
+from workers.generation.chat_template import ChatTemplateOptions
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
-from workers.generation.options import GenerationOptions, GenerationResult, TextGenerationRequest
+from workers.generation.limits import fit_prompt
+from workers.generation.options import GenerationOptions, ModelLoadConfig, VllmEngineOptions, VlmPreprocessOptions
+from workers.generation.plugins import GenerationPlugin, check_plugins
+from workers.generation.prompts import Prompts
+from workers.generation.requests import GenerationRequest, GenerationResult, TextGenerationRequest, VlmGenerationRequest
+from workers.images.local import load_image
+
+_AHEAD = 2  # batches that are read from the requests before their answers are taken
+_Answer = tuple[int, GenerationResult]
 
 
 class GenerationEngine:
-    """Owns a backend for the length of a `with` block.
+    """One loaded model, for the length of a `with` block; not for use inside a running event loop.
 
-    >>> with GenerationEngine(HfBackend(config.model), tokenizer) as engine:  # doctest: +SKIP
+    >>> with GenerationEngine(ModelLoadConfig(model_name_or_path="models/policy")) as engine:  # doctest: +SKIP
     ...     results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=64))
     """
 
-    def __init__(self, backend: Backend, tokenizer: Any, chat: ChatTemplateOptions | None = None) -> None:
-        self.backend = backend
-        self._tokenizer = tokenizer
-        self._chat = chat or ChatTemplateOptions()
+    def __init__(
+        self,
+        model: ModelLoadConfig,
+        *,
+        backend: Literal["hf", "vllm"] = "hf",
+        fallback_backend: Literal["hf"] | None = None,
+        max_batch: int = 32,
+        torch_threads: int = 0,
+        chat: ChatTemplateOptions | None = None,
+        preprocess: VlmPreprocessOptions | None = None,
+        vllm: VllmEngineOptions | None = None,
+    ) -> None:
+        """Nothing is loaded yet. `max_batch` sequences are decoded at a time; 0 threads: torch's own choice.
+
+        Raises EngineError for an unknown backend, ModelError for a directory without a tokenizer.
+        """
+        if backend not in BACKENDS:
+            raise EngineError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+        config = model.config(preprocess)
+        worker = WorkerConfig(
+            backend=backend,
+            fallback_backend=fallback_backend,
+            max_batch=max_batch,
+            vllm=vllm or VllmEngineOptions(),
+            torch_threads=torch_threads,
+        )
+        self.backend = make_backend(config, worker)
+        self.prompts = Prompts(config, chat)
+        self._max_batch = max_batch
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> GenerationEngine:
@@ -47,42 +84,145 @@ class GenerationEngine:
             self._runner.close()
 
     def generate_text_batch(
-        self, requests: Sequence[TextGenerationRequest], options: GenerationOptions | None = None
+        self,
+        requests: Sequence[TextGenerationRequest],
+        options: GenerationOptions | None = None,
+        plugins: Sequence[GenerationPlugin] = (),
     ) -> list[GenerationResult]:
-        """One result per request, in order; request i samples with a seed made of (options.seed, i).
+        """One result per request, in order. Raises EngineError for a plugin that does not fit, or a failed engine."""
+        return self._batch(requests, options, plugins, image=False)
 
-        Raises EngineError if the engine itself fails; must not be called inside a running event loop.
+    def generate_vlm_batch(
+        self,
+        requests: Sequence[VlmGenerationRequest],
+        options: GenerationOptions | None = None,
+        plugins: Sequence[GenerationPlugin] = (),
+    ) -> list[GenerationResult]:
+        """The same for prompts with an image. Raises EngineError as well if the backend takes no images."""
+        return self._batch(requests, options, plugins, image=True)
+
+    def answers(
+        self,
+        requests: Iterable[tuple[int, GenerationRequest]],
+        options: GenerationOptions | None = None,
+        plugins: Sequence[GenerationPlugin] = (),
+        *,
+        image: bool = False,
+    ) -> Iterator[_Answer]:
+        """(number, result) of each (number, request) as they end; requests are read a little ahead, never all.
+
+        The number makes the seed and comes back. Closing the iterator ends what still runs.
         """
-        return self._runner.run(self._generate(requests, options or GenerationOptions()))
-
-    async def _generate(
-        self, requests: Sequence[TextGenerationRequest], options: GenerationOptions
-    ) -> list[GenerationResult]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._answer(index, request, options)) for index, request in enumerate(requests)]
-        return [task.result() for task in tasks]
-
-    async def _answer(self, index: int, request: TextGenerationRequest, options: GenerationOptions) -> GenerationResult:
-        key = request.request_id or str(index)
+        options = options or GenerationOptions()
+        target = self._checked(plugins, image=image)
+        source, running = iter(requests), set[asyncio.Task[_Answer]]()
+        loop = self._runner.get_loop()
         try:
-            prompt = request.prompt_token_ids or render(self._tokenizer, request.messages, self._chat)
-            # Wide steps between seeds: batches with neighbouring seeds share no random stream.
-            seed = (options.seed << 32) + index
-            output = await self.backend.decode(SequenceRequest(key, tuple(prompt), options.sampling(), seed))
-        except (RequestError, ModelError) as error:
-            return GenerationResult(request_id=key, finish_reason="error", error=str(error), engine=self.backend.facts)
-        return self._result(key, list(prompt), output)
+            while True:
+                while len(running) < _AHEAD * self._max_batch and (item := next(source, None)) is not None:
+                    work = self._answer(target, *item, options, tuple(plugins))
+                    running.add(loop.create_task(work))
+                if not running:
+                    return
+                done, running = self._runner.run(_first_ended(running))
+                for task in done:
+                    yield task.result()
+        finally:
+            self._runner.run(_ended(running))
 
-    def _result(self, key: str, prompt: list[int], output: SequenceOutput) -> GenerationResult:
-        return GenerationResult(
-            request_id=key,
-            text=output.text,
-            raw_text=output.raw_text,
-            prompt_token_ids=prompt,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            versions=output.versions,
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
-            engine=self.backend.facts,
-        )
+    def _batch(
+        self,
+        requests: Sequence[GenerationRequest],
+        options: GenerationOptions | None,
+        plugins: Sequence[GenerationPlugin],
+        *,
+        image: bool,
+    ) -> list[GenerationResult]:
+        found = dict(self.answers(enumerate(requests), options, plugins, image=image))
+        return [found[number] for number in range(len(requests))]
+
+    def _checked(self, plugins: Sequence[GenerationPlugin], *, image: bool) -> Backend:
+        """Whose rules hold for these requests: the backend, or its fallback. Raises EngineError."""
+        facts = self.backend.facts
+        request_type: Literal["text", "vlm"] = "vlm" if image else "text"
+        check_plugins(plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
+        if not image:
+            return self.backend
+        target = self._runner.run(self.backend.for_images())
+        check_plugins(plugins, backend=target.facts.name, hooks=target.facts.hooks, request_type=request_type)
+        return target
+
+    async def _answer(
+        self,
+        target: Backend,
+        number: int,
+        request: GenerationRequest,
+        options: GenerationOptions,
+        plugins: tuple[GenerationPlugin, ...],
+    ) -> _Answer:
+        key = request.request_id or str(number)
+        sampling = options.sampling()
+        try:
+            prompt, image = await self._prompt(request)
+            prompt, cut = (prompt, 0) if image is not None else fit_prompt(key, prompt, sampling, target.facts)
+            asked = SequenceRequest(
+                key,
+                tuple(prompt),
+                sampling,
+                # Wide steps between seeds: batches with neighbouring seeds share no random stream.
+                seed=(options.seed << 32) + number,
+                image=image,
+                plugins=plugins,
+                eos_token_ids=options.eos_token_ids,
+                pad_token_id=options.pad_token_id,
+            )
+            output = await self.backend.decode(asked)
+            return number, _result(key, output, cut, target, plugins)
+        except (RequestError, ModelError) as error:
+            return number, GenerationResult(
+                request_id=key, finish_reason="error", error=str(error), engine=target.facts
+            )
+
+    async def _prompt(self, request: GenerationRequest) -> tuple[list[int], object | None]:
+        """(token ids, image or None)."""
+        if isinstance(request, TextGenerationRequest):
+            return list(request.prompt_token_ids) or self.prompts.text(request.messages), None
+        image = await asyncio.to_thread(load_image, request.images[0], where=f"request {request.request_id!r}")
+        return self.prompts.vlm(request.messages), image
+
+
+def _result(
+    key: str, output: SequenceOutput, cut: int, target: Backend, plugins: Sequence[GenerationPlugin]
+) -> GenerationResult:
+    text = output.text
+    for plugin in plugins:
+        try:
+            text = plugin.clean_text(text)
+        except Exception as error:
+            raise RequestError(f"{key}: plugin {plugin.name!r} failed to clean the text: {error!r}") from error
+    return GenerationResult(
+        request_id=key,
+        text=text,
+        raw_text=output.raw_text,
+        prompt_token_ids=list(output.prompt_token_ids),
+        prompt_truncated=cut,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        versions=output.versions,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        engine=target.facts,
+        fallback=output.fallback,
+    )
+
+
+async def _first_ended(
+    running: set[asyncio.Task[_Answer]],
+) -> tuple[set[asyncio.Task[_Answer]], set[asyncio.Task[_Answer]]]:
+    return await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _ended(running: set[asyncio.Task[_Answer]]) -> None:
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -1,20 +1,47 @@
-"""Requests, options and results of the offline way in (`GenerationEngine`)."""
+"""How the offline way in (`GenerationEngine`) loads a model and decodes a batch; the defaults are the contract's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from pipeline.config.engine_types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
 from pipeline.errors import RequestError
-from pipeline.messages import FinishReason, Message, SamplingParams
-from workers.generation.contracts import EngineFacts
+from pipeline.messages import SamplingParams
+
+__all__ = ["GenerationOptions", "ModelLoadConfig", "VllmEngineOptions", "VlmPreprocessOptions"]
+
+
+class ModelLoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and how it is loaded."""
+
+    model_name_or_path: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None  # None: bfloat16 on CUDA, else float32
+    device: str = "auto"
+    device_map: str | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    variant: Literal["auto", "text", "vlm"] = "auto"
+
+    def config(self, preprocess: VlmPreprocessOptions | None = None) -> ModelConfig:
+        """The same as the pipeline's configuration section."""
+        return ModelConfig(
+            path=self.model_name_or_path,
+            dtype=self.dtype or "auto",
+            device=self.device,
+            device_map=self.device_map,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            variant=self.variant,
+            preprocess=preprocess or VlmPreprocessOptions(),
+        )
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to decode a batch; greedy unless asked otherwise."""
+    """How to decode a batch; greedy unless asked otherwise. Raises RequestError for a value out of range."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -24,13 +51,20 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    truncate_prompt: bool = False  # cut a prompt that is too long from the left; the result says by how much
+    eos_token_ids: tuple[int, ...] | None = None  # None: those of the model; () = none
+    pad_token_id: int | None = None  # None: that of the tokenizer
 
     def __post_init__(self) -> None:
         self.sampling()
 
     def sampling(self) -> SamplingParams:
-        """The same options as the queue's type. Raises ValueError for a value out of range."""
-        return SamplingParams(**{name: getattr(self, name) for name in self.__struct_fields__})
+        """The same options as the queue's type."""
+        shared = {name: getattr(self, name) for name in self.__struct_fields__ if name in _OF_SAMPLING}
+        try:
+            return msgspec.convert(shared, SamplingParams)  # a constructor checks no types
+        except msgspec.ValidationError as error:
+            raise RequestError(f"generation options: {error}") from error
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> GenerationOptions:
@@ -46,40 +80,4 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise RequestError(f"generation options: {error}") from error
 
 
-class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt: `messages` for the chat template, or token ids that are taken as they are."""
-
-    messages: list[Message] = []
-    prompt_token_ids: tuple[int, ...] = ()
-    request_id: str = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.messages) == bool(self.prompt_token_ids):
-            raise RequestError(f"request {self.request_id!r}: give either messages or prompt_token_ids")
-
-
-class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. `finish_reason` error: nothing was decoded, and `error` says why."""
-
-    request_id: str
-    text: str = ""  # cleaned
-    raw_text: str = ""  # with special tokens, whole
-    prompt_token_ids: list[int] = []
-    token_ids: list[int] = []
-    logprobs: list[float] = []  # raw, nats
-    versions: list[int] = []
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-    error: str | None = None
-    engine: EngineFacts
-    fallback: dict[str, str] = {}  # filled only when an explicit fallback backend answered
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Without padding."""
-        return len(self.prompt_token_ids)
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Sampled tokens."""
-        return len(self.token_ids)
+_OF_SAMPLING = frozenset(SamplingParams.__struct_fields__)

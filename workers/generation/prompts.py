@@ -1,24 +1,82 @@
-"""A job's prompt as token ids: rendered from messages here, or taken as sent."""
+"""Prompts as token ids: by the tokenizer's chat template for text, by the processor's for a prompt with an image."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
+from pipeline.config.types import ModelConfig
 from pipeline.errors import RequestError
-from pipeline.messages import DecodeJob
-from workers.generation.chat_template import load_tokenizer, render
+from pipeline.messages import Message
+from workers.generation.chat_template import ChatTemplateOptions, load_tokenizer, render, render_text
+from workers.generation.preprocess import check_placeholders, image_token_id, load_processor
+
+_IMAGE_TYPES = ("image", "image_url")
 
 
-class PromptRenderer:
-    """Owns the tokenizer of one worker."""
+class Prompts:
+    """Owns the tokenizer of one engine, and its processor once an image asks for it."""
 
-    def __init__(self, model_path: Path, trust_remote_code: bool = False) -> None:
-        self._tokenizer = load_tokenizer(str(model_path), trust_remote_code=trust_remote_code)
+    def __init__(self, model: ModelConfig, chat: ChatTemplateOptions | None = None) -> None:
+        """Raises ModelError for a directory without a tokenizer."""
+        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self._model, self._chat = model, chat or ChatTemplateOptions()
 
-    def render(self, job: DecodeJob) -> list[int]:
-        """Prompt token ids; raises RequestError for messages that the template refuses, or for images."""
-        if job.images:
-            raise RequestError(f"{job.job_id}: this worker decodes text only, and the job brings images")
-        if len(job.prompt_token_ids):
-            return list(job.prompt_token_ids)
-        return render(self._tokenizer, job.messages)
+    def text(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt token ids, shape (prompt_len,). Raises RequestError, ModelError."""
+        return render(self.tokenizer, messages, self._chat)
+
+    def vlm(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt token ids with one image placeholder, not yet expanded; nothing is fetched.
+
+        One message has an image part, of type image or image_url; what else the part says is for whoever fetches the
+        image. Raises RequestError, ModelError.
+        """
+        image_token = self._processor.image_token
+        template = self._processor.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        text = render_text(self.tokenizer, template, _with_image_part(messages, image_token), self._chat)
+        bos = self.tokenizer.bos_token
+        # As the processor does: its templates leave the first token to the tokenizer unless they write it themselves.
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+        check_placeholders(token_ids.count(image_token_id(self._processor)), image_token)
+        return token_ids
+
+    @cached_property
+    def _processor(self) -> Any:
+        return load_processor(self._model.path, trust_remote_code=self._model.trust_remote_code)
+
+
+def _with_image_part(messages: Sequence[Message], image_token: str) -> list[Message]:
+    """The messages, their one image part as templates know it. Raises RequestError."""
+    plain: list[Message] = []
+    images = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            parts = [_part(part, image_token) for part in content]
+            images += sum(part["type"] == "image" for part in parts)
+            message = {**message, "content": parts}
+        elif isinstance(content, str):
+            _check_text(content, image_token)
+        plain.append(message)
+    if images != 1:
+        raise RequestError(f"the messages have {images} image parts; exactly one is supported, {{'type': 'image'}}")
+    return plain
+
+
+def _part(part: Any, image_token: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _IMAGE_TYPES:
+        return {"type": "image"}
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(f"a part of type {kind!r} in the messages; a part is of type text, with a text, or image")
+    _check_text(part["text"], image_token)
+    return dict(part)
+
+
+def _check_text(text: str, image_token: str) -> None:
+    if image_token in text:
+        raise RequestError(f"a text of the messages holds the image placeholder {image_token!r}; take it out")

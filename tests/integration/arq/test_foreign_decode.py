@@ -26,7 +26,7 @@ from tests.roles import role_of, run_config
 from tests.tiny_models import save_tiny_model
 from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
-from workers.generation.prompts import PromptRenderer
+from workers.job_prompts import JobPrompts
 
 FIELDS: dict[str, Any] = {
     "n": 2,
@@ -57,7 +57,7 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path)
 @contextlib.asynccontextmanager
 async def working(config: Config, backend: HfBackend) -> AsyncIterator[DecodeWorker]:
     async with role_of(config) as role:
-        worker = DecodeWorker(role, backend, PromptRenderer(Path(config.model.path)))
+        worker = DecodeWorker(role, backend, JobPrompts(config.model))
         running = asyncio.create_task(worker.run())
         try:
             yield worker

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
 from pipeline.jobs import job_id_for
-from pipeline.messages import SamplingParams
+from pipeline.messages import ImageRef, SamplingParams
 from producers import sources
 from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows
 
@@ -145,3 +145,25 @@ def test_job_ids_depend_on_row_epoch_sampling_and_n_alone() -> None:
     assert job_id_for(**base) == job_id_for(**base)
     assert len(ids | {job_id_for(**base)}) == 6
     assert all(one.startswith(("r:", "s:")) for one in ids)
+
+
+def test_images_are_named_in_a_row_by_path_url_digest_or_all_of_them(tmp_path: Path) -> None:
+    digest = "ab" * 32
+    named = [
+        "scans/1.png",
+        "https://images.example/2.png",
+        f"sha256:{digest}",
+        {"url": "http://images.example/3.png", "sha256": digest},
+    ]
+    plain, seen, strange = rows(jsonl(tmp_path, GOOD, {**GOOD, "images": named}, {**GOOD, "images": [{"file": "x"}]}))
+    assert isinstance(seen, Row)
+    assert seen.image_refs() == [
+        ImageRef(path="scans/1.png"),
+        ImageRef(url="https://images.example/2.png"),
+        ImageRef(sha256=digest),
+        ImageRef(url="http://images.example/3.png", sha256=digest),
+    ]
+    assert isinstance(plain, Row)
+    assert sources.identity(plain) != sources.identity(seen)
+    assert isinstance(strange, Malformed)
+    assert "file" in strange.problem

@@ -8,11 +8,14 @@ from collections import deque
 from pipeline.jobs import Claim
 from tests.factories import decode_job
 from workers.held import HeldJob, HeldJobs
+from workers.job_prompts import JobPrompt
 
 
 def held_job(name: str, n: int = 1, attempt: int = 1) -> HeldJob:
     job = decode_job(f"r:{name}", n=n)
-    return HeldJob(Claim(job_id=job.job_id, attempt=attempt, enqueued_at=0.0, job=job), job, [1], deque(range(n)))
+    return HeldJob(
+        Claim(job_id=job.job_id, attempt=attempt, enqueued_at=0.0, job=job), job, JobPrompt([1]), deque(range(n))
+    )
 
 
 def start(held: HeldJob, index: int) -> asyncio.Task[None]:

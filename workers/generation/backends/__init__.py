@@ -1,4 +1,4 @@
-"""Backends by name. What the config says is what runs; nothing changes silently."""
+"""Backends by name. What the configuration says is what runs; nothing changes silently."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import torch
 
 from pipeline.config.types import ModelConfig, WorkerConfig
 from workers.generation.backends.hf import HfBackend
+from workers.generation.backends.routed import RoutedBackend
 from workers.generation.contracts import Backend
 
+BACKENDS = ("hf", "vllm")
 
-def make_backend(model: ModelConfig, worker: WorkerConfig) -> Backend:
-    """The configured backend, not started."""
-    torch.set_num_threads(worker.torch_threads)
-    return HfBackend(model, max_batch=worker.max_batch)
+
+def make_backend(model: ModelConfig, worker: WorkerConfig) -> RoutedBackend:
+    """The configured backend with its fallback, not started."""
+    if worker.torch_threads:
+        torch.set_num_threads(worker.torch_threads)
+
+    def hf() -> Backend:
+        return HfBackend(model, max_batch=worker.max_batch)
+
+    if worker.backend == "hf":
+        return RoutedBackend(hf())
+    from workers.generation.backends.vllm import VllmBackend
+
+    vllm = VllmBackend(model, max_batch=worker.max_batch, options=worker.vllm)
+    return RoutedBackend(vllm, hf if worker.fallback_backend == "hf" else None)

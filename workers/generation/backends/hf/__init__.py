@@ -5,6 +5,8 @@
     ▲                       │                Decoder.step: forward ─▶ Sampler ─▶ Row.push ──┐
     └──── SequenceOutput ◀──┴──────────────── rows that ended are compacted away ◀──────────┘
 ```
+With an image, `PreparedImages` makes the inputs in threads of its own before the request goes to the inbox; the prompt
+is prefilled alone with its pixels, and steps in the common batch.
 """
 
 from workers.generation.backends.hf.backend import HfBackend

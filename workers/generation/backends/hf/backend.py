@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.types import ModelConfig
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, RequestError
+from workers.generation.backends.hf.images import PreparedImages
 from workers.generation.backends.hf.thread import DecodeThread
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
 
@@ -24,6 +25,7 @@ class HfBackend:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         self._thread = DecodeThread(config, max_batch, version)
         self._facts: EngineFacts | None = None
+        self._images: PreparedImages | None = None
         self._started = False
 
     @property
@@ -44,11 +46,33 @@ class HfBackend:
             raise EngineError("the hf engine was started before; make a new backend")
         self._started = True
         self._thread.start()
-        self._facts = await asyncio.wrap_future(self._thread.ready)
+        facts = await asyncio.wrap_future(self._thread.ready)
+        if self._thread.processor is not None:
+            self._images = PreparedImages(self._thread.processor)
+        self._facts = facts
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence beside the others. Raises RequestError or EngineError."""
-        return await asyncio.wrap_future(self._running().decode(request))
+        thread = self._running()
+        if request.image is None:
+            return await asyncio.wrap_future(thread.decode(request))
+        if self._images is None:
+            raise RequestError(
+                f"{request.seq_key}: the model {self.facts.model} takes no images; send text alone, or use a "
+                "vision-language model (model.variant auto or vlm)"
+            )
+        async with self._images.of(request) as prepared:
+            future = thread.decode(request, prepared.inputs)
+            if prepared.aborted:
+                thread.abort(request.seq_key)
+            return await asyncio.wrap_future(future)
+
+    def abort(self, seq_key: str) -> None:
+        """End the sequences of this key; their `decode` returns what they have."""
+        thread = self._running()
+        if self._images is not None:
+            self._images.abort(seq_key)
+        thread.abort(seq_key)
 
     async def load_weights(self, directory: Path, version: int) -> None:
         """Swap the weights once no sequence runs.
@@ -64,6 +88,8 @@ class HfBackend:
 
     async def close(self) -> None:
         """End the thread; running sequences get an EngineError."""
+        if self._images is not None:
+            self._images.close()
         if self._started:
             await asyncio.to_thread(self._thread.stop)
 

@@ -8,6 +8,7 @@
 - A step writes one column; nothing is copied. A row that leaves gives its place to the last row.
 - `start` follows the longest row. The window moves, or the buffer doubles, only when an edge is reached.
 - Unused cells are 0, never uninitialised: a masked NaN would still poison the attention sum.
+- A row's next position is its length and an offset: an image may take fewer positions than tokens.
 - Every layer keeps all positions; models with sliding windows get them by their mask.
 """
 
@@ -82,32 +83,38 @@ class DecodeCache(Cache):
         super().__init__(layers=[])
         self._window = Window()
         self._mask = torch.zeros(0, 0, dtype=torch.bool, device=device)  # (row, column) capacity; True: token
-        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)  # (rows,): tokens cached
-        self._lengths: list[int] = []  # the same on the host
+        self._positions = torch.zeros(0, dtype=torch.int64, device=device)  # (rows,): of the next token
+        self._lengths: list[int] = []  # tokens cached
+        self._offsets: list[int] = []  # next position - length
 
     @property
     def num_rows(self) -> int:
         """Rows running."""
         return self._window.num_rows
 
-    def admit(self, prefilled: DynamicCache, pick: Sequence[int], lengths: Sequence[int]) -> None:
-        """Append rows: row i is row `pick[i]` of a left-padded prefill, with `lengths[i]` real tokens."""
+    def admit(self, prefilled: DynamicCache, pick: Sequence[int], lengths: Sequence[int], offset: int = 0) -> None:
+        """Append rows: row i is row `pick[i]` of a left-padded prefill, with `lengths[i]` real tokens.
+
+        The position of their next token is the length + `offset`.
+        """
         width = max(lengths)
         fresh: list[Any] = prefilled.layers
         if not self.layers:
             self.layers = [WindowLayer(self._window, layer.keys[:0], layer.values[:0]) for layer in fresh]
         self._reserve(rows=self.num_rows + len(pick), width=max(width, self._window.width))
         window, begin = self._window, self.num_rows
-        index = torch.tensor(pick, device=self.lengths.device)
+        index = torch.tensor(pick, device=self._mask.device)
         rows, columns = slice(begin, begin + len(pick)), slice(window.end - width, window.end)
         for mine, theirs in zip(self.layers, fresh, strict=True):
-            mine.keys[rows, :, columns] = theirs.keys[index, :, -width:]
-            mine.values[rows, :, columns] = theirs.values[index, :, -width:]
+            here = index.to(theirs.keys.device)  # layers may lie on several devices
+            mine.keys[rows, :, columns] = theirs.keys[here, :, -width:]
+            mine.values[rows, :, columns] = theirs.values[here, :, -width:]
         window.start = min(window.start, window.end - width)
         window.num_rows += len(pick)
         self._lengths.extend(lengths)
-        new = torch.tensor(lengths, device=self.lengths.device)
-        self.lengths = torch.cat([self.lengths, new])
+        self._offsets.extend([offset] * len(lengths))
+        new = torch.tensor(lengths, device=self._mask.device)
+        self._positions = torch.cat([self._positions, new + offset])
         places = torch.arange(self._mask.shape[1], device=new.device)
         self._mask[rows] = (places >= window.end - new.unsqueeze(1)) & (places < window.end)
 
@@ -117,12 +124,12 @@ class DecodeCache(Cache):
         window = self._window
         mask = self._mask[: window.num_rows, window.start : window.end + 1]
         mask[:, -1] = True
-        return mask, self.lengths.unsqueeze(1)
+        return mask, self._positions.unsqueeze(1)
 
     def close_step(self) -> None:
         """The step's column is written in every layer."""
         self._window.end += 1
-        self.lengths = self.lengths + 1
+        self._positions = self._positions + 1
         self._lengths = [length + 1 for length in self._lengths]
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
@@ -138,9 +145,10 @@ class DecodeCache(Cache):
                 layer.keys[target, :, used] = layer.keys[source, :, used]
                 layer.values[target, :, used] = layer.values[source, :, used]
             self._mask[target] = self._mask[source]
-            self._lengths[target] = self._lengths[source]
-        del self._lengths[remaining:]
-        self.lengths = torch.tensor(self._lengths, dtype=torch.int64, device=self.lengths.device)
+            self._lengths[target], self._offsets[target] = self._lengths[source], self._offsets[source]
+        del self._lengths[remaining:], self._offsets[remaining:]
+        positions = [length + offset for length, offset in zip(self._lengths, self._offsets, strict=True)]
+        self._positions = torch.tensor(positions, dtype=torch.int64, device=self._mask.device)
         self._window.num_rows = remaining
         self._window.start = self._window.end - max(self._lengths, default=0)
         return moves

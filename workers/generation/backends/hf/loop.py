@@ -3,6 +3,8 @@
 - Rows of the batch, of the cache and of the sampling table have one order.
 - A row's first token comes from its prefill; a row that ends there never enters the batch.
 - Equal contexts that join together are prefilled once.
+- A prompt with an image is prefilled alone, and then steps beside the others.
+- A row whose token cannot be taken (NaN, a plugin that fails) leaves with its error; the others go on.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import DynamicCache
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, RequestError
 from workers.generation.backends.hf.cache import DecodeCache
 from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.sampler import SamplingTable, sample
+from workers.generation.backends.hf.vision import forward, prefill_image
+
+Ended = tuple[Row, EngineError | None]
+"""A row that is out, and the error that ended it if any."""
 
 PREFILL_TOKENS = 8192
 """Padded tokens of one prefill pass; bounds its memory."""
@@ -34,9 +40,9 @@ class Decoder:
         self._table: SamplingTable | None = None
         self._last = torch.zeros(0, dtype=torch.int64, device=self._device)  # (rows,): newest tokens
 
-    def join(self, rows: Sequence[Row]) -> list[tuple[Row, EngineError | None]]:
+    def join(self, rows: Sequence[Row]) -> list[Ended]:
         """Prefill new rows and add them; those that ended at once, with the error that ended them if any."""
-        ended: list[tuple[Row, EngineError | None]] = []
+        ended: list[Ended] = []
         last: list[int] = []
         for group in _prefill_groups(rows):
             ended += self._prefill(group, last)
@@ -45,26 +51,21 @@ class Decoder:
             self._table = self._table_of(self.rows)
         return ended
 
-    def step(self) -> list[tuple[Row, EngineError | None]]:
+    def step(self) -> list[Ended]:
         """One token for every running row; the rows that ended, already taken out."""
         if self._table is None:
             self._table = self._table_of(self.rows)
         mask, positions = self._cache.open_step()
-        logits = self._forward(self._last.unsqueeze(1), mask, positions, self._cache)
+        logits = forward(self.model, self._last.unsqueeze(1), mask, positions, self._cache)
         self._cache.close_step()
-        tokens, logprobs = sample(logits, self._table)
+        tokens, errors = self._sample(self.rows, logits, self._table)
         self._last = tokens
         self._table.advance(tokens)
-        pairs = zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True)
-        ended = [
-            (index, row, error)
-            for index, (row, token, logprob) in enumerate(pairs)
-            for error in [self._push(row, token, logprob)]
-            if error is not None or row.finish_reason is not None
-        ]
-        if ended:
-            self._remove([index for index, _, _ in ended])
-        return [(row, error) for _, row, error in ended]
+        leaving = [index for index, row in enumerate(self.rows) if row.finish_reason or index in errors]
+        ended = [(self.rows[index], errors.get(index)) for index in leaving]
+        if leaving:
+            self._remove(leaving)
+        return ended
 
     def drop(self, rows: Sequence[Row]) -> None:
         """Take running rows out; their tokens so far stay with them."""
@@ -79,35 +80,64 @@ class Decoder:
         logits = self.model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
         return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
 
-    def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[tuple[Row, EngineError | None]]:
+    def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[Ended]:
         unique: dict[tuple[int, ...], int] = {}
         pick = [unique.setdefault(tuple(row.context), len(unique)) for row in rows]
-        inputs, mask = self._left_padded(list(unique))
         cache = DynamicCache()
-        positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
-        logits = self._forward(inputs, mask, positions, cache)[torch.tensor(pick, device=self._device)]
-        tokens, logprobs = sample(logits, self._table_of(rows))
-        ended: list[tuple[Row, EngineError | None]] = []
-        stay: list[int] = []
-        lengths = [len(row.context) for row in rows]
-        for index, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-            error = self._push(rows[index], token, logprob)
-            if error is not None or rows[index].finish_reason is not None:
-                ended.append((rows[index], error))
-            else:
-                stay.append(index)
-                last.append(token)
+        vision, offset = rows[0].vision, 0
+        if vision is None:
+            inputs, mask = self._left_padded(list(unique), rows[0].pad_token_id)
+            positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
+            logits = forward(self.model, inputs, mask, positions, cache)
+        else:
+            try:
+                logits, offset = prefill_image(self.model, vision, rows[0].tokens, cache)
+            except RequestError as error:
+                return [(row, error) for row in rows]
+        logits = logits[torch.tensor(pick, device=logits.device)]
+        tokens, errors = self._sample(rows, logits, self._table_of(rows))
+        stay = [index for index, row in enumerate(rows) if index not in errors and row.finish_reason is None]
         if stay:
-            self._cache.admit(cache, [pick[index] for index in stay], [lengths[index] for index in stay])
+            lengths = [len(rows[index].prompt) + len(rows[index].tokens) - 1 for index in stay]
+            self._cache.admit(cache, [pick[index] for index in stay], lengths, offset)
             self.rows += [rows[index] for index in stay]
-        return ended
+            drawn = tokens.tolist()
+            last += [drawn[index] for index in stay]
+        gone = set(range(len(rows))) - set(stay)
+        return [(rows[index], errors.get(index)) for index in sorted(gone)]
 
-    def _push(self, row: Row, token: int, logprob: float) -> EngineError | None:
-        try:
-            row.push(token, logprob, self.version)
-        except EngineError as error:
-            return error
-        return None
+    def _sample(
+        self, rows: Sequence[Row], logits: torch.Tensor, table: SamplingTable
+    ) -> tuple[torch.Tensor, dict[int, EngineError]]:
+        """One token for each row, taken by it: (tokens (rows,), errors by index)."""
+        errors: dict[int, EngineError] = {}
+        allowed = self._allowed(rows, logits, errors)
+        tokens, logprobs = sample(logits, table, allowed)
+        for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+            if index in errors:
+                continue
+            try:
+                row.accept(token, logprob, self.version, logits[index])
+            except EngineError as error:
+                errors[index] = error
+        return tokens, errors
+
+    def _allowed(
+        self, rows: Sequence[Row], logits: torch.Tensor, errors: dict[int, EngineError]
+    ) -> torch.Tensor | None:
+        """The logits as the rows' plugins change them, or None where there are none."""
+        hooked = [index for index, row in enumerate(rows) if row.hooks is not None]
+        if not hooked:
+            return None
+        allowed = logits.clone()
+        for index in hooked:
+            hooks = rows[index].hooks
+            assert hooks is not None
+            try:
+                allowed[index] = hooks.process(logits[index])
+            except EngineError as error:
+                errors[index] = error
+        return allowed
 
     def _remove(self, leaving: Sequence[int]) -> None:
         moves = self._cache.drop(leaving)
@@ -119,28 +149,12 @@ class Decoder:
         self._last = self._last[:remaining]
         self._table = None
 
-    def _forward(
-        self,
-        inputs: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        cache: DecodeCache | DynamicCache,
-    ) -> torch.Tensor:
-        """float32 logits of the last position, (rows, vocab)."""
-        output = self.model.module(
-            input_ids=inputs,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            **self.model.last_logits_only,
-        )
-        return output.logits[:, -1].float()
-
-    def _left_padded(self, contexts: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _left_padded(
+        self, contexts: Sequence[tuple[int, ...]], pad_token_id: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(token ids, mask), both (rows, longest)."""
         width = max(map(len, contexts))
-        pad = self.model.pad_token_id
+        pad = self.model.pad_token_id if pad_token_id is None else pad_token_id
         padded = [[pad] * (width - len(context)) + list(context) for context in contexts]
         starts = torch.tensor([width - len(context) for context in contexts], device=self._device)
         mask = torch.arange(width, device=self._device) >= starts.unsqueeze(1)
@@ -157,12 +171,20 @@ class Decoder:
 
 
 def _prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows of like length together, at most PREFILL_TOKENS padded tokens a group (or one row)."""
+    """Rows of like length together, at most PREFILL_TOKENS padded tokens a group (or one row).
+
+    Rows with an image: those of one context and one image together.
+    """
     group: list[Row] = []
+    images: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
     for row in sorted(rows, key=lambda row: len(row.context), reverse=True):
+        if row.vision is not None:
+            images.setdefault((id(row.vision), tuple(row.tokens)), []).append(row)
+            continue
         if group and len(group[0].context) * (len(group) + 1) > PREFILL_TOKENS:
             yield group
             group = []
         group.append(row)
     if group:
         yield group
+    yield from images.values()

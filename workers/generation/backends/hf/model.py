@@ -1,14 +1,16 @@
-"""Loading a causal language model: path, dtype, device, attention, end-of-sequence ids, in one place.
+"""Loading a language model, with its vision part if any: path, dtype, device, attention, end ids, in one place.
 
+- A model with a vision part takes images, unless `variant` is text: then it is loaded whole and used for text alone.
 - Every parameter must come from the files; transformers would fill what is missing with random numbers.
 - Failures are ModelError and say what is wrong, where, and how to mend it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +23,10 @@ from pipeline.errors import ModelError
 from workers.generation.backends.hf import attention
 from workers.generation.chat_template import load_tokenizer
 from workers.generation.contracts import EngineFacts
+from workers.generation.model_files import check_directory, eos_token_ids
+from workers.generation.preprocess import VisionProcessor
 
 _CACHEABLE = {"full_attention", "sliding_attention"}
-_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,45 +38,69 @@ class LoadedModel:
     facts: EngineFacts
     pad_token_id: int
     last_logits_only: dict[str, int]  # forward arguments that ask for the last position's logits
+    rope_index: Callable[..., Any] | None = None  # positions of a prompt with an image, where they have 3 axes
+    vision: VisionProcessor | None = None  # None: takes no images
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model of `config.path`. Raises ModelError."""
-    _check_directory(config.path)
+    check_directory(config.path)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
+    has_vision = _has_vision(config)
     tokenizer = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
-    module = _load_module(config, dtype).to(device).eval().requires_grad_(False)
+    vision = VisionProcessor.load(config) if has_vision and config.variant != "text" else None
+    module = _load_module(config, dtype, has_vision)
+    module = (module if config.device_map else module.to(device)).eval().requires_grad_(False)
     _check_layers(module, config.path)
+    takes = inspect.signature(module.forward).parameters
+    if vision is not None and "token_type_ids" in takes:
+        raise ModelError(
+            f"{config.path}: {type(module).__name__} looks at an image in both directions, which the hf backend does "
+            "not do; set model.variant to text, or use the vllm backend"
+        )
+    return LoadedModel(
+        module,
+        tokenizer,
+        _facts(config, module, tokenizer, supports_vlm=vision is not None),
+        pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        last_logits_only={"logits_to_keep": 1} if "logits_to_keep" in takes else {},
+        rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),
+        vision=vision,
+    )
+
+
+def _facts(config: ModelConfig, module: Any, tokenizer: Any, *, supports_vlm: bool) -> EngineFacts:
     text = module.config.get_text_config()
-    keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
-    eos = _eos_token_ids(module, tokenizer)
-    facts = EngineFacts(
+    return EngineFacts(
         name="hf",
         engine_version=transformers.__version__,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
+        device=str(module.device),
+        dtype=str(module.dtype).removeprefix("torch."),
         model=config.path,
         vocab_size=module.get_input_embeddings().num_embeddings,
-        eos_token_ids=eos,
+        eos_token_ids=eos_token_ids(_eos_sources(module, tokenizer)),
         context_length=int(getattr(text, "max_position_embeddings", None) or tokenizer.model_max_length),
+        supports_vlm=supports_vlm,
+        hooks=frozenset({"stopping_criteria", "logits_processor"}),
+        flags=(f"attention={text._attn_implementation}",),
     )
-    pad = tokenizer.pad_token_id
-    return LoadedModel(module, tokenizer, facts, 0 if pad is None else pad, {"logits_to_keep": 1} if keeps else {})
 
 
-def _check_directory(path: str) -> None:
-    if not path:
-        raise ModelError("model.path is empty; set it to a model directory")
-    directory = Path(path)
-    if not directory.exists():
-        if directory.is_absolute() or path.startswith("."):
-            raise ModelError(f"{path}: no such directory; set model.path to a model directory")
-        return  # may be a name in the local hub cache
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{path}: no config.json, so no model directory (save_pretrained writes one)")
-    if not any(any(directory.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
-        raise ModelError(f"{path}: no weights (model.safetensors); copy them there or export the model again")
+def _has_vision(config: ModelConfig) -> bool:
+    """Whether the model of this directory sees images. Raises ModelError."""
+    try:
+        found: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"{config.path}: config.json cannot be used: {error}") from error
+    known = type(found) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    known = known or "AutoModelForImageTextToText" in (getattr(found, "auto_map", None) or {})
+    has_vision = known and getattr(found, "vision_config", None) is not None
+    if config.variant == "vlm" and not has_vision:
+        raise ModelError(
+            f"{config.path}: model.variant is vlm, and {type(found).__name__} has no vision part; set auto or text"
+        )
+    return has_vision
 
 
 def _device(name: str) -> torch.device:
@@ -94,13 +121,17 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _load_module(config: ModelConfig, dtype: torch.dtype) -> Any:
+def _load_module(config: ModelConfig, dtype: torch.dtype, has_vision: bool) -> Any:
+    if config.device_map and importlib.util.find_spec("accelerate") is None:
+        raise ModelError("model.device_map needs the package accelerate; install it, or remove device_map")
     attention.register()
     transformers_logging.disable_progress_bar()
+    kind = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             config.path,
             dtype=dtype,
+            device_map=config.device_map,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
@@ -111,10 +142,16 @@ def _load_module(config: ModelConfig, dtype: torch.dtype) -> Any:
     bad = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
     if bad:
         raise ModelError(f"{config.path}: the weights do not fill the model, e.g. {bad[0]}; export it again")
-    grouped = config.attn_implementation is None and module.config._attn_implementation == "sdpa"
-    if grouped and module._supports_attention_backend:
-        module.set_attn_implementation(attention.NAME)
+    _group_attention(config, module)
     return module
+
+
+def _group_attention(config: ModelConfig, module: Any) -> None:
+    """Our attention for the part that decodes, where nothing else is asked for."""
+    grouped = config.attn_implementation is None and module.config.get_text_config()._attn_implementation == "sdpa"
+    if grouped and module._supports_attention_backend:
+        has_parts = "text_config" in module.config.sub_configs
+        module.set_attn_implementation({"text_config": attention.NAME} if has_parts else attention.NAME)
 
 
 def _check_layers(module: Any, path: str) -> None:
@@ -125,13 +162,9 @@ def _check_layers(module: Any, path: str) -> None:
         raise ModelError(f"{path}: the hf backend decodes attention-only decoders; this model has {what}")
 
 
-def _eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All ids that any of generation config, config and tokenizer names; -1 means none."""
-    generation = getattr(module, "generation_config", None)
-    sources = (getattr(generation, "eos_token_id", None), module.config.eos_token_id, tokenizer.eos_token_id)
-    found: dict[int, None] = {}
-    for source in sources:
-        for token in source if isinstance(source, (list, tuple)) else [source]:
-            if token is not None and token >= 0:
-                found[int(token)] = None
-    return tuple(found)
+def _eos_sources(module: Any, tokenizer: Any) -> list[Any]:
+    generation = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    if generation is None:
+        # Where there is one, the id in the text part's config may be no more than its class's default.
+        generation = module.config.get_text_config().eos_token_id
+    return [generation, getattr(module.config, "eos_token_id", None), tokenizer.eos_token_id]

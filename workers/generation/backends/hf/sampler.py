@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from pipeline.messages import SamplingParams
-from workers.generation.backends.hf.noise import Keys, stream_keys, uniforms
+from workers.generation.noise import Keys, stream_keys, uniforms
+from workers.generation.transforms import keep_top_k, keep_top_p, penalise
 
 
 @dataclass(slots=True)
@@ -71,10 +72,17 @@ class SamplingTable:
             self.seen.scatter_(1, tokens.unsqueeze(1), True)
 
 
-def sample(logits: torch.Tensor, table: SamplingTable) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int64, raw logprobs float32), each (rows,), from logits float32 (rows, vocab)."""
+def sample(
+    logits: torch.Tensor, table: SamplingTable, allowed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens int64, raw logprobs float32), each (rows,), from logits float32 (rows, vocab).
+
+    `allowed` (rows, vocab): what to sample from instead, as plugins changed it; the logprobs stay those of `logits`.
+    """
     raw = torch.log_softmax(logits, dim=-1)
-    scores = raw if table.penalty is None else penalise(logits, table.seen, table.penalty)
+    scores = raw if allowed is None else allowed
+    if table.penalty is not None:
+        scores = penalise(logits if allowed is None else allowed, table.seen, table.penalty)
     if table.all_greedy:
         tokens = scores.argmax(dim=-1)
     else:
@@ -82,28 +90,6 @@ def sample(logits: torch.Tensor, table: SamplingTable) -> tuple[torch.Tensor, to
         if table.any_greedy:
             tokens = torch.where(table.greedy, scores.argmax(dim=-1), tokens)
     return tokens, raw.gather(1, tokens.unsqueeze(1)).squeeze(1)
-
-
-def penalise(logits: torch.Tensor, seen: torch.Tensor | None, penalty: torch.Tensor) -> torch.Tensor:
-    """Divide positive and multiply negative logits of seen tokens by the row's penalty."""
-    if seen is None:
-        return logits
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def keep_top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """-inf for what is below the row's k-th best; ties with it stay. `top_k` int64 (rows, 1), 1..vocab."""
-    best = scores.topk(int(top_k.max()), dim=-1).values
-    return scores.masked_fill(scores < best.gather(1, top_k - 1), float("-inf"))
-
-
-def keep_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """-inf outside the smallest set of best tokens whose probability reaches top_p; 1 keeps all."""
-    probs, order = torch.softmax(scores, dim=-1).sort(dim=-1, descending=True, stable=True)
-    before = probs.cumsum(dim=-1) - probs
-    outside = (before >= top_p) & (top_p < 1)
-    outside[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), float("-inf"))
 
 
 def _truncated(scores: torch.Tensor, table: SamplingTable) -> torch.Tensor:

@@ -5,6 +5,7 @@
 | a decode request | room in the batch, and no weight load pending |
 | a weight load | the end of every running row |
 | a score | the end of the current step |
+| an abort | the end of the current step |
 | the thread, when idle | any request, or `stop` |
 
 - Only this thread touches model and tokenizer.
@@ -26,11 +27,13 @@ import torch
 
 from pipeline.config.types import ModelConfig
 from pipeline.errors import EngineError, SluiceError, TornWeights
-from workers.generation.backends.hf.loop import Decoder
+from workers.generation.backends.hf.loop import Decoder, Ended
 from workers.generation.backends.hf.model import load_model
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.weights import load_weights
-from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, check_token_ids
+from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
+from workers.generation.limits import check_token_ids
+from workers.generation.preprocess import VisionInputs, VisionProcessor
 
 _STOP_S = 10.0
 _Job = tuple[Any, "Future[Any]"]
@@ -42,12 +45,14 @@ class DecodeThread:
     def __init__(self, config: ModelConfig, max_batch: int, version: int) -> None:
         self.ready: Future[EngineFacts] = Future()
         self.version = version
+        self.processor: VisionProcessor | None = None  # once the model is loaded, if it takes images
         self._config = config
         self._max_batch = max_batch
         self._wake = threading.Condition()
         self._joins: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
         self._scores: deque[_Job] = deque()
+        self._aborted: set[str] = set()  # sequence keys
         self._futures: dict[int, Future[Any]] = {}  # id(row) -> who waits for it
         self._stopping = False
         self._ended: EngineError | None = None
@@ -60,9 +65,9 @@ class DecodeThread:
         """Begin to load the model."""
         self._thread.start()
 
-    def decode(self, request: SequenceRequest) -> Future[SequenceOutput]:
-        """Queue one sequence; cancel the future to abort it."""
-        return self._submit(self._joins, request)
+    def decode(self, request: SequenceRequest, vision: VisionInputs | None = None) -> Future[SequenceOutput]:
+        """Queue one sequence, with its image prepared if it has one; cancel the future to abort it."""
+        return self._submit(self._joins, (request, vision))
 
     def load(self, directory: Path, version: int) -> Future[None]:
         """Queue a weight load; it goes before waiting sequences."""
@@ -71,6 +76,12 @@ class DecodeThread:
     def score(self, token_ids: Sequence[int]) -> Future[float]:
         """Queue a score."""
         return self._submit(self._scores, tuple(token_ids))
+
+    def abort(self, seq_key: str) -> None:
+        """End the sequences of this key with what they have; one that is not here is no error."""
+        with self._wake:
+            self._aborted.add(seq_key)
+            self._wake.notify()
 
     def progress(self) -> float:
         """Monotonic seconds of the last step, or of now while idle."""
@@ -98,6 +109,7 @@ class DecodeThread:
         try:
             with torch.inference_mode():
                 decoder = Decoder(load_model(self._config), self.version)
+                self.processor = decoder.model.vision
                 self.ready.set_result(decoder.model.facts)
                 while self._wait(decoder):
                     self._serve(decoder)
@@ -109,7 +121,7 @@ class DecodeThread:
     def _wait(self, decoder: Decoder) -> bool:
         """Block while there is nothing to do; False when asked to stop."""
         with self._wake:
-            while not (self._stopping or decoder.rows or self._joins or self._loads or self._scores):
+            while not (self._stopping or decoder.rows or self._joins or self._loads or self._scores or self._aborted):
                 self._idle = True
                 self._wake.wait()
             self._progress = time.monotonic()
@@ -118,14 +130,15 @@ class DecodeThread:
 
     def _serve(self, decoder: Decoder) -> None:
         self._drop_cancelled(decoder)
+        self._end_aborted(decoder)
         while self._loads and not decoder.rows:
             self._load(decoder, *self._loads.popleft())
         while self._scores:
             self._score(decoder, *self._scores.popleft())
         if not self._loads:
-            self._answer(decoder, decoder.join(self._admitted(decoder)))
+            self._answer(decoder.join(self._admitted(decoder)))
         if decoder.rows:
-            self._answer(decoder, decoder.step())
+            self._answer(decoder.step())
 
     def _drop_cancelled(self, decoder: Decoder) -> None:
         dropped = [row for row in decoder.rows if self._futures[id(row)].cancelled()]
@@ -133,18 +146,44 @@ class DecodeThread:
         for row in dropped:
             del self._futures[id(row)]
 
+    def _end_aborted(self, decoder: Decoder) -> None:
+        """Answer aborted sequences, running and waiting, with what they have."""
+        with self._wake:
+            keys, self._aborted = self._aborted, set()
+            if not keys:
+                return
+            waiting = [job for job in self._joins if job[0][0].seq_key in keys]
+            stay = [job for job in self._joins if job[0][0].seq_key not in keys]
+            self._joins.clear()
+            self._joins.extend(stay)
+        running = [row for row in decoder.rows if row.request.seq_key in keys]
+        decoder.drop(running)
+        for row in [*running, *self._rows_of(decoder, waiting)]:
+            row.end("cancelled")
+            self._answer([(row, None)])
+
     def _admitted(self, decoder: Decoder) -> list[Row]:
-        """Waiting requests that fit the batch, as rows; a bad one is answered with its error."""
+        """Waiting requests that fit the batch, as rows; those that need no step are answered here."""
         rows: list[Row] = []
-        while self._joins and len(decoder.rows) + len(rows) < self._max_batch:
-            request, future = self._joins.popleft()
+        while self._joins and (room := self._max_batch - len(decoder.rows) - len(rows)) > 0:
+            jobs = [self._joins.popleft() for _ in range(min(room, len(self._joins)))]
+            for row in self._rows_of(decoder, jobs):
+                if row.finish_reason is not None:
+                    self._answer([(row, None)])
+                else:
+                    rows.append(row)
+        return rows
+
+    def _rows_of(self, decoder: Decoder, jobs: Sequence[_Job]) -> list[Row]:
+        """A row for each request; a bad one is answered with its error."""
+        rows: list[Row] = []
+        for (request, vision), future in jobs:
             if future.cancelled():
                 continue
-            if self._torn is not None:
-                _fail(future, EngineError(f"the weights are half loaded: {self._torn}"), self._torn)
-                continue
             try:
-                row = Row(request, decoder.model.tokenizer, decoder.model.facts)
+                if self._torn is not None:
+                    raise EngineError(f"the weights are half loaded: {self._torn}") from self._torn
+                row = Row(request, decoder.model.tokenizer, decoder.model.facts, vision)
             except SluiceError as error:
                 _fail(future, error)
                 continue
@@ -152,13 +191,13 @@ class DecodeThread:
             rows.append(row)
         return rows
 
-    def _answer(self, decoder: Decoder, ended: list[tuple[Row, EngineError | None]]) -> None:
+    def _answer(self, ended: Sequence[Ended]) -> None:
         for row, error in ended:
             future = self._futures.pop(id(row))
             if error is not None:
                 _fail(future, error)
             else:
-                _resolve(future, row.output(decoder.model.tokenizer))
+                _resolve(future, row.output())
 
     def _load(self, decoder: Decoder, what: tuple[Path, int], future: Future[None]) -> None:
         if future.cancelled():

@@ -1,0 +1,97 @@
+"""What a killed worker had of its sequences is decoded on by another one: the tokens are those of no kill at all."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.types import WorkerConfig
+from pipeline.jobs import seed_for
+from pipeline.messages import SequenceResult, decode
+from tests.e2e.fixtures import MakeStack, text_rows
+from tests.e2e.processes import DEADLINE_S, Process
+from tests.e2e.stack import Stack
+from workers.generation.backends import make_backend
+from workers.generation.contracts import SequenceOutput, SequenceRequest
+
+pytestmark = pytest.mark.chaos
+JOBS = 24
+SAMPLING = {"temperature": 1.5, "top_p": 0.95, "max_new_tokens": 180}
+VLLM = {"enforce_eager": True, "max_model_len": 256}
+
+
+@pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_stored_progress_of_a_killed_worker_is_decoded_on(make_stack: MakeStack, model_dir: Path, backend: str) -> None:
+    worker = {"backend": backend, "checkpoint_tokens": 8, "max_batch": 4, "lease_s": 2, "vllm": VLLM}
+    stack = make_stack(text_rows(JOBS), "exact_answer", sampling=SAMPLING, worker=worker)
+    killed = stack.start("worker")
+    stack.start("produce")
+    stop_amid_sequences(stack, killed)
+    killed.kill()
+    stack.start("worker")
+    stack.wait(lambda now: now.committed == JOBS, "the other worker's results")
+    found = results(stack)
+    assert len(found) == JOBS
+    resumed = [result for result in found if result.resumed_tokens]
+    assert resumed, f"nothing was decoded on: {[result.resumed_tokens for result in found]}"
+    for result, output in zip(found, uninterrupted(stack, found), strict=True):
+        assert list(result.token_ids) == output.token_ids
+        assert list(result.logprobs) == pytest.approx(output.logprobs, abs=1e-4)
+        assert (result.text, result.finish_reason) == (output.text, output.finish_reason)
+
+
+def stop_amid_sequences(stack: Stack, worker: Process) -> None:
+    """SIGSTOP it at a moment when progress of a sequence is stored that has not ended."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        assert time.monotonic() < until, f"no progress was seen\n{stack.report(stack.snapshot())}"
+        if some_are_stored(stack):
+            worker.signal(signal.SIGSTOP)
+            time.sleep(0.05)  # what it had sent before arrives
+            if some_are_stored(stack):
+                return
+            worker.signal(signal.SIGCONT)
+        time.sleep(0.002)
+
+
+def some_are_stored(stack: Stack) -> bool:
+    """Of a sequence that has not ended; the pieces go with its end."""
+    with stack.client() as client:
+        raw: Any = client
+        return any(raw.scan_iter(f"{stack.keys.progress}*", count=1000))
+
+
+def results(stack: Stack) -> list[SequenceResult]:
+    """What lies in the stream; nobody consumes it."""
+    with stack.client() as client:
+        raw: Any = client
+        entries = raw.xrange(f"{stack.keys.results}0")
+    return [decode(SequenceResult, fields[b"r"]) for _, fields in entries if b"r" in fields]
+
+
+def uninterrupted(stack: Stack, found: list[SequenceResult]) -> list[SequenceOutput]:
+    """The same sequences by the HF engine in this process, each decoded in one go."""
+    requests = [
+        SequenceRequest(
+            result.seq_id,
+            tuple(result.prompt_token_ids),
+            result.sampling,
+            seed_for(stack.config.seed, result.group_id, result.index),
+        )
+        for result in found
+    ]
+
+    async def decode_all() -> list[SequenceOutput]:
+        engine = make_backend(stack.config.model, WorkerConfig(torch_threads=0))
+        await engine.start()
+        try:
+            return await asyncio.gather(*(engine.decode(request) for request in requests))
+        finally:
+            await engine.close()
+
+    return asyncio.run(decode_all())

@@ -1,0 +1,68 @@
+"""An aborted sequence gives what it has; a cancelled one gives its place."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from tests.contract.engine_fixtures import request
+from workers.generation.contracts import Backend, SequenceOutput, SequenceSoFar
+
+PROMPT = list(b"the abc of it")
+
+
+async def test_an_aborted_sequence_returns_its_tokens_and_logprobs(backend: Backend) -> None:
+    asked = request(PROMPT, 5, temperature=1.0, max_new_tokens=200)
+    whole = await backend.decode(asked)
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def report(piece: SequenceSoFar) -> None:
+        loop.call_soon_threadsafe(begun.set)
+
+    task = asyncio.create_task(backend.decode(replace(asked, seq_key="doomed", report_every=4, report=report)))
+    beside = asyncio.create_task(backend.decode(asked))
+    await asyncio.wait_for(begun.wait(), 60)
+    backend.abort("doomed")
+    partial = await asyncio.wait_for(task, 60)
+    assert (partial.finish_reason, partial.stop_reason) == ("cancelled", None)
+    count = len(partial.token_ids)
+    assert 4 <= count < 200
+    assert partial.token_ids == whole.token_ids[:count]
+    assert len(partial.logprobs) == count
+    assert partial.raw_text
+    assert (await beside).token_ids == whole.token_ids
+
+
+async def test_what_was_aborted_can_be_gone_on_with(backend: Backend) -> None:
+    asked = replace(request(PROMPT, 6, temperature=1.0, max_new_tokens=150), seq_key="later")
+    task = asyncio.create_task(backend.decode(asked))
+    await asyncio.sleep(0.05)
+    backend.abort("later")
+    partial = await asyncio.wait_for(task, 60)
+    old = SequenceSoFar(0, partial.token_ids, partial.logprobs, partial.versions)
+    resumed = await backend.decode(replace(asked, so_far=old))
+    assert resumed.token_ids == (await backend.decode(asked)).token_ids
+
+
+async def test_waiting_sequences_are_aborted_with_no_tokens(backend: Backend) -> None:
+    long = request(PROMPT, 7, temperature=1.0, max_new_tokens=200)
+    tasks = [asyncio.create_task(backend.decode(replace(long, seq_key=f"many{i}"))) for i in range(40)]
+    await asyncio.sleep(0)
+    for number in range(40):
+        backend.abort(f"many{number}")
+    outputs: list[SequenceOutput] = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert {output.finish_reason for output in outputs} == {"cancelled"}
+    assert sum(not output.token_ids for output in outputs) >= 20
+
+
+async def test_aborting_what_is_not_there_is_no_error(backend: Backend) -> None:
+    backend.abort("nobody")
+    assert (await backend.decode(request(PROMPT))).finish_reason == "length"
+
+
+async def test_an_abort_ends_only_what_was_asked_for_before_it(backend: Backend) -> None:
+    backend.abort("again")
+    again = replace(request(PROMPT), seq_key="again")
+    await asyncio.sleep(0.05)
+    assert (await backend.decode(again)).finish_reason == "length"

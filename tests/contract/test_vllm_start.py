@@ -1,0 +1,82 @@
+"""What keeps vLLM from starting is said in words, and leaves no process behind."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.errors import ConfigError, EngineError, ModelError, SluiceError
+from tests.contract.vllm_fixtures import cores, make_vllm
+from tests.tiny_models import save_tiny_model
+from workers.generation.backends.vllm import VllmBackend
+
+
+@dataclass(frozen=True)
+class Refused:
+    options: dict[str, Any]
+    kind: type[SluiceError]
+    says: str
+
+
+REFUSED = {
+    "unknown argument": Refused({"extra": {"enable_prefix_cachin": True}}, ConfigError, "did you mean 'enable_pre"),
+    "an argument of ours": Refused({"extra": {"logprobs_mode": "raw_logits"}}, ConfigError, "sets it itself"),
+    "context beyond the model's": Refused({"max_model_len": 100_000}, ModelError, "max_position_embeddings"),
+    "no room for one sequence": Refused({"kv_cache_gb": 1e-5}, ModelError, "(?i)memory"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_options_that_cannot_be_are_refused_with_their_cause(model_dir: Path, refused: Refused) -> None:
+    before = cores()
+    backend = make_vllm(model_dir, **refused.options)
+    with pytest.raises(refused.kind, match=refused.says):
+        asyncio.run(backend.start())
+    assert cores() <= before
+
+
+def test_weights_that_do_not_fill_the_model_are_named(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"down_proj"):
+        asyncio.run(make_vllm(directory).start())
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "says"),
+    [
+        (ModelConfig(path=""), ModelError, "model.path is empty"),
+        (ModelConfig(path="/nowhere/at/all"), ModelError, "no such directory"),
+        (ModelConfig(path="HERE", device="cuda:3"), ModelError, "use auto"),
+        (ModelConfig(path="HERE", attn_implementation="sdpa"), ConfigError, "attention_backend"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_before_any_work(
+    model_dir: Path, model: ModelConfig, kind: type[SluiceError], says: str
+) -> None:
+    if model.path == "HERE":
+        model = msgspec.structs.replace(model, path=str(model_dir))
+    with pytest.raises(kind, match=says):
+        asyncio.run(VllmBackend(model, options=VllmEngineOptions()).start())
+
+
+def test_nothing_is_served_before_the_start_or_after_the_end(model_dir: Path) -> None:
+    backend = make_vllm(model_dir)
+    with pytest.raises(EngineError, match="not started"):
+        _ = backend.facts
+    with pytest.raises(EngineError, match="not started"):
+        backend.abort("s")
+    asyncio.run(backend.close())
+    with pytest.raises(EngineError, match="started before"):
+        asyncio.run(backend.start())
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(backend.score([1, 2]))

@@ -1,0 +1,110 @@
+"""The offline engine over images, on the HF backend; tests are named after the scenarios of the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from transformers import StoppingCriteria
+
+from pipeline.errors import EngineError
+from tests.contract.vlm_plain import PlainVlm
+from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
+from workers.generation.engine import GenerationEngine
+from workers.generation.options import GenerationOptions, ModelLoadConfig, VlmPreprocessOptions
+from workers.generation.plugins import GenerationPlugin
+from workers.generation.plugins.base import Hook, RequestType
+from workers.generation.requests import TextGenerationRequest, VlmGenerationRequest
+
+MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
+SHORT = GenerationOptions(max_new_tokens=12, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def engine(llava: Path) -> Iterator[GenerationEngine]:
+    with GenerationEngine(ModelLoadConfig(model_name_or_path=str(llava), device="cpu")) as running:
+        yield running
+
+
+def _ask(image: Any, name: str = "") -> VlmGenerationRequest:
+    return VlmGenerationRequest(messages=MESSAGES, images=(image,), request_id=name)
+
+
+def test_vlm_batch_request_returns_decoded_strings(engine: GenerationEngine, llava: Path, tmp_path: Path) -> None:
+    pictures = [picture(40, 30, seed) for seed in range(3)]
+    encoded = BytesIO()
+    pictures[1].save(encoded, format="PNG")
+    pictures[2].save(tmp_path / "a.png")
+    results = engine.generate_vlm_batch(
+        [_ask(pictures[0]), _ask(encoded.getvalue()), _ask(str(tmp_path / "a.png"))], SHORT
+    )
+    plain = PlainVlm(llava)
+    for image, result in zip(pictures, results, strict=True):
+        prompt, tokens = plain.greedy(engine.prompts.vlm(MESSAGES), image, 12)
+        assert (result.prompt_token_ids, result.token_ids) == (prompt, tokens)
+        assert result.raw_text == plain.tokenizer.decode(tokens)
+        assert result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        assert result.fallback == {}
+
+
+def test_one_corrupt_image_among_good_ones_is_an_error_of_its_own(engine: GenerationEngine) -> None:
+    good = [_ask(picture(40, 30, seed)) for seed in range(2)]
+    encoded = BytesIO()
+    picture(64, 64).save(encoded, format="PNG")
+    bad = [_ask(encoded.getvalue()[:-60], "cut"), _ask(b"junk", "junk"), _ask("/nowhere.png", "missing")]
+    results = engine.generate_vlm_batch([good[0], *bad, good[1]], SHORT)
+    assert [result.finish_reason for result in results] == ["length", "error", "error", "error", "length"]
+    assert [result.request_id for result in results[1:4]] == ["cut", "junk", "missing"]
+    assert all(one.request_id in str(result.error) for one, result in zip(bad, results[1:4], strict=True))
+    alone = engine.generate_vlm_batch(good, SHORT)
+    assert [result.token_ids for result in alone] == [results[0].token_ids, results[4].token_ids]
+
+
+def test_stage_a_vlm_pixel_budget_is_preserved_through_engine_loading(tmp_path: Path) -> None:
+    directory = save_tiny_qwen_vl(tmp_path)
+    image = picture(300, 200)
+    model = ModelLoadConfig(model_name_or_path=str(directory), device="cpu")
+    budgets: list[dict[str, Any]] = [{"max_pixels": 1024}, {"max_pixels": 12800, "min_pixels": 6400}, {}]
+    for budget in budgets:
+        with GenerationEngine(model, preprocess=VlmPreprocessOptions(**budget)) as engine:
+            result = engine.generate_vlm_batch([_ask(image)], SHORT)[0]
+            prompt, tokens = PlainVlm(directory, **budget).greedy(engine.prompts.vlm(MESSAGES), image, 12)
+        assert (result.prompt_token_ids, result.token_ids) == (prompt, tokens)
+
+
+class _StopAt(StoppingCriteria):
+    def __init__(self, prompt_len: int, count: int) -> None:
+        self.prompt_len, self.count = prompt_len, count
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return input_ids.shape[1] - self.prompt_len >= self.count
+
+
+class _StopPlugin(GenerationPlugin):
+    """Ends a sequence after 5 tokens; a real stopping criterion of transformers."""
+
+    name: ClassVar[str] = "five"
+    request_types: ClassVar[frozenset[RequestType]] = frozenset({"vlm"})
+    hooks: ClassVar[frozenset[Hook]] = frozenset({"stopping_criteria"})
+
+    def stopping_criteria(self, prompt_len: int, tokenizer: Any) -> Sequence[Any]:
+        return [_StopAt(prompt_len, 5)]
+
+
+def test_vis_tools_enables_a_custom_stopping_plugin_explicitly(engine: GenerationEngine) -> None:
+    asked = [_ask(picture(40, 30))]
+    free = engine.generate_vlm_batch(asked, SHORT)[0]
+    stopped = engine.generate_vlm_batch(asked, SHORT, [_StopPlugin()])[0]
+    assert (stopped.token_ids, stopped.stop_reason) == (free.token_ids[:5], "five")
+    assert (stopped.finish_reason, free.finish_reason) == ("stop", "length")
+    assert free.raw_text.startswith(stopped.raw_text)
+    with pytest.raises(EngineError, match="'five' is for vlm requests"):
+        engine.generate_text_batch([TextGenerationRequest(prompt_token_ids=(65,))], SHORT, [_StopPlugin()])

@@ -1,0 +1,180 @@
+"""Jobs with an image on the queue: fetched once by each worker, and what is wrong with an image fails its job alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig
+from pipeline.jobs import Credit, JobQueue
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
+from pipeline.tokens import TokenArray
+from tests.contract.engine_fixtures import started
+from tests.contract.vlm_plain import PlainVlm
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_models import save_tiny_model
+from tests.tiny_vlms import LLAVA_IMAGE_TOKENS, picture, save_tiny_llava
+from workers.decode import DecodeWorker
+from workers.generation.backends.hf import HfBackend
+from workers.generation.prompts import Prompts
+from workers.job_prompts import JobPrompts
+
+PLENTY = Credit(10_000, 10_000, 1)
+MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def backend(source: Path) -> Iterator[HfBackend]:
+    with started(source, max_batch=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def text_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HfBackend]:
+    with started(save_tiny_model(tmp_path_factory.mktemp("text")), max_batch=4) as running:
+        yield running
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "scans"
+    root.mkdir()
+    for seed, name in enumerate(("a.png", "b.png")):
+        picture(40, 30, seed).save(root / name)
+    (root / "cut.png").write_bytes((root / "a.png").read_bytes()[:-60])
+    (tmp_path / "outside.png").write_bytes((root / "a.png").read_bytes())
+    return root
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path, root: Path) -> Config:
+    return run_config(
+        broker_config,
+        keys,
+        run_dir,
+        worker={"poll_s": 0.01, "max_batch": 4, "drain_s": 0.0},
+        model={"path": str(source)},
+        images=ImagesConfig(roots=(str(root),)),
+    )
+
+
+@contextlib.asynccontextmanager
+async def working(config: Config, backend: HfBackend) -> AsyncIterator[JobPrompts]:
+    async with role_of(config, "worker", "w") as role:
+        prompts = JobPrompts(config.model, config.images)
+        running = asyncio.create_task(DecodeWorker(role, backend, prompts).run())
+        try:
+            yield prompts
+        finally:
+            role.stop.set()
+            await running
+            await prompts.close()
+
+
+def image_job(keys: Keys, name: str, *images: ImageRef, n: int = 1, **options: Any) -> DecodeJob:
+    prompt = {"messages": MESSAGES, **options}
+    return DecodeJob(run=keys.run, job_id=f"{keys.run}:{name}", n=n, images=list(images), sampling=GREEDY, **prompt)
+
+
+async def endings(client: Any, keys: Keys, count: int) -> tuple[dict[str, SequenceResult], dict[str, DeadLetter]]:
+    """(results, dead letters) by job name, once there are `count` of them."""
+    done: dict[str, SequenceResult] = {}
+    dead: dict[str, DeadLetter] = {}
+
+    async def all_ended() -> bool:
+        for _, fields in await client.xrange(keys.results + "0"):
+            if b"r" not in fields:
+                continue  # the notice of a job that died
+            result = decode(SequenceResult, fields[b"r"])
+            done[result.seq_id.removeprefix(f"{keys.run}:")] = result
+        for _, fields in await client.xrange(keys.dead):
+            letter = decode(DeadLetter, fields[b"d"])
+            dead[letter.seq_id.removeprefix(f"{keys.run}:")] = letter
+        return len(done) + len(dead) >= count
+
+    await eventually(all_ended, f"{count} endings")
+    return done, dead
+
+
+async def test_an_image_is_fetched_once_and_decides_what_is_decoded(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, source: Path, root: Path
+) -> None:
+    digest = sha256((root / "b.png").read_bytes()).hexdigest()
+    (root / digest).write_bytes((root / "b.png").read_bytes())
+    jobs = [
+        image_job(keys, "group", ImageRef(path="a.png"), n=3),
+        image_job(keys, "again", ImageRef(path="a.png")),
+        image_job(keys, "absolute", ImageRef(path=str(root / "b.png"))),
+        image_job(keys, "digest", ImageRef(sha256=digest)),
+    ]
+    async with working(config, backend) as prompts:
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        done, dead = await endings(client, keys, 6)
+        assert prompts.images_fetched == 3
+    assert not dead
+    plain, placeholder = PlainVlm(source), Prompts(config.model).vlm(MESSAGES)
+    for seed, names in enumerate((("group:0", "group:1", "group:2", "again:0"), ("absolute:0", "digest:0"))):
+        prompt, tokens = plain.greedy(placeholder, picture(40, 30, seed), 10)
+        for name in names:
+            assert list(done[name].token_ids) == tokens[: len(done[name].token_ids)]
+            assert list(done[name].prompt_token_ids) == prompt
+    assert len(prompt) == len(placeholder) - 1 + LLAVA_IMAGE_TOKENS
+
+
+async def test_a_bad_image_fails_its_own_job_with_a_reason(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    text = [{"role": "user", "content": [{"type": "text", "text": "no image"}]}]
+    bad = {
+        "missing": ([ImageRef(path="none.png")], "none.png"),
+        "corrupt": ([ImageRef(path="cut.png")], "cut.png"),
+        "outside": ([ImageRef(path="../outside.png")], "outside the configured roots"),
+        "digest": ([ImageRef(path="a.png", sha256="0" * 64)], "sha256"),
+        "host": ([ImageRef(url="http://images.example/a.png")], "images.hosts"),
+        "nothing": ([ImageRef()], "image"),
+        "two": ([ImageRef(path="a.png")] * 2, "exactly one image is supported, got 2"),
+    }
+    jobs = [image_job(keys, name, *images) for name, (images, _) in bad.items()]
+    jobs.append(image_job(keys, "no part", ImageRef(path="a.png"), messages=text))
+    jobs.insert(3, image_job(keys, "good", ImageRef(path="a.png")))
+    jobs.insert(5, image_job(keys, "text", messages=text))
+    async with working(config, backend):
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        done, dead = await endings(client, keys, len(jobs))
+    assert set(done) == {"good:0", "text:0"}
+    assert {letter.reason for letter in dead.values()} == {"invalid_request"}
+    for name, (_, says) in bad.items():
+        assert says in dead[f"{name}:0"].detail, name
+    assert "0 image parts" in dead["no part:0"].detail
+
+
+async def test_a_text_model_refuses_images_and_goes_on(
+    config: Config, text_backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    config = msgspec.structs.replace(config, model=ModelConfig(path=text_backend.facts.model))
+    text = [{"role": "user", "content": "no image"}]
+    jobs = [
+        image_job(keys, "image", ImageRef(path="a.png")),
+        image_job(keys, "ids", ImageRef(path="a.png"), messages=[], prompt_token_ids=TokenArray([1, 2])),
+        DecodeJob(run=keys.run, job_id=f"{keys.run}:text", messages=text, sampling=GREEDY),
+    ]
+    async with working(config, text_backend):
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        done, dead = await endings(client, keys, 3)
+    assert set(done) == {"text:0"}
+    assert {letter.reason for letter in dead.values()} == {"invalid_request"}
+    assert "image" in dead["ids:0"].detail

@@ -1,0 +1,117 @@
+"""The part file: whatever is cut off it, what is whole counts and nothing else does."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import ConfigError
+from workers.generate.answers import Answer
+from workers.generate.numbers import number_of
+from workers.generate.part_file import PartFile, header_line, recover
+
+RUN = {"input": "abc", "temperature": 0.5, "stop": ["x"]}
+ORDER = [(2, 0), (0, 1), (1, 0), (0, 0), (2, 1), (1, 1)]  # of ending
+LINES = {
+    (row, index): Answer(row=row, index=index, text=f"é {row}\n{index}", finish_reason="stop", num_new_tokens=3).line(
+        "all"
+    )
+    for row, index in ORDER
+}
+
+
+def fill(part: PartFile) -> None:
+    for row, index in ORDER:
+        number = number_of(row, index)
+        if number not in part:
+            part.append(number, LINES[row, index], finish_reason="stop", num_new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("part") / "a.part"
+    with PartFile(path, RUN) as part:
+        fill(part)
+    return path.read_bytes()
+
+
+def test_cut_at_every_byte_its_whole_lines_count(whole: bytes) -> None:
+    header = header_line(RUN)
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in range(len(whole) + 1):
+        kept = recover(io.BytesIO(whole[:cut]), header, "x")
+        assert kept.end == max((end for end in ends if end <= cut), default=0)
+        assert len(kept.places) == max(0, whole[:cut].count(b"\n") - 1)
+
+
+@pytest.mark.parametrize("line", range(len(ORDER) + 2))
+@pytest.mark.parametrize("more", [0, 1, 30])
+def test_cut_in_any_line_it_goes_on_to_the_same_file(whole: bytes, tmp_path: Path, line: int, more: int) -> None:
+    path = tmp_path / "a.part"
+    path.write_bytes(whole[: len(b"".join(whole.splitlines(keepends=True)[:line])) + more])
+    with PartFile(path, RUN) as part:
+        fill(part)
+        assert [*part.lines(number_of(*key) for key in sorted(LINES))] == [LINES[key] for key in sorted(LINES)]
+        assert (part.tally.sequences, part.tally.tokens) == (6, 18)
+    assert path.read_bytes() == whole
+
+
+@given(data=st.data())
+def test_what_follows_damage_is_dropped_and_what_is_before_it_counts(data: st.DataObject) -> None:
+    header = header_line(RUN)
+    lines = [LINES[key] for key in ORDER]
+    at = data.draw(st.integers(0, len(lines) - 1))
+    damage = data.draw(st.sampled_from([b"\0" * 20 + b"\n", b"\xff\n", b"{}\n", b"\n", lines[at][:-3] + b"\n"]))
+    kept = recover([header, *lines[:at], damage, *lines[at:]], header, "x")
+    assert list(kept.places) == [number_of(*key) for key in ORDER[:at]]
+    assert kept.end == len(header) + sum(map(len, lines[:at]))
+
+
+def test_an_answer_that_is_there_twice_counts_once() -> None:
+    header, line = header_line(RUN), LINES[0, 0]
+    kept = recover([header, line, line], header, "x")
+    assert kept.places == {number_of(0, 0): len(header)}
+    assert kept.tally.sequences == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (header_line({**RUN, "temperature": 1.0}), r"another temperature \(1.0\).*--restart"),
+        (header_line({**RUN, "input": "other"}), "another input; give"),
+        (header_line({**RUN, "new": 1}), "another new"),
+        (b"my own notes\n", "not a part file"),
+        (b"my own notes", "not a part file"),
+        (b'{"row":1}\n', "not a part file"),
+    ],
+)
+def test_the_part_file_of_another_run_is_refused_and_kept(tmp_path: Path, first: bytes, words: str) -> None:
+    path = tmp_path / "a.part"
+    path.write_bytes(first)
+    with pytest.raises(ConfigError, match=words):
+        PartFile(path, RUN)
+    assert path.read_bytes() == first
+    with PartFile(path, RUN, restart=True) as part:
+        fill(part)
+        assert len(part) == 6
+
+
+def test_one_process_at_a_time_and_an_empty_one_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.part"
+    with PartFile(path, RUN), pytest.raises(ConfigError, match="another process"):
+        PartFile(path, RUN)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("ending", [PartFile.remove, lambda part: None], ids=["removed", "kept"])
+def test_it_stays_until_it_is_removed(tmp_path: Path, ending: Callable[[PartFile], None]) -> None:
+    path = tmp_path / "a.part"
+    with PartFile(path, RUN) as part:
+        fill(part)
+        ending(part)
+    assert path.exists() == (ending is not PartFile.remove)

@@ -1,0 +1,131 @@
+"""Only regular files that lie below a root are read, whatever the path says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import RequestError
+from workers.images.paths import Roots
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`roots/a` and `roots/b` are roots; `secret` lies beside them, and links lead in and out."""
+    base = tmp_path_factory.mktemp("tree")
+    for file in ("roots/a/one", "roots/a/sub/two", "roots/b/one", "roots/b/three", "secret", "roots/ab/four"):
+        (base / file).parent.mkdir(parents=True, exist_ok=True)
+        (base / file).write_bytes(b"secret" if file in ("secret", "roots/ab/four") else file.encode())
+    (base / "roots/a/out").symlink_to(base / "secret")
+    (base / "roots/a/up").symlink_to(base)
+    (base / "roots/a/across").symlink_to(base / "roots/b/three")
+    (base / "roots/a/loop").symlink_to("loop")
+    (base / "entry").symlink_to(base / "roots/a")
+    os.mkfifo(base / "roots/a/fifo")
+    return base
+
+
+def read(tree: Path, name: str) -> bytes:
+    roots = Roots([str(tree / "entry"), str(tree / "roots/b")])
+    return roots.read(roots.find("image", name), 100, "image")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("one", b"roots/a/one"),
+        ("sub/two", b"roots/a/sub/two"),
+        ("sub/../one", b"roots/a/one"),
+        ("three", b"roots/b/three"),
+        ("across", b"roots/b/three"),
+        ("{tree}/roots/b/one", b"roots/b/one"),
+        ("{tree}/entry/one", b"roots/a/one"),
+    ],
+)
+def test_a_file_below_a_root_is_read(tree: Path, name: str, content: bytes) -> None:
+    assert read(tree, name.format(tree=tree)) == content
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("out", "outside the configured roots"),
+        ("up/secret", "outside the configured roots"),
+        ("../../secret", "outside the configured roots"),
+        ("../ab/four", "outside the configured roots"),  # a root's name is the beginning of this one
+        ("{tree}/secret", "outside the configured roots"),
+        ("{tree}/no such file", "outside the configured roots"),  # does not tell what exists out there
+        ("none", "no such file below images.roots"),
+        ("one/more", "no such file below images.roots"),
+        ("x" * 300, "File name too long"),
+        ("loop", "not a regular file"),
+        ("sub", "not a regular file"),
+        (".", "not a regular file"),
+        ("fifo", "not a regular file"),
+        ("/dev/zero", "outside the configured roots"),
+        ("one\0.png", "NUL"),
+        ("\ud800", "broken Unicode"),
+    ],
+)
+def test_all_else_is_refused_with_the_reason(tree: Path, name: str, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        read(tree, name.format(tree=tree))
+    assert str(caught.value).startswith("image: ")
+
+
+def test_a_device_below_a_root_is_not_opened() -> None:
+    with pytest.raises(RequestError, match="not a regular file"):
+        Roots(["/dev"]).find("image", "zero")
+
+
+def test_without_roots_the_key_is_named() -> None:
+    with pytest.raises(RequestError, match=r"set images\.roots"):
+        Roots([]).find("image", "one")
+
+
+def test_a_link_that_was_put_there_after_the_check_opens_nothing(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root / "sub", outside):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+    roots = Roots([str(root)])
+    found = roots.find("image", "sub/file")
+    (root / "sub").rename(root / "old")
+    (root / "sub").symlink_to(outside)
+    with pytest.raises(RequestError, match="cannot be read"):
+        roots.read(found, 100, "image")
+
+
+def test_a_file_that_changes_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    roots = Roots([str(tmp_path)])
+    found = roots.find("image", "file")
+    (tmp_path / "file").write_bytes(b"newer")
+    with pytest.raises(RequestError, match="changed while it was read"):
+        roots.read(found, 100, "image")
+
+
+def test_a_file_over_the_limit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(101))
+    roots = Roots([str(tmp_path)])
+    with pytest.raises(RequestError, match="has 101 bytes or more"):
+        roots.read(roots.find("image", "file"), 100, "image")
+
+
+PARTS = st.sampled_from(
+    ["..", ".", "", "one", "sub", "two", "up", "out", "roots", "a", "ab", "b", "secret", "four", "~"]
+)
+
+
+@given(st.lists(PARTS, max_size=8), st.booleans())
+def test_no_path_leads_out(tree: Path, parts: list[str], absolute: bool) -> None:
+    name = "/".join([str(tree), *parts] if absolute else parts)
+    try:
+        content = read(tree, name)
+    except RequestError:
+        return
+    assert content.startswith((b"roots/a/", b"roots/b/"))

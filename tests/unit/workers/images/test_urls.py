@@ -1,0 +1,166 @@
+"""Fetching over HTTP: bounded, from listed hosts, and not fooled by the server."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from pipeline.config.image_types import ImagesConfig
+from pipeline.errors import RequestError
+from tests.unit.workers.images.conftest import Handler, Site
+from tests.unit.workers.images.pictures import png
+from workers.images.urls import PAUSES_S, UrlFetcher
+
+TRIES = len(PAUSES_S) + 1
+
+
+@asynccontextmanager
+async def fetcher(
+    site: Site, host: str = "127.0.0.1", max_bytes: int = 2000, timeout_s: float = 10
+) -> AsyncIterator[UrlFetcher]:
+    """Bound to the site; closed at the end."""
+    config = ImagesConfig(hosts=(f"{host}:{site.port}",), max_mb=max_bytes / 2**20, fetch_timeout_s=timeout_s)
+    urls = UrlFetcher(config)
+    try:
+        yield urls
+    finally:
+        await urls.close()
+
+
+def answers(*statuses: int, body: bytes = b"body", headers: dict[str, str] | None = None) -> Handler:
+    """One status after the other, the last one for ever."""
+    left = list(statuses)
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return web.Response(status=left.pop(0) if len(left) > 1 else left[0], body=body, headers=headers)
+
+    return answer
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_the_bytes_of_a_listed_host(site: Site, host: str) -> None:
+    site.routes["/a.png"] = png()
+    async with fetcher(site, host) as urls:
+        assert await urls.fetch(site.url("/a.png?x=1", host), "x") == png()
+    assert site.headers[0]["Accept-Encoding"] == "identity"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::ffff:0.0.0.0]"])
+async def test_an_address_that_leads_here_by_a_detour_is_refused_though_it_is_listed(site: Site, host: str) -> None:
+    site.routes["/a.png"] = png()
+    async with fetcher(site, host) as urls:
+        with pytest.raises(RequestError, match=r"^x: its host is at .*unspecified address"):
+            await urls.fetch(site.url("/a.png", host), "x")
+    assert not site.asked
+
+
+async def test_no_cookie_comes_back(site: Site) -> None:
+    site.routes["/a"] = answers(200, headers={"Set-Cookie": "a=b; Path=/"})
+    async with fetcher(site, "localhost") as urls:
+        for _ in range(2):
+            await urls.fetch(site.url("/a", "localhost"), "x")
+    assert all("Cookie" not in headers for headers in site.headers)
+
+
+async def test_the_environment_s_proxy_is_not_used(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    site.routes["/a"] = b"body"
+    async with fetcher(site) as urls:
+        assert await urls.fetch(site.url("/a"), "x") == b"body"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(301, "redirect"), (302, "redirect"), (307, "redirect"), (404, "correct"), (403, "403"), (204, "correct")],
+)
+async def test_an_answer_that_is_final_is_not_tried_again(site: Site, status: int, reason: str) -> None:
+    site.routes |= {"/a": answers(status, headers={"Location": "/b"}), "/b": b"body"}
+    async with fetcher(site) as urls:
+        with pytest.raises(RequestError, match=f"^x: the server answered {status}.*") as caught:
+            await urls.fetch(site.url("/a"), "x")
+    assert reason in str(caught.value)
+    assert dict(site.asked) == {"/a": 1}
+
+
+async def test_a_server_s_trouble_is_tried_again_and_then_told(site: Site) -> None:
+    site.routes |= {"/once": answers(503, 200), "/always": answers(500)}
+    async with fetcher(site) as urls:
+        assert await urls.fetch(site.url("/once"), "x") == b"body"
+        with pytest.raises(RequestError, match=f"^x: the server answered 500, {TRIES} times"):
+            await urls.fetch(site.url("/always"), "x")
+    assert dict(site.asked) == {"/once": 2, "/always": TRIES}
+
+
+async def test_a_refused_connection_is_told() -> None:
+    nobody = Site()
+    nobody.port = 1
+    async with fetcher(nobody) as urls:
+        with pytest.raises(RequestError, match=f"^x: Cannot connect .*, {TRIES} times"):
+            await urls.fetch(nobody.url("/a"), "x")
+
+
+@pytest.mark.parametrize("said", [True, False])
+async def test_a_body_over_the_limit_is_cut_off_whatever_its_length_was_said_to_be(site: Site, said: bool) -> None:
+    sent = 0
+
+    async def endless(request: web.BaseRequest) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse(headers={"Content-Length": "9999999"} if said else {})
+        await response.prepare(request)
+        while sent < 9_999_999:
+            await response.write(bytes(1000))
+            sent += 1000
+        return response
+
+    site.routes["/a"] = endless
+    async with fetcher(site) as urls:
+        with pytest.raises(RequestError, match=r"^x: has \d+ bytes or more, images\.max_mb allows 2000"):
+            await urls.fetch(site.url("/a"), "x")
+    assert site.asked["/a"] == 1
+
+
+async def test_a_compressed_answer_is_not_unpacked(site: Site) -> None:
+    site.routes["/a"] = answers(200, body=gzip.compress(bytes(10_000_000)), headers={"Content-Encoding": "gzip"})
+    async with fetcher(site, max_bytes=100_000) as urls:
+        with pytest.raises(RequestError, match="comes compressed"):
+            await urls.fetch(site.url("/a"), "x")
+
+
+async def test_a_connection_that_breaks_halfway_is_tried_again(site: Site) -> None:
+    async def halfway(request: web.BaseRequest) -> web.StreamResponse:
+        if site.asked["/a"] > 1:
+            return web.Response(body=b"whole")
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b"half")
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    site.routes["/a"] = halfway
+    async with fetcher(site) as urls:
+        assert await urls.fetch(site.url("/a"), "x") == b"whole"
+
+
+@pytest.mark.parametrize(("trickle", "limit_s"), [(False, 1.5), (True, 0.3)])
+async def test_a_server_that_stalls_or_trickles_meets_the_time_limit(site: Site, trickle: bool, limit_s: float) -> None:
+    async def slow(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            if trickle:
+                await response.write(b".")
+        return response
+
+    site.routes["/a"] = slow
+    async with fetcher(site, timeout_s=limit_s) as urls:
+        with pytest.raises(RequestError, match=rf"^x: not fetched within {limit_s} s \(images\.fetch_timeout_s\)"):
+            await urls.fetch(site.url("/a"), "x")
+    assert (site.asked["/a"] > 1) is not trickle  # a stall is tried again while there is time

@@ -1,0 +1,108 @@
+"""Tokenizer and processor made alike: padding, pixel budgets, placeholders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoImageProcessor
+
+from pipeline.config.types import ModelConfig
+from pipeline.errors import ModelError, RequestError
+from tests.tiny_models import build_tokenizer
+from tests.tiny_vlms import QWEN_TOKEN_EDGE, picture, save_tiny_llava, save_tiny_qwen_vl
+from workers.generation.options import VlmPreprocessOptions
+from workers.generation.preprocess import VisionProcessor, load_processor, normalise_tokenizer
+
+SIZES = [(20, 20), (90, 33), (640, 480), (33, 200)]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen_vl(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llava(tmp_path_factory.mktemp("llava"))
+
+
+def _vision(directory: Path, **options: Any) -> VisionProcessor:
+    return VisionProcessor.load(ModelConfig(path=str(directory), preprocess=VlmPreprocessOptions(**options)))
+
+
+def test_pad_token_fallback_is_applied_consistently(llava: Path) -> None:
+    tokenizer: Any = build_tokenizer()
+    normalise_tokenizer(tokenizer)
+    assert (tokenizer.pad_token, tokenizer.padding_side, tokenizer.truncation_side) == ("<|endoftext|>", "left", "left")
+    tokenizer.pad_token = None
+    normalise_tokenizer(tokenizer)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_end|>", tokenizer.eos_token_id)
+    tokenizer.pad_token = tokenizer.eos_token = None
+    normalise_tokenizer(tokenizer)
+    assert tokenizer.pad_token is None
+    assert load_processor(str(llava)).tokenizer.padding_side == "left"
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [{}, {"max_pixels": 1024}, {"min_pixels": 1024}, {"min_pixels": 400, "max_pixels": 16384}, {"max_pixels": 786432}],
+)
+def test_images_follow_the_pixel_budget_as_in_transformers(qwen: Path, budget: dict[str, int]) -> None:
+    vision = _vision(qwen, **budget)
+    theirs: Any = AutoImageProcessor.from_pretrained(qwen, **budget)
+    for width, height in SIZES:
+        image = picture(width, height)
+        inputs = vision.prepare((65, vision.image_token_id, 66), image)
+        plain = theirs(images=[image], return_tensors="pt")
+        assert torch.equal(inputs.tensors["image_grid_thw"], plain["image_grid_thw"])
+        assert torch.equal(inputs.tensors["pixel_values"], plain["pixel_values"])
+        num_tokens = int(plain["image_grid_thw"].prod()) // 4
+        assert inputs.token_ids == (65, *[vision.image_token_id] * num_tokens, 66)
+        assert inputs.token_types.tolist() == [[0, *[1] * num_tokens, 0]]
+        limits = theirs.size["shortest_edge"], theirs.size["longest_edge"]
+        assert limits[0] <= num_tokens * QWEN_TOKEN_EDGE**2 <= limits[1]
+    assert num_tokens > 4
+
+
+def test_do_resize_false_takes_images_as_they_are(qwen: Path) -> None:
+    vision = _vision(qwen, do_resize=False)
+    inputs = vision.prepare([vision.image_token_id], picture(80, 64))
+    assert inputs.tensors["image_grid_thw"].tolist() == [[1, 16, 20]]
+    with pytest.raises(RequestError, match=r"image \(81 x 64\) cannot be processed"):
+        vision.prepare([vision.image_token_id], picture(81, 64))
+
+
+def test_a_budget_that_would_be_ignored_is_refused(qwen: Path, llava: Path) -> None:
+    for options in ({"max_pixels": 1024}, {"min_pixels": 1024}):
+        with pytest.raises(ModelError, match="LlavaImageProcessorPil knows no max_pixels"):
+            _vision(llava, **options)
+    with pytest.raises(ModelError, match="do_resize false would ignore"):
+        _vision(qwen, do_resize=False, max_pixels=1024)
+    for options in ({"max_pixels": 100}, {"min_pixels": 3000}, {"min_pixels": 2000, "max_pixels": 1000}):
+        with pytest.raises(ModelError, match="leave no size"):
+            _vision(qwen, **options)
+    assert _vision(llava, do_resize=True).image_token_id == 263
+
+
+def test_a_prompt_has_one_placeholder(qwen: Path) -> None:
+    vision = _vision(qwen)
+    token = vision.image_token_id
+    for prompt, says in (([65], "0 image placeholders"), ([token, 65, token], "2 image placeholders")):
+        with pytest.raises(RequestError, match=says):
+            vision.prepare(prompt, picture(20, 20))
+    video = token + 1
+    inputs = vision.prepare([video, token], picture(20, 20))  # without a video, its placeholder is text
+    assert (inputs.token_ids[0], inputs.token_types.tolist()) == (video, [[0, 1, 1, 1, 1]])
+    with pytest.raises(RequestError, match="aspect ratio"):
+        vision.prepare([token], picture(1, 300))
+
+
+def test_a_directory_without_processor_says_what_to_do(qwen: Path, tmp_path: Path) -> None:
+    for path in qwen.iterdir():
+        if path.name != "preprocessor_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(ModelError, match=r"no usable processor.*variant: text"):
+        load_processor(str(tmp_path))

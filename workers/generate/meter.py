@@ -1,0 +1,70 @@
+"""How far a run is: a bar on a terminal, plain lines now and then elsewhere; always on standard error."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from workers.generate.part_file import Tally
+
+_PLAIN_EVERY_S = 10.0
+
+
+class Meter:
+    """Use it with `with`; `tally` counts the whole run, rates are those of this session."""
+
+    def __init__(self, total: int, tally: Tally) -> None:
+        """`total` sequences, of which the tally's are done."""
+        self._total, self._tally = total, tally
+        self._console = Console(stderr=True)
+        self._began = self._printed = time.monotonic()
+        self._tokens_before = tally.tokens
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def begin(self) -> None:
+        """The model is there: from here on time is counted."""
+        self._began = self._printed = time.monotonic()
+        if self._console.is_terminal:
+            columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, refresh_per_second=4)
+            self._task = self._bar.add_task("", total=self._total, completed=self._tally.sequences)
+            self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._show()
+            self._bar.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Since decoding began."""
+        return time.monotonic() - self._began
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens of this session."""
+        return (self._tally.tokens - self._tokens_before) / max(self.seconds, 1e-9)
+
+    def update(self) -> None:
+        """Show the tally."""
+        if self._bar is not None:
+            self._show()
+        elif time.monotonic() - self._printed >= _PLAIN_EVERY_S:
+            self._printed = time.monotonic()
+            self.say(f"{self._tally.sequences}/{self._total}  {self._words()}")
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _show(self) -> None:
+        assert self._bar is not None
+        self._bar.update(self._task, completed=self._tally.sequences, description=self._words())
+
+    def _words(self) -> str:
+        return f"{self.tokens_per_s:.0f} tokens/s  errors {self._tally.errors}"

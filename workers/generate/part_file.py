@@ -1,0 +1,193 @@
+"""The answers of a run that has not ended: a header line, then one line an answer, in the order of ending.
+
+- The header says what the run was begun with (input, model, options): only the same run goes on with it.
+- A line counts when it is whole. What follows the first line that is not (a write that was cut short) is dropped, and
+  those sequences are decoded again.
+- A line is with the system as soon as it is appended, and on the disk a second later.
+- One process at a time holds the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from pipeline.errors import ConfigError, DataError
+from workers.generate.numbers import number_of
+
+_SYNC_S = 1.0
+_FORMAT = 1
+_MAGIC = b'{"sluice_generate":'
+
+
+class _Header(msgspec.Struct, frozen=True):
+    sluice_generate: int
+    run: dict[str, Any]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What is needed of an answer to go on; the other fields are skipped."""
+
+    row: int
+    index: int
+    finish_reason: str
+    num_new_tokens: int
+
+
+@dataclass
+class Tally:
+    """Counts of a whole run, earlier sessions included."""
+
+    sequences: int = 0
+    errors: int = 0
+    tokens: int = 0
+
+    def count(self, finish_reason: str, num_new_tokens: int) -> None:
+        """One more answer."""
+        self.sequences += 1
+        self.errors += finish_reason == "error"
+        self.tokens += num_new_tokens
+
+
+@dataclass
+class Kept:
+    """What of a part file counts."""
+
+    places: dict[int, int] = field(default_factory=dict)  # number of the sequence → offset of its line
+    end: int = 0  # bytes that are whole
+    tally: Tally = field(default_factory=Tally)
+
+
+def header_line(run: dict[str, Any]) -> bytes:
+    """The first line of a part file."""
+    return msgspec.json.encode(_Header(_FORMAT, run)) + b"\n"
+
+
+def recover(lines: Iterable[bytes], header: bytes, name: str) -> Kept:
+    """What counts of the lines of a part file; `end` 0: nothing, not even the header.
+
+    Raises ConfigError when the first line is that of another run, or of something else.
+    """
+    kept, stream = Kept(), iter(lines)
+    first = next(stream, b"")
+    if first != header:
+        if first.endswith(b"\n") or not (first.startswith(_MAGIC) or _MAGIC.startswith(first)):
+            raise ConfigError(_difference(first, header, name))
+        return kept
+    kept.end = len(first)
+    for line in stream:
+        try:
+            found = msgspec.json.decode(line, type=_Line) if line.endswith(b"\n") else None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            found = None
+        if found is None:
+            return kept
+        number = number_of(found.row, found.index)
+        if number not in kept.places:
+            kept.places[number] = kept.end
+            kept.tally.count(found.finish_reason, found.num_new_tokens)
+        kept.end += len(line)
+    return kept
+
+
+class PartFile:
+    """Open it with `with`; it stays unless it is removed or holds no answer."""
+
+    def __init__(self, path: Path, run: dict[str, Any], *, restart: bool = False) -> None:
+        """Raises ConfigError for the part file of another run, or one that another process writes."""
+        self.path = path
+        self._stream = _locked(path)
+        try:
+            header = header_line(run)
+            if restart:
+                self._stream.truncate(0)
+            kept = recover(self._stream, header, str(path))
+            self._places, self._end, self.tally = kept.places, kept.end, kept.tally
+            self._stream.truncate(self._end)
+            self._stream.seek(self._end)
+            self._synced = time.monotonic()
+            if not self._end:
+                self._write(header)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def __enter__(self) -> PartFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._places:
+                self.path.unlink(missing_ok=True)
+            else:
+                os.fsync(self._stream.fileno())
+        finally:
+            self._stream.close()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def append(self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int) -> None:
+        """Keep one answer. Raises DataError when the disk takes no more."""
+        place = self._end
+        self._write(line)
+        self._places[number] = place
+        self.tally.count(finish_reason, num_new_tokens)
+
+    def lines(self, numbers: Iterable[int]) -> Iterator[bytes]:
+        """The lines of these answers, in this order."""
+        with self.path.open("rb") as stream:
+            for number in numbers:
+                stream.seek(self._places[number])
+                yield stream.readline()
+
+    def remove(self) -> None:
+        """The answers are elsewhere."""
+        self._places.clear()
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+            if time.monotonic() - self._synced >= _SYNC_S:
+                os.fsync(self._stream.fileno())
+                self._synced = time.monotonic()
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror}; make room, and the same command goes on") from error
+        self._end += len(line)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    try:
+        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.stat().st_ino != os.fstat(stream.fileno()).st_ino:
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError) as error:  # FileNotFoundError: its owner has just ended
+        stream.close()
+        raise ConfigError(f"{path}: another process writes it; wait for its end or choose another --out") from error
+    return stream
+
+
+def _difference(first: bytes, header: bytes, name: str) -> str:
+    try:
+        found = msgspec.json.decode(first, type=_Header)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return f"{name}: not a part file of `sluice generate`; move it away, or replace it with --restart"
+    old, new = found.run, msgspec.json.decode(header, type=_Header).run
+    names = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)] or ["the format"]
+    shown = ", ".join(key if key in ("input", "model") else f"{key} ({old.get(key)!r})" for key in names)
+    return f"{name} was begun with another {shown}; give the same command as then to go on, or --restart to begin anew"

@@ -1,0 +1,148 @@
+"""`sluice generate` from its settings to its exit code.
+
+- Everything that can be wrong without a model (settings, rows, part file) is an error before one is loaded.
+- Standard output carries answers or the summary alone; what libraries print there goes to standard error.
+- Ctrl-C and SIGTERM end a run in order: what is done is kept, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline import logs
+from pipeline.errors import ConfigError, DataError, SluiceError
+from pipeline.rows import is_parquet, parquet_module
+from workers.generate.decode import Decoding, Sink
+from workers.generate.in_order import write_in_order
+from workers.generate.meter import Meter
+from workers.generate.model_digest import model_digest
+from workers.generate.named_plugins import make_plugins
+from workers.generate.numbers import number_of
+from workers.generate.part_file import PartFile
+from workers.generate.prompt_file import PromptFile, Scan, open_prompts
+from workers.generate.settings import GenerateSettings
+from workers.generate.stdout_sink import StdoutSink
+
+SOME_ROWS_FAILED = 9  # exit code
+INTERRUPTED = 130
+
+
+def run(settings: GenerateSettings) -> int:
+    """Answer every prompt; the exit code. Raises SluiceError."""
+    logs.configure("generate", logging.WARNING)
+    with _own_stdout() as stdout, _sigterm_as_sigint(), open_prompts(settings.source) as prompts:
+        identity = {"model": model_digest(settings.model.path)}
+        scan = _scanned(prompts, settings)
+        identity["input"] = scan.digest
+        plugins = make_plugins(settings.plugins)
+        decoding = Decoding(settings, prompts, scan, plugins)
+        if settings.to_stdout:
+            return _to_stdout(decoding, stdout)
+        return _to_file(decoding, {**identity, **settings.identity()}, stdout)
+
+
+def _scanned(prompts: PromptFile, settings: GenerateSettings) -> Scan:
+    scan = prompts.scan()
+    if scan.malformed and settings.on_malformed == "stop":
+        first = next(iter(scan.malformed.values()))
+        others = f"; {len(scan.malformed) - 1} more are malformed" if len(scan.malformed) > 1 else ""
+        raise DataError(f"{first.error()}{others}; mend it, or make error rows of them: --on-malformed skip")
+    return scan
+
+
+def _to_stdout(decoding: Decoding, stdout: IO[bytes]) -> int:
+    sink = StdoutSink(stdout)
+    try:
+        _answer(decoding, sink, stdout)
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(sink)} of {decoding.total} answers were written", file=sys.stderr)
+        return INTERRUPTED
+    return SOME_ROWS_FAILED if sink.tally.errors else 0
+
+
+def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) -> int:
+    settings = decoding.settings
+    out = Path(settings.out)
+    part_path = out.with_name(f"{out.name}.part")
+    if out.exists() and not part_path.exists() and not settings.restart:
+        raise ConfigError(f"{out} exists; choose another --out, or replace it with --restart")
+    if is_parquet(out):
+        parquet_module()
+    with PartFile(part_path, identity, restart=settings.restart) as part:
+        try:
+            _answer(decoding, part, stdout)
+        except KeyboardInterrupt:
+            print(f"interrupted: {_kept(part, decoding)}", file=sys.stderr)
+            return INTERRUPTED
+        except SluiceError:
+            print(_kept(part, decoding), file=sys.stderr)
+            raise
+        rows, indices = range(decoding.scan.total), range(settings.n)
+        write_in_order(out, part.lines(number_of(row, index) for row in rows for index in indices))
+        part.remove()
+    return SOME_ROWS_FAILED if part.tally.errors else 0
+
+
+def _kept(part: PartFile, decoding: Decoding) -> str:
+    where = f", kept in {part.path}; the same command goes on from there" if len(part) else ""
+    return f"{len(part)} of {decoding.total} answers are done{where}"
+
+
+def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
+    """Every answer into the sink, and what to say at the end."""
+    settings, before = decoding.settings, len(sink)
+    if before:
+        print(f"going on: {before} of {decoding.total} answers were done before", file=sys.stderr)
+    with Meter(decoding.total, sink.tally) as meter:
+        decoding.run(sink, meter)
+    if len(sink) != decoding.total:
+        raise DataError(f"{decoding.prompts.name} changed while it was read; put it back and give the command again")
+    tally = sink.tally
+    numbers = {
+        "rows": decoding.scan.total,
+        "sequences": tally.sequences,
+        "ok": tally.sequences - tally.errors,
+        "errors": tally.errors,
+        "tokens": tally.tokens,
+        "tokens_per_s": round(meter.tokens_per_s, 1),
+        "seconds": round(meter.seconds, 2),
+        "done_before": before,
+    }
+    if settings.as_json:
+        stdout.write(json.dumps({"out": settings.out, **numbers}).encode() + b"\n")
+        stdout.flush()
+    meter.say(
+        f"{settings.out}: {numbers['rows']} rows, {numbers['ok']} ok, {tally.errors} errors, {tally.tokens} tokens, "
+        f"{meter.tokens_per_s:.0f} tokens/s, {meter.seconds:.1f} s"
+    )
+
+
+@contextmanager
+def _own_stdout() -> Iterator[IO[bytes]]:
+    """Standard output for ourselves alone."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "wb") as mine:
+        os.dup2(2, 1)
+        try:
+            yield mine
+        finally:
+            sys.stdout.flush()
+            os.dup2(mine.fileno(), 1)
+
+
+@contextmanager
+def _sigterm_as_sigint() -> Iterator[None]:
+    """One way to end; asyncio, while it runs, has a handler of its own for SIGINT."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,90 @@
+"""What one `sluice generate` is asked to do, checked before anything is read or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.config import load_config
+from pipeline.config.types import ModelConfig, VllmEngineOptions
+from pipeline.errors import ConfigError, RequestError
+from workers.generate.numbers import MAX_N
+from workers.generation.options import GenerationOptions
+
+STANDARD = "-"  # input or output
+_SETTABLE = ("model.", "worker.vllm.")
+
+
+class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the command."""
+
+    source: str
+    out: str
+    model: ModelConfig
+    options: GenerationOptions
+    vllm: VllmEngineOptions = VllmEngineOptions()
+    backend: Literal["hf", "vllm"] = "hf"
+    fallback_backend: Literal["hf"] | None = None
+    n: int = 1  # sequences of one prompt
+    enable_thinking: bool = False
+    plugins: tuple[str, ...] = ()
+    max_batch: int = 32
+    torch_threads: int = 0
+    fields: Literal["minimal", "all"] = "all"
+    on_malformed: Literal["stop", "skip"] = "stop"
+    restart: bool = False
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            (1 <= self.n <= MAX_N, f"--n must be in 1..{MAX_N}, got {self.n}"),
+            (self.max_batch >= 1, f"--max-batch must be >= 1, got {self.max_batch}"),
+            (self.torch_threads >= 0, f"--torch-threads must be >= 0, got {self.torch_threads}"),
+            (not (self.as_json and self.to_stdout), "--json and --out - both want standard output; choose one"),
+            (self.to_stdout or Path(self.out).parent.is_dir(), f"{Path(self.out).parent}: no such directory (--out)"),
+            (self.to_stdout or not Path(self.out).is_dir(), f"{self.out} is a directory; --out must name a file"),
+            (self.to_stdout or not _same_file(self.source, self.out), "--in and --out are the same file"),
+            (self.fallback_backend is None or self.backend == "vllm", "--fallback-backend needs --backend vllm"),
+        )
+        for holds, problem in checks:
+            if not holds:
+                raise ConfigError(problem)
+
+    @property
+    def to_stdout(self) -> bool:
+        """No file is written, so nothing can be resumed."""
+        return self.out == STANDARD
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the answers, beside input and model; plain values, name → value."""
+        model = {key: value for key, value in msgspec.to_builtins(self.model).items() if key != "path"}
+        names = ("backend", "fallback_backend", "n", "enable_thinking", "plugins", "fields", "on_malformed")
+        chosen = {name: msgspec.to_builtins(getattr(self, name)) for name in names}
+        vllm = {"vllm": msgspec.to_builtins(self.vllm)} if self.backend == "vllm" else {}
+        return {**msgspec.to_builtins(self.options), **chosen, **model, **vllm}
+
+
+def make_settings(
+    *, options: Mapping[str, Any], model: Mapping[str, Any], overrides: Sequence[str] = (), **given: Any
+) -> GenerateSettings:
+    """Settings from the command's arguments; None in `model` means not given. Raises ConfigError."""
+    config = load_config(None, overrides, environ={})
+    for item in overrides:
+        key = item.partition("=")[0].strip()
+        if not key.startswith(_SETTABLE) or key == "model.path":
+            raise ConfigError(f"--set {item}: no effect here; generate takes model.* and worker.vllm.* alone")
+    chosen = {key: value for key, value in model.items() if value is not None}
+    try:
+        asked = GenerationOptions(**options)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+    return GenerateSettings(
+        model=msgspec.structs.replace(config.model, **chosen), options=asked, vllm=config.worker.vllm, **given
+    )
+
+
+def _same_file(source: str, out: str) -> bool:
+    return Path(source).exists() and Path(out).exists() and Path(source).samefile(out)

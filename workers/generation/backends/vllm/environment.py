@@ -1,0 +1,44 @@
+"""The environment variables that vLLM is started with; what the user has set stays.
+
+- They hold while the engine starts and are taken back then: vLLM itself sets some that must not reach other children.
+- The core process is forked where nothing forbids it: it starts in seconds, and finds the imports done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+FORK = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+@contextlib.contextmanager
+def engine_environment() -> Iterator[None]:
+    """For the time in which vLLM is imported and started."""
+    before = dict(os.environ)
+    for name, value in (
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("VLLM_LOGGING_LEVEL", "ERROR"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "0"),  # its logits processors have another interface than ours
+    ):
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def prepare_cpu(torch_threads: int) -> None:
+    """What the CPU build needs before its configuration is made."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding is 20 times slower on few cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch_threads))
+    # The model then lives in the core process instead of in a third one.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def prefer_fork(chosen: str | None) -> None:
+    """After the configuration is made, for making it sets `spawn` on CPUs; `chosen` is the user's method."""
+    os.environ[FORK] = chosen or "fork"

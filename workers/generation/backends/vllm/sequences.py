@@ -1,0 +1,190 @@
+"""The running sequences of one engine, all on the engine's event loop.
+
+| waits | unblocked by |
+|---|---|
+| a decode | its tokens, its abort, the core's death; before it is sent, the end of a weight load |
+| a weight load | the end of every sequence that was sent, or the core's death |
+| a score | its answer, or the core's death |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pipeline.errors import EngineError, RequestError
+from workers.generation.backends.vllm.sampling import vllm_sampling, vllm_scoring
+from workers.generation.backends.vllm.starting import StartedEngine
+from workers.generation.contracts import SequenceOutput, SequenceRequest
+from workers.generation.limits import check_token_ids
+from workers.generation.plugins.base import check_plugins
+from workers.generation.running import RunningSequence
+
+_Result = TypeVar("_Result")
+_LOOK_S = 0.5
+
+
+class _Entry:
+    """One `decode` call: `request_id` is None until vLLM has it."""
+
+    __slots__ = ("aborted", "request_id", "seq_key")
+
+    def __init__(self, seq_key: str) -> None:
+        self.seq_key = seq_key
+        self.request_id: str | None = None
+        self.aborted = False
+
+
+class Sequences:
+    """Decodes, aborts and scores; `why_dead` says why the core is gone."""
+
+    def __init__(self, engine: StartedEngine, version: int, why_dead: Callable[[], str]) -> None:
+        self.version = version
+        self.torn: str | None = None  # why the weights are neither the old ones nor the new
+        self._engine = engine
+        self._llm = engine.llm
+        self._why_dead = why_dead
+        self._ids = itertools.count()
+        self._entries: set[_Entry] = set()
+        self._changed = asyncio.Condition()
+        self._loading = False
+        self._progress = time.monotonic()
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        """Decode one sequence. Raises RequestError or EngineError."""
+        facts = self._engine.facts
+        if request.image is not None:
+            raise RequestError(f"{request.seq_key}: the vllm backend takes no images yet; use the hf backend")
+        check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type="text")
+        sequence = RunningSequence(request, self._engine.tokenizer, facts)
+        if sequence.finish_reason is None:
+            async with self._entered(request.seq_key) as entry:
+                if not entry.aborted:
+                    await self._follow(sequence, entry)
+                if sequence.finish_reason is None:
+                    sequence.end("cancelled")
+        return sequence.output()
+
+    async def abort(self, seq_key: str) -> None:
+        """End the sequences of this key; one that is not here is no error."""
+        entries = [entry for entry in self._entries if entry.seq_key == seq_key]
+        for entry in entries:
+            entry.aborted = True
+        sent = [entry.request_id for entry in entries if entry.request_id is not None]
+        if sent:
+            await self._llm.abort(sent)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def score(self, token_ids: Sequence[int]) -> float:
+        """Summed fp32 logprob of tokens 1.. . Raises EngineError."""
+        if len(token_ids) < 2:
+            raise EngineError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+        facts = self._engine.facts
+        check_token_ids("score", token_ids, facts.vocab_size)
+        if len(token_ids) >= facts.context_length:
+            raise EngineError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
+        async with self._entered("") as entry:
+            entry.request_id = self._next_id()
+            async with aclosing(self._outputs(list(token_ids), vllm_scoring(), entry.request_id)) as outputs:
+                async for output in outputs:
+                    if output.prompt_logprobs is not None:
+                        return sum(output.prompt_logprobs.logprobs)
+        raise EngineError("vLLM gave no score")
+
+    @contextlib.asynccontextmanager
+    async def between(self) -> AsyncIterator[None]:
+        """A time in which nothing runs: running sequences have ended, new ones wait."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._loading)
+            self._loading = True
+        try:
+            await self.or_dead(self._idle())
+            yield
+        finally:
+            self._loading = False
+            self._progress = time.monotonic()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def or_dead(self, awaitable: Awaitable[_Result]) -> _Result:
+        """Wait for it, but no longer than the core lives; vLLM itself would wait for ever. Raises EngineError."""
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+                if self._llm.errored:
+                    raise EngineError(self._why_dead())
+            return task.result()
+        finally:
+            task.cancel()
+
+    def progress(self) -> float:
+        """Monotonic seconds of the newest output, or of now while nothing runs."""
+        return self._progress if self._entries else time.monotonic()
+
+    async def _idle(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(entry.request_id is None for entry in self._entries))
+
+    @contextlib.asynccontextmanager
+    async def _entered(self, seq_key: str) -> AsyncIterator[_Entry]:
+        """An entry that may be sent, or was aborted while it waited for a weight load."""
+        if not self._entries:
+            self._progress = time.monotonic()
+        entry = _Entry(seq_key)
+        self._entries.add(entry)
+        try:
+            if self._loading:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: entry.aborted or not self._loading)
+            if self.torn is not None and not entry.aborted:
+                raise EngineError(f"the weights are half loaded: {self.torn}; load a version again")
+            yield entry
+        finally:
+            self._entries.discard(entry)
+            if self._loading:
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def _follow(self, sequence: RunningSequence, entry: _Entry) -> None:
+        """Send it and take its tokens until it ends; a sequence that ends here first is aborted there."""
+        entry.request_id = self._next_id()
+        version, final = self.version, None
+        outputs = self._outputs(sequence.context, vllm_sampling(sequence), entry.request_id)
+        async with aclosing(outputs):
+            async for output in outputs:
+                completion = output.outputs[0]
+                final = completion.finish_reason
+                for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
+                    if sequence.push(token, logprob, version):
+                        return
+        if not entry.aborted:
+            raise EngineError(
+                f"{entry.seq_key}: vLLM ended the sequence by itself ({final}) after {len(sequence.tokens)} tokens"
+            )
+
+    async def _outputs(self, prompt: list[int], sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs, its errors as ours."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            async with aclosing(self._llm.generate(tokens_input(prompt), sampling, request_id)) as outputs:
+                async for output in outputs:
+                    self._progress = time.monotonic()
+                    yield output
+        except EngineDeadError as error:
+            raise EngineError(self._why_dead()) from error
+        except VLLMClientError as error:
+            raise RequestError(f"vLLM refuses the request: {error}") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed over one request: {error.__cause__!r}") from error
+
+    def _next_id(self) -> str:
+        return f"sluice-{next(self._ids)}"

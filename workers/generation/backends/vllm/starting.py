@@ -1,0 +1,106 @@
+"""From a model directory to a running `AsyncLLM`; what goes wrong comes out as ModelError with its cause."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.errors import ConfigError, EngineError, ModelError
+from workers.generation.backends.vllm.checkpoint import Checkpoint
+from workers.generation.backends.vllm.environment import FORK, engine_environment, prefer_fork, prepare_cpu
+from workers.generation.backends.vllm.logs import EngineLog
+from workers.generation.chat_template import load_tokenizer
+from workers.generation.contracts import EngineFacts
+from workers.generation.model_files import check_directory, eos_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """A running engine and what it is."""
+
+    llm: Any  # vllm.v1.engine.async_llm.AsyncLLM
+    tokenizer: Any
+    facts: EngineFacts
+    checkpoint: Checkpoint
+
+
+def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int, log: EngineLog) -> StartedEngine:
+    """Start vLLM from within the event loop that is to serve it; blocks for seconds to minutes.
+
+    Raises ModelError, ConfigError or, if the core died without saying why, EngineError.
+    """
+    check_directory(model.path)
+    if model.attn_implementation is not None:
+        raise ConfigError("model.attn_implementation is for the hf backend; set vllm.extra.attention_backend instead")
+    if model.variant == "vlm":
+        raise ModelError("model.variant is vlm, and the vllm backend takes no images yet; set worker.backend to hf")
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    checkpoint = Checkpoint(model)
+    chosen = os.environ.get(FORK)
+    with engine_environment():
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from workers.generation.backends.vllm.arguments import engine_arguments
+
+        if current_platform.is_cpu():
+            prepare_cpu(torch.get_num_threads())
+        arguments = engine_arguments(model, options, max_batch, log.write_config())
+        try:
+            config = arguments.create_engine_config()
+        except (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError, NotImplementedError) as error:
+            raise ModelError(f"{model.path}: vLLM cannot run this model with these options: {_plain(error)}") from error
+        prefer_fork(chosen)
+        try:
+            llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+            raise _start_error(model.path, error, log) from error
+        return StartedEngine(llm, tokenizer, _facts(model, config, tokenizer), checkpoint)
+
+
+def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | EngineError:
+    """vLLM itself says only "Engine core initialization failed"; the cause is in the core's log."""
+    if (cause := log.last_cause()) is not None:
+        return ModelError(f"{path}: vLLM did not start: {cause}")
+    return EngineError(f"{path}: vLLM did not start, and its core gave no reason: {error}; set VLLM_LOGGING_LEVEL=INFO")
+
+
+def _plain(error: Exception) -> str:
+    """A pydantic error without its frame, anything else as it is."""
+    problems = getattr(error, "errors", None)
+    return "; ".join(problem["msg"] for problem in problems()) if callable(problems) else str(error)
+
+
+def _facts(model: ModelConfig, config: Any, tokenizer: Any) -> EngineFacts:
+    import vllm
+
+    text = config.model_config
+    flags = [f"runner={'v2' if config.use_v2_model_runner else 'v1'}"]
+    if text.enforce_eager:
+        flags.append("eager")
+    if config.parallel_config.tensor_parallel_size > 1:
+        flags.append(f"tensor_parallel={config.parallel_config.tensor_parallel_size}")
+    return EngineFacts(
+        name="vllm",
+        engine_version=vllm.__version__,
+        device=str(config.device_config.device_type),
+        dtype=str(text.dtype).removeprefix("torch."),
+        model=model.path,
+        vocab_size=text.get_vocab_size(),
+        eos_token_ids=eos_token_ids(_eos_sources(config.model_config, tokenizer)),
+        context_length=text.max_model_len,
+        flags=tuple(flags),
+    )
+
+
+def _eos_sources(model: Any, tokenizer: Any) -> list[Any]:
+    """As on the hf backend."""
+    generation = model.try_get_generation_config().get("eos_token_id")
+    if generation is None:
+        # Where there is one, the id in the text part's config may be no more than its class's default.
+        generation = getattr(model.hf_text_config, "eos_token_id", None)
+    return [generation, getattr(model.hf_config, "eos_token_id", None), tokenizer.eos_token_id]

@@ -1,0 +1,36 @@
+"""What a model directory must hold, and what its files say; shared by the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ModelError
+
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_directory(path: str) -> None:
+    """Raise ModelError for what is plainly no model directory; a name in the local hub cache passes."""
+    if not path:
+        raise ModelError("model.path is empty; set it to a model directory")
+    directory = Path(path)
+    if not directory.exists():
+        if directory.is_absolute() or path.startswith("."):
+            raise ModelError(f"{path}: no such directory; set model.path to a model directory")
+        return
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{path}: no config.json, so no model directory (save_pretrained writes one)")
+    if not any(any(directory.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
+        raise ModelError(f"{path}: no weights (model.safetensors); copy them there or export the model again")
+
+
+def eos_token_ids(sources: Iterable[Any]) -> tuple[int, ...]:
+    """All ids that the `eos_token_id` of generation config, config and tokenizer name; -1 and None mean none."""
+    found: dict[int, None] = {}
+    for source in sources:
+        for token in source if isinstance(source, (list, tuple)) else [source]:
+            if token is not None and token >= 0:
+                found[int(token)] = None
+    return tuple(found)

@@ -1,0 +1,135 @@
+"""One sequence while it is decoded: its tokens so far and what ends it; the same on every backend."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.errors import EngineError
+from workers.generation.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.generation.limits import check_request
+from workers.generation.stop_policy import StopReason, StopStrings, end_reasons, final_texts, text_decoder
+
+
+class RunningSequence:
+    """`tokens`, `logprobs` and `versions` have one length; they begin with the request's `so_far`."""
+
+    __slots__ = (
+        "_ends",
+        "_limit",
+        "_reported",
+        "_tokenizer",
+        "_watch",
+        "finish_reason",
+        "logprobs",
+        "prompt",
+        "request",
+        "stop_reason",
+        "tokens",
+        "versions",
+    )
+
+    def __init__(
+        self, request: SequenceRequest, tokenizer: Any, facts: EngineFacts, prompt: Sequence[int] | None = None
+    ) -> None:
+        """`prompt` as the model sees it, where that is not the request's. Raises RequestError for a bad request.
+
+        May have ended at once, if `so_far` already holds a whole sequence.
+        """
+        self.prompt = list(request.prompt_token_ids if prompt is None else prompt)
+        check_request(request, facts, self.prompt)
+        sampling = request.sampling
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish_reason: DecodeEnding | None = None
+        self.stop_reason: StopReason = None
+        self._tokenizer = tokenizer
+        self._limit = sampling.max_new_tokens
+        eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
+        self._ends = end_reasons(tokenizer, eos, sampling.stop_token_ids, sampling.stop)
+        self._watch = StopStrings(sampling.stop, text_decoder(tokenizer)) if sampling.stop else None
+        self._replay()
+        self._reported = len(self.tokens)
+
+    @property
+    def context(self) -> list[int]:
+        """What a prefill has to see."""
+        return self.prompt + self.tokens
+
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Ids that end the sequence: end of sequence, stop ids, stop strings of one token."""
+        return list(self._ends)
+
+    @property
+    def watches_text(self) -> bool:
+        """Something besides ids and length can end it, so that it must be looked at token by token."""
+        return self._watch is not None
+
+    def push(self, token: int, logprob: float, version: int) -> bool:
+        """Take the next token; True if the sequence ends with it. Raises EngineError for a NaN."""
+        self._take(token, logprob, version)
+        request = self.request
+        if self.finish_reason is None:
+            if request.deadline_at is not None and time.monotonic() > request.deadline_at:
+                self.end("deadline")
+            elif request.report_every and len(self.tokens) - self._reported >= request.report_every:
+                self._report()
+        return self.finish_reason is not None
+
+    def end(self, reason: DecodeEnding, detail: StopReason = None) -> None:
+        """End it here, from outside."""
+        self.finish_reason = reason
+        self.stop_reason = detail
+
+    def output(self) -> SequenceOutput:
+        """The result of a sequence that has ended. Raises EngineError for one that has not."""
+        if self.finish_reason is None:
+            raise EngineError(f"{self.request.seq_key}: asked for its output before it ended")
+        text, raw_text = final_texts(self._tokenizer, self.tokens, self.request.sampling.stop)
+        return SequenceOutput(
+            seq_key=self.request.seq_key,
+            prompt_token_ids=tuple(self.prompt),
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            text=text,
+            raw_text=raw_text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _take(self, token: int, logprob: float, version: int) -> None:
+        if math.isnan(logprob):
+            raise EngineError(
+                f"{self.request.seq_key}: the model gave NaN at token {len(self.tokens)}; check its weights"
+            )
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self._ends:
+            self.end("stop", self._ends[token])
+        elif self._watch is not None and (found := self._watch.push(token)) is not None:
+            self.end("stop", found)
+        elif len(self.tokens) >= self._limit:
+            self.end("length")
+
+    def _replay(self) -> None:
+        """Take what there is already; nothing after an ending."""
+        so_far = self.request.so_far
+        if so_far is None:
+            return
+        for token, logprob, version in zip(so_far.token_ids, so_far.logprobs, so_far.versions, strict=True):
+            self._take(token, logprob, version)
+            if self.finish_reason is not None:
+                return
+
+    def _report(self) -> None:
+        """Tell the caller what is new."""
+        at, self._reported = self._reported, len(self.tokens)
+        if self.request.report is not None:
+            self.request.report(SequenceSoFar(at, self.tokens[at:], self.logprobs[at:], self.versions[at:]))

@@ -1,0 +1,100 @@
+"""Which URLs may be fetched, and to which addresses a connection may go.
+
+- A host is listed exactly: no wildcards, no other port than the one listed (the scheme's own if none is).
+- The address is checked when its socket is made, so no name can resolve to one thing here and another there.
+- Loopback and private addresses are up to the list; link-local ones (cloud metadata), multicast and
+  unspecified ones are refused always.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Any
+
+from yarl import URL
+
+from pipeline.errors import RequestError
+
+_PORTS = {"http": 80, "https": 443}
+_NAT64 = IPv6Network("64:ff9b::/96")
+
+
+class RefusedAddress(Exception):
+    """A connection was about to go where none may."""
+
+
+class AllowedHosts:
+    """The entries of `images.hosts`: "host", "host:port" or "[IPv6]:port"."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._listed = {_listed(entry) for entry in entries}
+
+    def admit(self, text: str, where: str) -> URL:
+        """The URL to fetch. Raises RequestError unless it is a plain http(s) URL of a listed host."""
+        if not self._listed:
+            raise RequestError(f"{where}: this worker fetches no URLs; set images.hosts in its configuration")
+        if not text.isprintable() or " " in text or "\\" in text:
+            raise RequestError(f"{where}: its URL has blanks, backslashes or control characters; encode them")
+        try:
+            url = URL(text)
+        except (ValueError, IndexError) as error:  # IndexError: yarl on "http://host[]@"
+            raise RequestError(f"{where}: its URL cannot be read; correct it") from error
+        if url.scheme not in _PORTS:
+            raise RequestError(f"{where}: only http and https URLs are fetched")
+        if url.raw_user is not None or url.raw_password is not None:
+            raise RequestError(f"{where}: a user or password in a URL is not accepted; remove it")
+        host, port = _normal_host(url.raw_host or ""), url.port or 0
+        if (host, port) not in self._listed and not ((host, None) in self._listed and port == _PORTS[url.scheme]):
+            raise RequestError(
+                f"{where}: {_shown(host, port)} is not a listed host; add it to images.hosts if it is to be trusted"
+            )
+        return url.with_fragment(None)
+
+
+def guarded_socket(info: tuple[Any, ...]) -> socket.socket:
+    """A socket for (family, type, protocol, name, address). Raises RefusedAddress."""
+    family, kind, protocol, _, address = info
+    refuse_address(str(address[0]))
+    return socket.socket(family=family, type=kind, proto=protocol)
+
+
+def refuse_address(text: str) -> None:
+    """Raise RefusedAddress for a link-local, multicast or unspecified address, however it is wrapped."""
+    for address in _unwrapped(ip_address(text.partition("%")[0])):
+        kinds = ("link_local", "multicast", "unspecified")
+        kind = next((kind for kind in kinds if getattr(address, f"is_{kind}")), None)
+        if kind is not None:
+            raise RefusedAddress(
+                f"its host is at {text}, a {kind.replace('_', '-')} address, and nothing is fetched from there; "
+                "correct the URL or the name's records"
+            )
+
+
+def _unwrapped(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+    """The address, and the IPv4 address that is inside it (mapped, 6to4, NAT64)."""
+    found = [address]
+    if isinstance(address, IPv6Address):
+        found += [inner for inner in (address.ipv4_mapped, address.sixtofour) if inner is not None]
+        if address in _NAT64:
+            found.append(IPv4Address(int(address) & 0xFFFFFFFF))
+    return found
+
+
+def _listed(entry: str) -> tuple[str, int | None]:
+    url = URL(f"http://{entry}")
+    return _normal_host(url.raw_host or ""), url.explicit_port
+
+
+def _normal_host(host: str) -> str:
+    """Lower case, one form of an IP address, no dot at the end."""
+    host = host.lower().removesuffix(".")
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        return host
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,116 @@
+"""Image files below the configured roots.
+
+- What counts is where a path leads: the file with all links resolved lies below a root with all links resolved.
+- The resolved path is opened name by name and no link is followed, so a link put there meanwhile opens nothing.
+- Only regular files are opened; a FIFO or a device is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.errors import RequestError
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A regular file below a root, as it was when it was found; equal while the file is unchanged."""
+
+    root: str  # resolved
+    inside: str  # its path below the root, without links
+    mtime_ns: int
+    size: int  # bytes
+
+
+class Roots:
+    """The directories of `images.roots`; resolved anew at each call, as links and mounts come and go."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = tuple(roots)
+
+    def find(self, where: str, *names: str) -> Found:
+        """The first of `names` that exists in the first root that has one. Blocks; raises RequestError."""
+        if not self._roots:
+            raise RequestError(f"{where}: this worker reads no image files; set images.roots in its configuration")
+        if not all(map(_usable, names)):
+            raise RequestError(f"{where}: a path must not have NUL characters or broken Unicode; rename the file")
+        roots = [os.path.realpath(root) for root in self._roots]
+        outside, reason = False, "no such file"
+        for candidate in self._candidates(names):
+            real = os.path.realpath(candidate)
+            root = next((root for root in roots if os.path.commonpath((root, real)) == root), None)
+            if root is None:
+                outside = True
+                continue
+            try:
+                return _found(root, real, os.stat(real, follow_symlinks=False), where)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                reason = error.strerror
+        if outside:
+            raise RequestError(
+                f"{where}: lies outside the configured roots; move the file, or add its directory to images.roots"
+            )
+        raise RequestError(f"{where}: {reason} below images.roots; check the path and the worker's mounts")
+
+    def read(self, found: Found, max_bytes: int, where: str) -> bytes:
+        """The whole file, if it is still the one that was found. Blocks; raises RequestError."""
+        if found.size > max_bytes:
+            raise too_large(found.size, max_bytes, where)
+        try:
+            with os.fdopen(_open(found), "rb") as file:
+                data = file.read(max_bytes + 1)
+                status = os.fstat(file.fileno())
+        except OSError as error:
+            raise RequestError(f"{where}: cannot be read ({error.strerror}); check the file and its rights") from error
+        real = os.path.join(found.root, found.inside)
+        if _found(found.root, real, status, where) != found or len(data) != found.size:
+            raise RequestError(f"{where}: changed while it was read; write images under another name, then rename them")
+        return data
+
+    def _candidates(self, names: Sequence[str]) -> Iterator[str]:
+        absolute = [name for name in names if os.path.isabs(name)]
+        yield from absolute
+        for root in self._roots:
+            yield from (os.path.join(root, name) for name in names if name not in absolute)
+
+
+def too_large(size: int, max_bytes: int, where: str) -> RequestError:
+    """The error for an image of at least `size` bytes."""
+    return RequestError(
+        f"{where}: has {size} bytes or more, images.max_mb allows {max_bytes}; shrink the image or raise the limit"
+    )
+
+
+def _usable(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+
+
+def _found(root: str, real: str, status: os.stat_result, where: str) -> Found:
+    if not stat.S_ISREG(status.st_mode):
+        raise RequestError(f"{where}: is not a regular file (mode {stat.filemode(status.st_mode)}); name an image file")
+    return Found(root, os.path.relpath(real, root), status.st_mtime_ns, status.st_size)
+
+
+def _open(found: Found) -> int:
+    """A descriptor of the file, or OSError where a name of its path has become a link or is gone."""
+    *folders, name = found.inside.split(os.sep)
+    here = os.open(found.root, _FOLDER)
+    try:
+        for folder in folders:
+            inner = os.open(folder, _FOLDER, dir_fd=here)
+            os.close(here)
+            here = inner
+        return os.open(name, _FILE, dir_fd=here)
+    finally:
+        os.close(here)

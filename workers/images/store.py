@@ -1,0 +1,156 @@
+"""Images by reference, each fetched once.
+
+- Equal references that are asked for together share one fetch, which outlives the callers that give up on it and
+  ends by its own time limits. A fetch that fails is forgotten, so the next call tries again.
+- Kept under: the digest if the reference has one; else the file as it was (path, mtime, size); else the URL.
+- Files are read and images decoded in threads; at most `FETCHES` references are worked on, `DECODES` decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from types import TracebackType
+
+import msgspec
+from PIL import Image
+
+from pipeline.config.image_types import ImagesConfig
+from pipeline.errors import RequestError
+from pipeline.messages import ImageRef
+from workers.images.cache import ImageCache
+from workers.images.digests import check_digest, normal_digest
+from workers.images.names import describe
+from workers.images.paths import Found, Roots
+from workers.images.pixels import open_image
+from workers.images.urls import UrlFetcher
+
+FETCHES = 16
+DECODES = 4
+
+_Flight = asyncio.Task[tuple[Image.Image, bool]]
+
+
+class ImageStore:
+    """Use as `async with ImageStore(config) as images`; belongs to one event loop.
+
+    `fetched` counts images that were read and decoded, `hits` those answered without a fetch of their own.
+    """
+
+    def __init__(self, config: ImagesConfig) -> None:
+        self._config = config
+        self._roots = Roots(config.roots)
+        self._urls = UrlFetcher(config)
+        self._cache = ImageCache(config.cache_mb * 2**20)
+        self._flights: dict[ImageRef, _Flight] = {}
+        self._fetches = asyncio.Semaphore(FETCHES)
+        self._decodes = asyncio.Semaphore(DECODES)
+        self._closed = False
+        self.fetched = 0
+        self.hits = 0
+
+    async def __aenter__(self) -> ImageStore:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def get(self, ref: ImageRef) -> Image.Image:
+        """The image, mode RGB; shared with other callers, so `copy()` it before a change. Raises RequestError."""
+        ref = _normal(ref)
+        if self._closed:
+            raise RequestError(f"{describe(ref)}: the image store is closed")
+        flight, joined = self._flights.get(ref), True
+        if flight is None:
+            joined = False
+            flight = self._flights[ref] = asyncio.create_task(self._fly(ref), name=f"fetch {describe(ref)}")
+            flight.add_done_callback(_note_error)
+        try:
+            image, fresh = await asyncio.shield(flight)
+        except asyncio.CancelledError:
+            if self._closed and flight.cancelled() and not _is_cancelled():
+                raise RequestError(f"{describe(ref)}: the image store was closed meanwhile") from None
+            raise
+        self.hits += joined or not fresh
+        return image
+
+    async def close(self) -> None:
+        """End running fetches, close the connections, drop the images; callers that wait get a RequestError."""
+        self._closed = True
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+        self._flights.clear()
+        self._cache.clear()
+        await self._urls.close()
+
+    async def _fly(self, ref: ImageRef) -> tuple[Image.Image, bool]:
+        """(image, whether it was fetched now)."""
+        try:
+            async with self._fetches:
+                return await self._load(ref, describe(ref))
+        finally:
+            del self._flights[ref]
+
+    async def _load(self, ref: ImageRef, where: str) -> tuple[Image.Image, bool]:
+        kept = self._cache.get(ref.sha256) if ref.sha256 else None
+        if kept is not None:
+            return kept, False
+        found, complaint = await self._find(ref, where)
+        key: Hashable = ref.sha256 or found or ref.url
+        if (kept := self._cache.get(key)) is not None:
+            return kept, False
+        data = await self._bytes(ref, found, complaint, where)
+        async with self._decodes:
+            image = await asyncio.to_thread(self._decode, data, ref.sha256, where)
+        self._cache.put(key, image)
+        self.fetched += 1
+        return image, True
+
+    async def _find(self, ref: ImageRef, where: str) -> tuple[Found | None, str]:
+        """The file that the reference means, or None (and why it is not its path) where its URL is to be used."""
+        if ref.path is None and ref.url is not None:
+            return None, ""
+        names = (ref.path,) if ref.path is not None else (str(ref.sha256), f"sha256/{ref.sha256}")
+        try:
+            return await asyncio.to_thread(self._roots.find, where, *names), ""
+        except RequestError as error:
+            if ref.url is None:
+                raise
+            return None, f" (its path was of no use: {str(error).removeprefix(f'{where}: ')})"
+
+    async def _bytes(self, ref: ImageRef, found: Found | None, complaint: str, where: str) -> bytes:
+        if found is not None:
+            return await asyncio.to_thread(self._roots.read, found, int(self._config.max_mb * 2**20), where)
+        try:
+            return await self._urls.fetch(str(ref.url), where)
+        except RequestError as error:
+            raise RequestError(f"{error}{complaint}") from error
+
+    def _decode(self, data: bytes, digest: str | None, where: str) -> Image.Image:
+        check_digest(data, digest, where)
+        return open_image(data, self._config, where)
+
+
+def _normal(ref: ImageRef) -> ImageRef:
+    """Empty parts are None, the digest is in its one form. Raises RequestError when nothing is left."""
+    ref = msgspec.structs.replace(ref, path=ref.path or None, url=ref.url or None, sha256=ref.sha256 or None)
+    if ref.sha256 is not None:
+        return msgspec.structs.replace(ref, sha256=normal_digest(ref.sha256, describe(ref)))
+    if ref.path is None and ref.url is None:
+        raise RequestError("image without a source: give a path, a url or a sha256")
+    return ref
+
+
+def _note_error(flight: _Flight) -> None:
+    """Mark the error as seen: the callers get it, unless all of them gave up."""
+    if not flight.cancelled():
+        flight.exception()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,110 @@
+"""Images over HTTP, from listed hosts.
+
+- One pooled session, made at the first fetch: no cookies, no proxies or passwords of the environment, no
+  redirects, no decompression.
+- Bytes are counted as they come; what a server says of their length is only a reason to stop sooner.
+- A connection that fails or stalls, and a 5xx, are tried again; all tries together have one time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+from yarl import URL
+
+from pipeline.config.image_types import ImagesConfig
+from pipeline.errors import RequestError
+from workers.images.hosts import AllowedHosts, RefusedAddress, guarded_socket
+from workers.images.paths import too_large
+
+PAUSES_S = (0.2, 0.6)
+"""Before the second and the third try."""
+
+_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "sluice"}
+
+
+class ServerTrouble(Exception):
+    """An answer that may be better next time."""
+
+
+class UrlFetcher:
+    """Bytes of allow-listed URLs; belongs to one event loop."""
+
+    def __init__(self, config: ImagesConfig) -> None:
+        self._hosts = AllowedHosts(config.hosts)
+        self._max_bytes = int(config.max_mb * 2**20)
+        self._timeout_s = config.fetch_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def fetch(self, text: str, where: str) -> bytes:
+        """The body of a 200 answer. Raises RequestError."""
+        url = self._hosts.admit(text, where)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._try(url, where)
+        except TimeoutError as error:
+            raise RequestError(
+                f"{where}: not fetched within {self._timeout_s:g} s (images.fetch_timeout_s); look at the server"
+            ) from error
+
+    async def close(self) -> None:
+        """Close the pooled connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _try(self, url: URL, where: str) -> bytes:
+        pauses = iter(PAUSES_S)
+        while True:
+            try:
+                return await self._once(url, where)
+            except RefusedAddress as error:
+                raise RequestError(f"{where}: {error}") from error
+            except (ValueError, aiohttp.ClientConnectorCertificateError) as error:
+                raise RequestError(f"{where}: cannot be fetched ({error}); correct the URL or the server") from error
+            except (aiohttp.ClientError, ServerTrouble, OSError) as error:  # TimeoutError is an OSError
+                if (pause_s := next(pauses, None)) is None:
+                    trouble = str(error) or type(error).__name__
+                    raise RequestError(f"{where}: {trouble}, {len(PAUSES_S) + 1} times; look at the server") from error
+            await asyncio.sleep(pause_s)
+
+    async def _once(self, url: URL, where: str) -> bytes:
+        async with self._open_session().get(url, allow_redirects=False) as response:
+            status = response.status
+            if status >= 500:
+                raise ServerTrouble(f"the server answered {status}")
+            if 300 <= status < 400:
+                raise RequestError(
+                    f"{where}: the server answered {status}, a redirect, and none is followed; give the final URL"
+                )
+            if status != 200:
+                raise RequestError(f"{where}: the server answered {status}; correct the URL or the server's rights")
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise RequestError(f"{where}: comes compressed ({encoding[:20]!r}); have the server send it as it is")
+            return await self._body(response, where)
+
+    async def _body(self, response: aiohttp.ClientResponse, where: str) -> bytes:
+        if (response.content_length or 0) > self._max_bytes:
+            raise too_large(response.content_length or 0, self._max_bytes, where)
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > self._max_bytes:
+                raise too_large(len(body), self._max_bytes, where)
+        return bytes(body)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # one address after the other: an address that is refused ends the try instead of losing a race
+            connector = aiohttp.TCPConnector(limit=64, happy_eyeballs_delay=None, socket_factory=guarded_socket)
+            step_s = self._timeout_s / (len(PAUSES_S) + 1)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=_HEADERS,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=step_s, sock_read=step_s),
+                auto_decompress=False,
+                trust_env=False,
+            )
+        return self._session
