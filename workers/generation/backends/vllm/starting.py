@@ -71,7 +71,7 @@ def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | En
 
 def _plain(error: Exception) -> str:
     """A pydantic error without its frame, anything else as it is."""
-    problems = getattr(error, "errors", None)
+    problems: Any = getattr(error, "errors", None)
     return "; ".join(problem["msg"] for problem in problems()) if callable(problems) else str(error)
 
 
