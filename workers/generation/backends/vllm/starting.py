@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -71,8 +71,10 @@ def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | En
 
 def _plain(error: Exception) -> str:
     """A pydantic error without its frame, anything else as it is."""
-    problems: Any = getattr(error, "errors", None)
-    return "; ".join(problem["msg"] for problem in problems()) if callable(problems) else str(error)
+    if not hasattr(error, "errors"):
+        return str(error)
+    problems: list[dict[str, Any]] = cast(Any, error).errors()
+    return "; ".join(problem["msg"] for problem in problems)
 
 
 def _facts(model: ModelConfig, config: Any, tokenizer: Any) -> EngineFacts:
