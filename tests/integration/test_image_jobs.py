@@ -19,6 +19,8 @@ from pipeline.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, S
 from pipeline.tokens import TokenArray
 from tests.contract.engine_fixtures import started
 from tests.contract.vlm_plain import PlainVlm
+from tests.image_site import Site, site
+from tests.pictures import huge_png
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import LLAVA_IMAGE_TOKENS, picture, save_tiny_llava
@@ -27,6 +29,7 @@ from workers.generation.backends.hf import HfBackend
 from workers.generation.prompts import Prompts
 from workers.job_prompts import JobPrompts
 
+__all__ = ["site"]
 PLENTY = Credit(10_000, 10_000, 1)
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
@@ -55,6 +58,7 @@ def root(tmp_path: Path) -> Path:
     root.mkdir()
     for seed, name in enumerate(("a.png", "b.png")):
         picture(40, 30, seed).save(root / name)
+    (root / "bomb.png").write_bytes(huge_png())
     (root / "cut.png").write_bytes((root / "a.png").read_bytes()[:-60])
     (tmp_path / "outside.png").write_bytes((root / "a.png").read_bytes())
     return root
@@ -135,6 +139,27 @@ async def test_an_image_is_fetched_once_and_decides_what_is_decoded(
     assert len(prompt) == len(placeholder) - 1 + LLAVA_IMAGE_TOKENS
 
 
+async def test_an_image_of_a_listed_host_is_fetched_once(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, root: Path, site: Site
+) -> None:
+    site.routes["/a.png"] = (root / "a.png").read_bytes()
+    config = msgspec.structs.replace(config, images=ImagesConfig(hosts=(f"127.0.0.1:{site.port}",)))
+    digest = sha256((root / "a.png").read_bytes()).hexdigest()
+    jobs = [
+        image_job(keys, "url", ImageRef(url=site.url("/a.png")), n=2),
+        image_job(keys, "checked", ImageRef(url=site.url("/a.png"), sha256=digest)),
+        image_job(keys, "wrong", ImageRef(url=site.url("/a.png"), sha256="0" * 64)),
+        image_job(keys, "gone", ImageRef(url=site.url("/b.png"))),
+    ]
+    async with working(config, backend):
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        done, dead = await endings(client, keys, 5)
+    assert set(done) == {"url:0", "url:1", "checked:0"}
+    assert "404" in dead["gone:0"].detail
+    assert digest in dead["wrong:0"].detail
+    assert site.asked["/a.png"] == 3, "once for the group, once for each claim of a digest"
+
+
 async def test_a_bad_image_fails_its_own_job_with_a_reason(
     config: Config, backend: HfBackend, client: Any, keys: Keys
 ) -> None:
@@ -142,6 +167,7 @@ async def test_a_bad_image_fails_its_own_job_with_a_reason(
     bad = {
         "missing": ([ImageRef(path="none.png")], "none.png"),
         "corrupt": ([ImageRef(path="cut.png")], "cut.png"),
+        "bomb": ([ImageRef(path="bomb.png")], "60000"),
         "outside": ([ImageRef(path="../outside.png")], "outside the configured roots"),
         "digest": ([ImageRef(path="a.png", sha256="0" * 64)], "sha256"),
         "host": ([ImageRef(url="http://images.example/a.png")], "images.hosts"),

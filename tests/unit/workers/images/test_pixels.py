@@ -12,7 +12,7 @@ from PIL import Image
 
 from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
-from tests.unit.workers.images.pictures import encoded, huge_png, huge_webp, png, wide_gif
+from tests.pictures import encoded, huge_png, huge_webp, png, wide_gif
 from workers.images import open_image
 
 LIMITS = ImagesConfig(max_pixels=10_000)

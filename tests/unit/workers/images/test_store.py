@@ -14,8 +14,8 @@ from PIL import Image
 from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
 from pipeline.messages import ImageRef
-from tests.unit.workers.images.conftest import Site
-from tests.unit.workers.images.pictures import huge_png, png
+from tests.image_site import Site
+from tests.pictures import huge_png, png
 from workers.images import ImageStore
 
 RED = hashlib.sha256(png()).hexdigest()

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
-from tests.unit.workers.images.conftest import Handler, Site
-from tests.unit.workers.images.pictures import png
+from tests.image_site import Handler, Site
+from tests.pictures import png
 from workers.images.urls import PAUSES_S, UrlFetcher
 
 TRIES = len(PAUSES_S) + 1
