@@ -20,6 +20,7 @@ __all__ = ["SCHEMA", "Wire", "decode", "encode"]
 
 MAX_PRIORITY = 1000
 MAX_DEADLINE_S = 1e9
+_COLDEST = 1e-5  # below it logits / temperature leave fp32
 MAX_GROUP = 65_536  # sequences of one prompt
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
@@ -40,12 +41,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     truncate_prompt: bool = False  # cut a prompt that is too long from the left; else it is an error
 
     def __post_init__(self) -> None:
-        penalty = self.repetition_penalty
+        penalty, cold = self.repetition_penalty, 0 < self.temperature < _COLDEST
         checks = (
             (0 <= self.temperature < math.inf, "temperature must be >= 0 and finite", self.temperature),
+            (not cold, f"temperature must be 0 (greedy) or >= {_COLDEST}", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (self.top_k >= 0, "top_k must be >= 0 (0 = off)", self.top_k),
-            (0 < penalty < math.inf, "repetition_penalty must be > 0 and finite", penalty),
+            (0.001 <= penalty <= 1000, "repetition_penalty must be in 0.001..1000", penalty),
             (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
         )
         for holds, rule, value in checks:

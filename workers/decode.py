@@ -115,6 +115,8 @@ class DecodeWorker(LeasedWorker):
             return
         missing = deque(index for index in range(job.n) if index not in claim.committed)
         self._held.add(HeldJob(claim, job, prompt, missing))
+        if isinstance(prompt, asyncio.Task):
+            prompt.add_done_callback(lambda _: self._held.fill(self._sequence_task))
         self._held.fill(self._sequence_task)
 
     def lose(self, job_id: str, attempt: int | None) -> bool:
@@ -171,7 +173,7 @@ class DecodeWorker(LeasedWorker):
     async def _sequence(self, held: HeldJob, index: int) -> None:
         every, seed, claim = self.settings.checkpoint_tokens, self._role.config.seed, held.claim
         try:
-            prompt = held.prompt if isinstance(held.prompt, JobPrompt) else await asyncio.shield(held.prompt)
+            prompt = held.prompt if isinstance(held.prompt, JobPrompt) else held.prompt.result()
             request = request_for(claim, held.job, prompt, index, seed=seed, every=every, on_progress=self._store)
             output = await self._backend.decode(request)
         except RequestError as error:

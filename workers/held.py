@@ -4,6 +4,7 @@
 
 - The engine is given a few sequences more than its batch, so that a free row is filled within the same step;
   some more wait here, so that nothing has to be fetched when a sequence ends.
+- A job whose image is still fetched takes no row of the engine; the next ones go before it.
 - A job of which nothing was started can be put back at any time; one that has started goes on.
 """
 
@@ -29,6 +30,11 @@ class HeldJob:
     waiting: deque[int]
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     started: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """The prompt is there, or why there is none."""
+        return isinstance(self.prompt, JobPrompt) or self.prompt.done()
 
 
 class HeldJobs:
@@ -69,16 +75,18 @@ class HeldJobs:
 
     def fill(self, start: Callable[[HeldJob, int], asyncio.Task[None]]) -> None:
         """Start waiting sequences while the engine has room; `start` makes the task."""
-        while self._line and self.running < self.engine_limit:
-            held = self._line[0]
-            if not held.waiting:
-                self._line.popleft()
-                continue
+        while self.running < self.engine_limit and (held := self._next()) is not None:
             index = held.waiting.popleft()
             held.started = True
             self._waiting -= 1
             self.running += 1
             held.tasks.add(start(held, index))
+
+    def _next(self) -> HeldJob | None:
+        """The first of the line with a sequence that can be started; those that have none are taken out."""
+        while self._line and not self._line[0].waiting:
+            self._line.popleft()
+        return next((held for held in self._line if held.waiting and held.ready), None)
 
     def end(self, held: HeldJob, task: asyncio.Task[None]) -> bool:
         """A task has ended; True if it was the last of a job that is still held."""

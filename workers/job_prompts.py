@@ -45,7 +45,12 @@ class JobPrompts:
         if len(job.images) != 1:
             raise RequestError(f"{job.job_id}: exactly one image is supported, got {len(job.images)}")
         prompt = list(job.prompt_token_ids) or await asyncio.to_thread(self._rendered, job)
-        return JobPrompt(prompt, image=await self._images.get(job.images[0]))
+        try:
+            return JobPrompt(prompt, image=await self._images.get(job.images[0]))
+        except RequestError:
+            raise
+        except Exception as error:  # whatever a file system or a codec throws: it is this job's
+            raise RequestError(f"{job.job_id}: the image cannot be had: {error!r}") from error
 
     def _rendered(self, job: DecodeJob) -> list[int]:
         try:

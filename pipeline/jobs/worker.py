@@ -11,8 +11,7 @@
 | its last jobs      | their end, or `drain_s` after a stop          |
 
 - Functions, cron jobs, hooks, burst mode, health record and counters are arq's; every way into Redis is ours.
-- On stop: no more claims, finish within `drain_s`, hand the rest back without blame.
-- After an error of the engine: hand what ran back with blame, then raise it.
+- On stop: no more claims, finish within `drain_s`, hand the rest back; after an engine's error with blame.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from signal import Signals
 from typing import Any, cast
 
 from arq.worker import Function, Worker
+from redis import RedisError
 from redis.asyncio import Redis
 
 from pipeline.config.types import Config
@@ -277,7 +277,7 @@ class LeasedWorker(Worker):
         await self.committer.flush()  # what ended since the drain; a job with a commit in hand is not held
         await self.queue.release(unstarted)
         error = self.broken
-        if error is None:
+        if error is None or isinstance(error, RedisError | OSError):  # the broker's failure is no job's
             await self.queue.release(running)
             return
         trace = "".join(traceback.format_exception(error))

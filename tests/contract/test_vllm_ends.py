@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,11 +84,18 @@ async def test_a_killed_core_fails_what_runs_with_its_cause(model_dir: Path) -> 
     await backend.close()
 
 
-def test_the_core_of_a_killed_owner_ends_too(model_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """vLLM's sockets lie in TMPDIR, and the path of a socket has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="sl") as folder:
+        yield Path(folder)
+
+
+def test_the_core_of_a_killed_owner_ends_too_and_leaves_no_log(model_dir: Path, short_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(model_dir)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(short_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -101,6 +110,7 @@ def test_the_core_of_a_killed_owner_ends_too(model_dir: Path, tmp_path: Path) ->
     while _alive(core):
         assert time.monotonic() < deadline, f"the core {core} outlives its owner"
         time.sleep(0.1)
+    assert list(short_path.glob("sluice-vllm-*")) == []
 
 
 def _alive(process: int) -> bool:

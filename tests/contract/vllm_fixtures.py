@@ -21,16 +21,24 @@ from workers.generation.backends.vllm import VllmBackend
 KV_CACHE_GB = 0.0008
 
 
-def make_vllm(directory: Path, *, max_batch: int = 6, **options: Any) -> VllmBackend:
-    """A backend that is not started.
-
-    Without compilation, which takes half a minute; with room for few tokens and short steps, so that prefills come in
-    pieces and running sequences are preempted.
+def vllm_options(**options: Any) -> VllmEngineOptions:
+    """Without compilation, which takes half a minute; with room for few tokens and short steps, so that prefills come
+    in pieces and running sequences are preempted.
     """
     if importlib.util.find_spec("vllm") is None:
         pytest.fail("vllm is not installed; run `make setup`, which installs the CPU build")
     options = {"enforce_eager": True, "kv_cache_gb": KV_CACHE_GB, "extra": {"max_num_batched_tokens": 48}, **options}
-    return VllmBackend(ModelConfig(path=str(directory)), max_batch=max_batch, options=VllmEngineOptions(**options))
+    return VllmEngineOptions(**options)
+
+
+def vlm_options(**extra: Any) -> VllmEngineOptions:
+    """The same for a vision-language model; transformers' implementation needs no torchvision."""
+    return vllm_options(extra={"max_num_batched_tokens": 48, "model_impl": "transformers", **extra})
+
+
+def make_vllm(directory: Path, *, max_batch: int = 6, **options: Any) -> VllmBackend:
+    """A backend that is not started."""
+    return VllmBackend(ModelConfig(path=str(directory)), max_batch=max_batch, options=vllm_options(**options))
 
 
 @contextlib.contextmanager

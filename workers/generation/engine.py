@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Literal
 
 from pipeline.config.types import WorkerConfig
-from pipeline.errors import EngineError, ModelError, RequestError
+from pipeline.errors import EngineError, ModelError, RequestError, SluiceError
 from workers.generation.backends import BACKENDS, make_backend
 from workers.generation.chat_template import ChatTemplateOptions
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
@@ -66,6 +66,7 @@ class GenerationEngine:
         self.prompts = Prompts(config, chat)
         self._max_batch = max_batch
         self._runner = asyncio.Runner()
+        self._closed = False
 
     def __enter__(self) -> GenerationEngine:
         try:
@@ -78,10 +79,11 @@ class GenerationEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = True
         try:
             self._runner.run(self.backend.close())
         finally:
-            self._runner.close()
+            self._runner.close()  # ends the tasks of iterators that were left open
 
     def generate_text_batch(
         self,
@@ -115,7 +117,8 @@ class GenerationEngine:
         """
         options = options or GenerationOptions()
         target = self._checked(plugins, image=image)
-        source, running = iter(requests), set[asyncio.Task[_Answer]]()
+        source = iter(requests)
+        running, done = set[asyncio.Task[_Answer]](), set[asyncio.Task[_Answer]]()
         loop = self._runner.get_loop()
         try:
             while True:
@@ -128,7 +131,8 @@ class GenerationEngine:
                 for task in done:
                     yield task.result()
         finally:
-            self._runner.run(_ended(running))
+            if not self._closed:
+                self._runner.run(_ended(running | done))
 
     def _batch(
         self,
@@ -138,6 +142,9 @@ class GenerationEngine:
         *,
         image: bool,
     ) -> list[GenerationResult]:
+        kind = VlmGenerationRequest if image else TextGenerationRequest
+        if (odd := next((one for one in requests if not isinstance(one, kind)), None)) is not None:
+            raise RequestError(f"a {type(odd).__name__} among {kind.__name__}s; each kind has a call of its own")
         found = dict(self.answers(enumerate(requests), options, plugins, image=image))
         return [found[number] for number in range(len(requests))]
 
@@ -163,7 +170,7 @@ class GenerationEngine:
         key = request.request_id or str(number)
         sampling = options.sampling()
         try:
-            prompt, image = await self._prompt(request)
+            prompt, image = await self._prompt(key, request)
             prompt, cut = (prompt, 0) if image is not None else fit_prompt(key, prompt, sampling, target.facts)
             asked = SequenceRequest(
                 key,
@@ -183,8 +190,16 @@ class GenerationEngine:
                 request_id=key, finish_reason="error", error=str(error), engine=target.facts
             )
 
-    async def _prompt(self, request: GenerationRequest) -> tuple[list[int], object | None]:
-        """(token ids, image or None)."""
+    async def _prompt(self, key: str, request: GenerationRequest) -> tuple[list[int], object | None]:
+        """(token ids, image or None). Raises RequestError, ModelError."""
+        try:
+            return await self._rendered(request)
+        except SluiceError:
+            raise
+        except Exception as error:  # the model's own template, tokenizer or processor
+            raise RequestError(f"{key}: the prompt cannot be made: {error!r}") from error
+
+    async def _rendered(self, request: GenerationRequest) -> tuple[list[int], object | None]:
         if isinstance(request, TextGenerationRequest):
             return list(request.prompt_token_ids) or self.prompts.text(request.messages), None
         image = await asyncio.to_thread(load_image, request.images[0], where=f"request {request.request_id!r}")

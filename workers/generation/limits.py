@@ -37,7 +37,8 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
     key, limit, wanted = request.seq_key, facts.context_length, request.sampling.max_new_tokens
     if len(prompt) >= limit:
         raise RequestError(
-            f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it, or set truncate_prompt"
+            f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it, or set truncate_prompt "
+            "(which cuts text alone, never a prompt with an image)"
         )
     room = limit - len(prompt)
     if wanted > room:
@@ -48,6 +49,9 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
     check_token_ids(key, prompt, facts.vocab_size)
     check_token_ids(f"{key}: stop_token_ids", request.sampling.stop_token_ids, facts.vocab_size)
     check_token_ids(f"{key}: eos_token_ids", request.eos_token_ids or (), facts.vocab_size)
+    check_token_ids(
+        f"{key}: pad_token_id", () if request.pad_token_id is None else (request.pad_token_id,), facts.vocab_size
+    )
     if "" in request.sampling.stop:
         raise RequestError(f"{key}: an empty stop string would end every sequence at once; remove it")
     if request.so_far is not None:
@@ -55,9 +59,11 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
 
 
 def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError for an id outside 0 .. vocab_size - 1."""
+    """Raise RequestError for what is no id of 0 .. vocab_size - 1."""
     if not token_ids:
         return
+    if (odd := next((token for token in token_ids if not isinstance(token, int)), None)) is not None:
+        raise RequestError(f"{where}: a token id is a whole number, not {odd!r}")
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high

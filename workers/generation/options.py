@@ -57,6 +57,10 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         self.sampling()
+        try:
+            msgspec.convert({"eos": self.eos_token_ids, "pad": self.pad_token_id}, _Overrides)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"generation options, eos_token_ids or pad_token_id: {error}") from error
 
     def sampling(self) -> SamplingParams:
         """The same options as the queue's type."""
@@ -78,6 +82,11 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return msgspec.convert(dict(values), cls)
         except msgspec.ValidationError as error:
             raise RequestError(f"generation options: {error}") from error
+
+
+class _Overrides(msgspec.Struct):
+    eos: tuple[int, ...] | None
+    pad: int | None
 
 
 _OF_SAMPLING = frozenset(SamplingParams.__struct_fields__)

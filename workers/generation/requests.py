@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import msgspec
@@ -21,6 +22,10 @@ class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if bool(self.messages) == bool(self.prompt_token_ids):
             raise RequestError(f"request {self.request_id!r}: give either messages or prompt_token_ids")
+        try:
+            msgspec.structs.force_setattr(self, "prompt_token_ids", tuple(map(index, self.prompt_token_ids)))
+        except TypeError as error:
+            raise RequestError(f"request {self.request_id!r}: prompt_token_ids are whole numbers; {error}") from error
 
 
 class VlmGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -131,5 +131,9 @@ class RunningSequence:
     def _report(self) -> None:
         """Tell the caller what is new."""
         at, self._reported = self._reported, len(self.tokens)
-        if self.request.report is not None:
+        if self.request.report is None:
+            return
+        try:
             self.request.report(SequenceSoFar(at, self.tokens[at:], self.logprobs[at:], self.versions[at:]))
+        except Exception as error:  # the caller's: it ends this sequence and no other
+            raise EngineError(f"{self.request.seq_key}: its report failed: {error!r}") from error

@@ -25,7 +25,7 @@ def end_reasons(
     reasons: dict[int, StopReason] = {}
     for string in stop:
         token_ids = tokenizer.encode(string, add_special_tokens=False)
-        if len(token_ids) == 1:
+        if len(token_ids) == 1 and string in tokenizer.decode(token_ids):  # else it is the unknown token
             reasons[token_ids[0]] = string
     reasons.update((token, token) for token in stop_token_ids)
     reasons.update((token, None) for token in eos_token_ids if token not in reasons)
@@ -72,12 +72,13 @@ class StopStrings:
         self._window.append(token)
         text = self._decode(self._window)
         held = len(self._window) - self._num_shown
-        if text.endswith("\ufffd") and held < _MAX_HELD_TOKENS:
-            return None  # the character goes on in the next token
-        recent = self._tail + text[len(self._shown) :]
+        goes_on = text.endswith("\ufffd") and held < _MAX_HELD_TOKENS  # its last character does, in the next token
+        recent = self._tail + (text.rstrip("\ufffd") if goes_on else text)[len(self._shown) :]
         found = [(at, string) for string in self._stop if (at := recent.find(string)) >= 0]
         if found:
             return min(found)[1]
+        if goes_on:
+            return None
         # The shown tokens stay as left context: many tokenizers drop the space of a first token.
         self._window = self._window[self._num_shown :]
         self._num_shown = len(self._window)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
-from workers.images.pixels import open_image
+from workers.images.pixels import open_image, plain_image
 
 
 def load_image(source: Any, where: str, limits: ImagesConfig | None = None) -> Image.Image:
@@ -18,7 +18,7 @@ def load_image(source: Any, where: str, limits: ImagesConfig | None = None) -> I
     Raises RequestError.
     """
     if isinstance(source, Image.Image):
-        return ImageOps.exif_transpose(source).convert("RGB")
+        return plain_image(source, limits or ImagesConfig(), where)
     if isinstance(source, str | Path):
         try:
             source = Path(source).read_bytes()

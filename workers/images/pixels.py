@@ -53,6 +53,16 @@ def open_image(data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
         raise RequestError(f"{where}: is damaged or no {name} ({reason}); replace it") from error
 
 
+def plain_image(image: Image.Image, limits: ImagesConfig, where: str) -> Image.Image:
+    """The same for an image that is open already, which stays as it is."""
+    _check_size(image.size, limits.max_pixels, where)
+    try:
+        image.load()
+        return _plain(image.copy())
+    except Exception as error:  # as above
+        raise RequestError(f"{where}: is damaged ({type(error).__name__}: {error}); replace it") from error
+
+
 def _check_size(size: tuple[int, int], max_pixels: int, where: str) -> None:
     width, height = size
     if width < 1 or height < 1:

@@ -1,7 +1,9 @@
 """A backend with a second one for what it cannot decode; only where the configuration names one.
 
-- The second backend is loaded with the first request that needs it, and with the weights of the moment.
-- Every output that it decodes says so (`fallback`), and the first one is a line in the log.
+- The second backend is loaded with the first request that needs it, and with the weights of the moment. One that cannot
+  be loaded refuses its requests with the reason, and is not tried again.
+- Every output that it decodes says so (`fallback`), and its start is a line in the log.
+- Both have the same weights: if the second does not take new ones, it is ended, and loaded anew when it is needed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.errors import EngineError, RequestError
+from pipeline.errors import EngineError, ModelError, RequestError, WeightsError
 from pipeline.logs import get_logger
 from workers.generation.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
 
@@ -22,8 +24,11 @@ class RoutedBackend:
     def __init__(self, primary: Backend, make_fallback: Callable[[], Backend] | None = None) -> None:
         self._primary, self._make = primary, make_fallback
         self._fallback: Backend | None = None
-        self._starting = asyncio.Lock()
+        self._failed: str | None = None  # why there is no fallback
+        self._changing = asyncio.Lock()
+        self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of those that wait for the fallback
         self._weights: tuple[Path, int] | None = None
+        self._closed = False
 
     @property
     def facts(self) -> EngineFacts:
@@ -49,45 +54,63 @@ class RoutedBackend:
                 f"the {facts.name} backend does not support images with the model {facts.model}; use a "
                 "vision-language model that it can load, choose the hf backend, or set fallback_backend: hf"
             )
-        async with self._starting:
+        async with self._changing:
+            if self._closed or self._failed is not None:
+                raise EngineError(self._failed or "the engine is closed")
             if self._fallback is None:
                 self._fallback = await self._start(self._make(), facts)
         return self._fallback
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence; one with an image where images can be decoded."""
-        if request.image is None:
+        if request.image is None or self._primary.facts.supports_vlm:
             return await self._primary.decode(request)
+        waits = (request.seq_key, asyncio.Event())
+        self._waiting.append(waits)
         try:
             chosen = await self.for_images()
         except EngineError as error:
             raise RequestError(f"{request.seq_key}: {error}") from error
-        output = await chosen.decode(request)
-        if chosen is self._primary:
-            return output
-        used, wanted = chosen.facts.name, self._primary.facts.name
-        return replace(output, fallback={"wanted": wanted, "used": used, "reason": f"{wanted} takes no images here"})
+        finally:
+            self._waiting.remove(waits)
+        decoding = asyncio.ensure_future(chosen.decode(request))
+        if waits[1].is_set():
+            await asyncio.sleep(0)  # it has to be there to be aborted
+            chosen.abort(request.seq_key)
+        return replace(await decoding, fallback=self._note(chosen))
 
     def abort(self, seq_key: str) -> None:
-        """End the sequences of this key on both."""
+        """End the sequences of this key on both, and those that wait for the fallback to be loaded."""
+        for key, aborted in self._waiting:
+            if key == seq_key:
+                aborted.set()
         for backend in self._both():
             backend.abort(seq_key)
 
     async def load_weights(self, directory: Path, version: int) -> None:
         """Replace the weights of both."""
-        async with self._starting:
-            for backend in self._both():
-                await backend.load_weights(directory, version)
+        async with self._changing:
+            await self._primary.load_weights(directory, version)
             self._weights = (directory, version)
+            if self._fallback is None:
+                return
+            try:
+                await self._fallback.load_weights(directory, version)
+            except (EngineError, WeightsError) as error:
+                get_logger().warning("the fallback backend is ended: it does not take the weights", error=str(error))
+                fallback, self._fallback = self._fallback, None
+                await fallback.close()
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """By the primary backend."""
         return await self._primary.score(token_ids)
 
     async def close(self) -> None:
-        """End both."""
-        for backend in reversed(self._both()):
-            await backend.close()
+        """End both; a fallback that is being loaded is waited for."""
+        self._closed = True
+        async with self._changing:
+            for backend in reversed(self._both()):
+                await backend.close()
 
     def progress(self) -> float:
         """The older of the two."""
@@ -96,16 +119,22 @@ class RoutedBackend:
     def _both(self) -> list[Backend]:
         return [self._primary] if self._fallback is None else [self._primary, self._fallback]
 
+    def _note(self, used: Backend) -> dict[str, str]:
+        wanted, facts = self._primary.facts.name, used.facts
+        reason = f"{wanted} takes no images with this model"
+        return {"wanted": wanted, "used": facts.name, "version": facts.engine_version, "reason": reason}
+
     async def _start(self, fallback: Backend, facts: EngineFacts) -> Backend:
-        await fallback.start()
         try:
+            await fallback.start()
             if not fallback.facts.supports_vlm:
-                raise EngineError(
-                    f"neither {facts.name} nor the fallback {fallback.facts.name} supports images with {facts.model}; "
-                    "use a vision-language model"
-                )
+                raise ModelError(f"{facts.model} is no vision-language model")
             if self._weights is not None:
                 await fallback.load_weights(*self._weights)
+        except (EngineError, ModelError, WeightsError) as error:
+            self._failed = f"neither {facts.name} nor its fallback supports images here: {error}"
+            await fallback.close()
+            raise EngineError(self._failed) from error
         except BaseException:
             await fallback.close()
             raise

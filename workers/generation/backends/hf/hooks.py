@@ -50,6 +50,8 @@ class RowHooks:
 
     def process(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits (vocab,) to sample from; the given ones are not changed."""
+        if bool(logits.isnan().any()):
+            return logits  # the model's fault, which the row will name
         scores = logits.unsqueeze(0).clone() if self._processors else logits.unsqueeze(0)
         for name, processor in self._processors:
             try:

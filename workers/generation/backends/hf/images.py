@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, RequestError, SluiceError
 from workers.generation.contracts import SequenceRequest
 from workers.generation.preprocess import VisionInputs, VisionProcessor
 
@@ -54,7 +54,7 @@ class PreparedImages:
         shared = self._join(key, request, mine)
         try:
             # Shielded: one sequence that is cancelled leaves the work to the others.
-            mine.inputs = await asyncio.shield(asyncio.wrap_future(shared.future))
+            mine.inputs = await self._made(shared, request)
             yield mine
         finally:
             with self._lock:
@@ -62,6 +62,15 @@ class PreparedImages:
                 if not shared.users:
                     del self._shared[key]
                     shared.future.cancel()
+
+    async def _made(self, shared: _Shared, request: SequenceRequest) -> VisionInputs:
+        """Shielded: one sequence that is cancelled leaves the work to the others."""
+        try:
+            return await asyncio.shield(asyncio.wrap_future(shared.future))
+        except SluiceError:
+            raise
+        except Exception as error:  # of a processor that somebody wrote for this model
+            raise RequestError(f"{request.seq_key}: the image cannot be processed: {error!r}") from error
 
     def abort(self, seq_key: str) -> None:
         """Mark the sequences of this key."""

@@ -29,6 +29,8 @@ class Row(RunningSequence):
             self.hooks = RowHooks(request.plugins, self.prompt, tokenizer, torch.device(facts.device))
             for token in self.tokens:
                 self.hooks.take(token)
+            if self.tokens:
+                self._ask_hooks(self.hooks, torch.zeros(facts.vocab_size))
 
     def accept(self, token: int, logprob: float, version: int, logits: torch.Tensor) -> None:
         """Take a sampled token; `logits` (vocab,) are the untouched ones. Raises EngineError, RequestError."""
@@ -36,5 +38,8 @@ class Row(RunningSequence):
         if self.hooks is None:
             return
         self.hooks.take(token)
-        if self.finish_reason != "stop" and (name := self.hooks.stops(logits)) is not None:
+        self._ask_hooks(self.hooks, logits)
+
+    def _ask_hooks(self, hooks: RowHooks, logits: torch.Tensor) -> None:
+        if self.finish_reason != "stop" and (name := hooks.stops(logits)) is not None:
             self.end("stop", name)

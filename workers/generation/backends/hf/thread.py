@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from pipeline.config.types import ModelConfig
-from pipeline.errors import EngineError, SluiceError, TornWeights
+from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
 from workers.generation.backends.hf.loop import Decoder, Ended
 from workers.generation.backends.hf.model import load_model
 from workers.generation.backends.hf.rows import Row
@@ -53,6 +53,7 @@ class DecodeThread:
         self._loads: deque[_Job] = deque()
         self._scores: deque[_Job] = deque()
         self._aborted: set[str] = set()  # sequence keys
+        self._open: set[Future[Any]] = set()  # all that are not answered
         self._futures: dict[int, Future[Any]] = {}  # id(row) -> who waits for it
         self._stopping = False
         self._ended: EngineError | None = None
@@ -100,6 +101,8 @@ class DecodeThread:
         with self._wake:
             if self._ended is not None:
                 raise EngineError(str(self._ended)) from self._ended
+            self._open.add(future)
+            future.add_done_callback(self._open.discard)
             queue.append((what, future))
             self._wake.notify()
         return future
@@ -159,7 +162,8 @@ class DecodeThread:
         running = [row for row in decoder.rows if row.request.seq_key in keys]
         decoder.drop(running)
         for row in [*running, *self._rows_of(decoder, waiting)]:
-            row.end("cancelled")
+            if row.finish_reason is None:
+                row.end("cancelled")
             self._answer([(row, None)])
 
     def _admitted(self, decoder: Decoder) -> list[Row]:
@@ -186,6 +190,9 @@ class DecodeThread:
                 row = Row(request, decoder.model.tokenizer, decoder.model.facts, vision)
             except SluiceError as error:
                 _fail(future, error)
+                continue
+            except Exception as error:  # of the tokenizer or a plugin: this request's, not the engine's
+                _fail(future, RequestError(f"{request.seq_key}: cannot be decoded: {error!r}"), error)
                 continue
             self._futures[id(row)] = future
             rows.append(row)
@@ -230,9 +237,8 @@ class DecodeThread:
         with self._wake:
             self._ended = EngineError(what)
             self._ended.__cause__ = cause
-            waiting = [future for queue in (self._joins, self._loads, self._scores) for _, future in queue]
             self._idle = False
-        for future in [*waiting, *self._futures.values()]:
+        for future in self._open.copy():
             _fail(future, EngineError(what), cause)
 
 

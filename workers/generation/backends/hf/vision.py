@@ -62,8 +62,8 @@ def prefill_image(
         if "mm_token_type_ids" in inspect.signature(module.forward).parameters:
             tensors["mm_token_type_ids"] = types
         logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, **tensors)
-    except torch.AcceleratorError:
-        raise  # the device is lost, and with it the engine
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise  # not the image's fault alone: the engine ends, and its jobs are decoded elsewhere
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise RequestError(
             f"the model does not take the image as its processor made it ({type(error).__name__}: {error}); compare "

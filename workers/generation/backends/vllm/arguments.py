@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.config.suggest import did_you_mean
 from pipeline.errors import ConfigError, ModelError
-from workers.generation.backends.vllm.names import EXTRA
+from workers.generation.backends.vllm.images import Vision
 from workers.generation.backends.vllm.processor import SeededSampler
 from workers.generation.backends.vllm.weights import WeightLoader
 
@@ -18,7 +18,9 @@ _OPTIONS = frozenset(VllmEngineOptions.__struct_fields__) - {"extra", "kv_cache_
 _GIB = 1 << 30
 
 
-def engine_arguments(model: ModelConfig, options: VllmEngineOptions, max_batch: int, log_config: Path) -> Any:
+def engine_arguments(
+    model: ModelConfig, options: VllmEngineOptions, max_batch: int, log_config: Path, vision: Vision | None = None
+) -> Any:
     """`AsyncEngineArgs`. Raises ConfigError for an unknown or reserved option, ModelError for a device not there."""
     from vllm.config.logging import LoggingConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -34,7 +36,6 @@ def engine_arguments(model: ModelConfig, options: VllmEngineOptions, max_batch: 
         "logprobs_mode": "raw_logprobs",
         "logits_processors": [_name(SeededSampler)],
         "worker_extension_cls": _name(WeightLoader, "."),
-        "additional_config": {EXTRA: {"owner": os.getpid()}},
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -43,6 +44,7 @@ def engine_arguments(model: ModelConfig, options: VllmEngineOptions, max_batch: 
         "logging_config": LoggingConfig(configure_logging=True, pylogging_config_file=str(log_config)),
         **_device(model, current_platform.is_cpu()),
         **{name: getattr(options, name) for name in _OPTIONS},
+        **(vision.arguments if vision is not None else {}),
     }
     if current_platform.is_cpu():
         ours["kv_cache_memory_bytes"] = _kv_cache_bytes(options)

@@ -99,6 +99,7 @@ class Engine:
                 await sequences.or_dead(llm.collective_rpc("sluice_load_weights", args=(str(directory), names)))
                 # What was computed with the old weights must not be read.
                 await sequences.or_dead(llm.reset_prefix_cache())
+                await sequences.or_dead(llm.reset_encoder_cache())
             except Exception as error:  # vLLM hands on a worker's error as a bare Exception
                 if isinstance(error, EngineError):
                     raise

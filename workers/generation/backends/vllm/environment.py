@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
+
+from workers.generation.backends.vllm.names import OWNER
 
 FORK = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 @contextlib.contextmanager
-def engine_environment() -> Iterator[None]:
+def engine_environment(log_folder: Path) -> Iterator[None]:
     """For the time in which vLLM is imported and started."""
     before = dict(os.environ)
+    os.environ[OWNER] = f"{os.getpid()}:{log_folder}"
     for name, value in (
         ("VLLM_NO_USAGE_STATS", "1"),
         ("VLLM_LOGGING_LEVEL", "ERROR"),

@@ -23,6 +23,11 @@ class EngineLog:
         self._folder = Path(tempfile.mkdtemp(prefix="sluice-vllm-"))
         self._file = self._folder / "engine.log"
 
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self._folder
+
     def write_config(self) -> Path:
         """A `dictConfig` file for vLLM: records go to the file, and to stderr from VLLM_LOGGING_LEVEL on."""
         handlers = {

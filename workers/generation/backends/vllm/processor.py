@@ -51,8 +51,7 @@ class SeededSampler(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         eager = vllm_config.model_config.enforce_eager and device.type == "cpu"
-        ours: Any = vllm_config.additional_config
-        set_up_core(ours[EXTRA]["owner"], compiles=not eager)
+        set_up_core(compiles=not eager)
         self._rows: dict[int, Draw] = {}
         self._table: _Table | None = None
 

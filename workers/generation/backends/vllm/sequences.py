@@ -2,7 +2,7 @@
 
 | waits | unblocked by |
 |---|---|
-| a decode | its tokens, its abort, the core's death; before it is sent, the end of a weight load |
+| a decode | its tokens, its abort, the core's death; before it is sent, its image and the end of a weight load |
 | a weight load | the end of every sequence that was sent, or the core's death |
 | a score | its answer, or the core's death |
 """
@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from pipeline.errors import EngineError, RequestError
+from pipeline.errors import EngineError, RequestError, SluiceError
 from workers.generation.backends.vllm.sampling import vllm_sampling, vllm_scoring
 from workers.generation.backends.vllm.starting import StartedEngine
 from workers.generation.contracts import SequenceOutput, SequenceRequest
@@ -58,14 +58,15 @@ class Sequences:
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence. Raises RequestError or EngineError."""
         facts = self._engine.facts
-        if request.image is not None:
-            raise RequestError(f"{request.seq_key}: the vllm backend takes no images yet; use the hf backend")
-        check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type="text")
-        sequence = RunningSequence(request, self._engine.tokenizer, facts)
-        if sequence.finish_reason is None:
-            async with self._entered(request.seq_key) as entry:
+        request_type = "text" if request.image is None else "vlm"
+        check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
+        async with self._entered(request.seq_key) as entry:
+            prompt = await self._prompt(request)
+            sequence = self._begun(request, prompt["prompt_token_ids"])
+            if sequence.finish_reason is None:
+                await self._admitted(entry)
                 if not entry.aborted:
-                    await self._follow(sequence, entry)
+                    await self._follow(sequence, entry, prompt)
                 if sequence.finish_reason is None:
                     sequence.end("cancelled")
         return sequence.output()
@@ -90,12 +91,22 @@ class Sequences:
         if len(token_ids) >= facts.context_length:
             raise EngineError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
         async with self._entered("") as entry:
+            await self._admitted(entry)
             entry.request_id = self._next_id()
-            async with aclosing(self._outputs(list(token_ids), vllm_scoring(), entry.request_id)) as outputs:
+            prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
+            async with aclosing(self._outputs(prompt, vllm_scoring(), entry.request_id)) as outputs:
                 async for output in outputs:
                     if output.prompt_logprobs is not None:
                         return sum(output.prompt_logprobs.logprobs)
         raise EngineError("vLLM gave no score")
+
+    def _begun(self, request: SequenceRequest, prompt: Sequence[int]) -> RunningSequence:
+        try:
+            return RunningSequence(request, self._engine.tokenizer, self._engine.facts, prompt)
+        except SluiceError:
+            raise
+        except Exception as error:  # of the tokenizer: this request's, not the engine's
+            raise RequestError(f"{request.seq_key}: cannot be decoded: {error!r}") from error
 
     @contextlib.asynccontextmanager
     async def between(self) -> AsyncIterator[None]:
@@ -133,17 +144,12 @@ class Sequences:
 
     @contextlib.asynccontextmanager
     async def _entered(self, seq_key: str) -> AsyncIterator[_Entry]:
-        """An entry that may be sent, or was aborted while it waited for a weight load."""
+        """An entry that an abort can find."""
         if not self._entries:
             self._progress = time.monotonic()
         entry = _Entry(seq_key)
         self._entries.add(entry)
         try:
-            if self._loading:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: entry.aborted or not self._loading)
-            if self.torn is not None and not entry.aborted:
-                raise EngineError(f"the weights are half loaded: {self.torn}; load a version again")
             yield entry
         finally:
             self._entries.discard(entry)
@@ -151,11 +157,36 @@ class Sequences:
                 async with self._changed:
                     self._changed.notify_all()
 
-    async def _follow(self, sequence: RunningSequence, entry: _Entry) -> None:
+    async def _admitted(self, entry: _Entry) -> None:
+        """Return when it may be sent, or was aborted while it waited for a weight load; send it without a wait."""
+        if self._loading:
+            async with self._changed:
+                await self._changed.wait_for(lambda: entry.aborted or not self._loading)
+        if self.torn is not None and not entry.aborted:
+            raise EngineError(f"the weights are half loaded: {self.torn}; load a version again")
+
+    async def _prompt(self, request: SequenceRequest) -> Any:
+        """The prompt as vLLM takes it, an image expanded. Raises RequestError."""
+        if request.image is None:
+            return {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        vision = self._engine.vision
+        if vision is None:
+            raise RequestError(
+                f"{request.seq_key}: vLLM takes no images with {self._engine.facts.model}; send text alone, or use a "
+                "vision-language model (model.variant auto or vlm)"
+            )
+        try:
+            return await vision.expand(self._llm, request)
+        finally:
+            self._progress = time.monotonic()
+
+    async def _follow(self, sequence: RunningSequence, entry: _Entry, prompt: Any) -> None:
         """Send it and take its tokens until it ends; a sequence that ends here first is aborted there."""
         entry.request_id = self._next_id()
         version, final = self.version, None
-        outputs = self._outputs(sequence.context, vllm_sampling(sequence), entry.request_id)
+        # The tokens so far come after the expansion: an image token among them is no placeholder.
+        prompt = {**prompt, "prompt_token_ids": sequence.context}
+        outputs = self._outputs(prompt, vllm_sampling(sequence), entry.request_id)
         async with aclosing(outputs):
             async for output in outputs:
                 completion = output.outputs[0]
@@ -168,14 +199,13 @@ class Sequences:
                 f"{entry.seq_key}: vLLM ended the sequence by itself ({final}) after {len(sequence.tokens)} tokens"
             )
 
-    async def _outputs(self, prompt: list[int], sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    async def _outputs(self, prompt: Any, sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
         """vLLM's outputs, its errors as ours."""
         from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
-            async with aclosing(self._llm.generate(tokens_input(prompt), sampling, request_id)) as outputs:
+            async with aclosing(self._llm.generate(prompt, sampling, request_id)) as outputs:
                 async for output in outputs:
                     self._progress = time.monotonic()
                     yield output

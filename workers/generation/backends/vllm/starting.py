@@ -10,8 +10,10 @@ import torch
 
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.errors import ConfigError, EngineError, ModelError
+from pipeline.logs import get_logger
 from workers.generation.backends.vllm.checkpoint import Checkpoint
 from workers.generation.backends.vllm.environment import FORK, engine_environment, prefer_fork, prepare_cpu
+from workers.generation.backends.vllm.images import Vision
 from workers.generation.backends.vllm.logs import EngineLog
 from workers.generation.chat_template import load_tokenizer
 from workers.generation.contracts import EngineFacts
@@ -26,6 +28,7 @@ class StartedEngine:
     tokenizer: Any
     facts: EngineFacts
     checkpoint: Checkpoint
+    vision: Vision | None = None  # None: takes no images
 
 
 def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int, log: EngineLog) -> StartedEngine:
@@ -36,12 +39,11 @@ def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int,
     check_directory(model.path)
     if model.attn_implementation is not None:
         raise ConfigError("model.attn_implementation is for the hf backend; set vllm.extra.attention_backend instead")
-    if model.variant == "vlm":
-        raise ModelError("model.variant is vlm, and the vllm backend takes no images yet; set worker.backend to hf")
+    vision = Vision.of(model, options)
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     checkpoint = Checkpoint(model)
     chosen = os.environ.get(FORK)
-    with engine_environment():
+    with engine_environment(log.folder):
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -49,17 +51,32 @@ def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int,
 
         if current_platform.is_cpu():
             prepare_cpu(torch.get_num_threads())
-        arguments = engine_arguments(model, options, max_batch, log.write_config())
+        arguments = engine_arguments(model, options, max_batch, log.write_config(), vision)
         try:
             config = arguments.create_engine_config()
         except (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError, NotImplementedError) as error:
-            raise ModelError(f"{model.path}: vLLM cannot run this model with these options: {_plain(error)}") from error
+            hint = vision.hint(options) if vision is not None else ""
+            raise ModelError(
+                f"{model.path}: vLLM cannot run this model with these options: {_plain(error, log)}{hint}"
+            ) from error
         prefer_fork(chosen)
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, ValueError, OSError, TimeoutError) as error:
             raise _start_error(model.path, error, log) from error
-        return StartedEngine(llm, tokenizer, _facts(model, config, tokenizer), checkpoint)
+        vision = _taken(model, config, vision)
+        facts = _facts(model, config, tokenizer, supports_vlm=vision is not None)
+        return StartedEngine(llm, tokenizer, facts, checkpoint, vision)
+
+
+def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | None:
+    """`vision` if vLLM takes images; where a model that sees is used for text alone, the log says why."""
+    sees = vision is not None or config.model_config.is_multimodal_model
+    taken = vision is not None and not vision.off and config.model_config.supports_multimodal_inputs
+    if sees and not taken:
+        reason = vision.off if vision is not None else ""
+        get_logger().warning("images off", model=model.path, reason=reason or "vLLM takes none with this model")
+    return vision if taken else None
 
 
 def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | EngineError:
@@ -69,15 +86,16 @@ def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | En
     return EngineError(f"{path}: vLLM did not start, and its core gave no reason: {error}; set VLLM_LOGGING_LEVEL=INFO")
 
 
-def _plain(error: Exception) -> str:
-    """A pydantic error without its frame, anything else as it is."""
-    if not hasattr(error, "errors"):
-        return str(error)
-    problems: list[dict[str, Any]] = cast(Any, error).errors()
-    return "; ".join(problem["msg"] for problem in problems)
+def _plain(error: Exception, log: EngineLog) -> str:
+    """A pydantic error without its frame, anything else as it is; with what vLLM logged as its cause."""
+    text = str(error)
+    if hasattr(error, "errors"):
+        problems: list[dict[str, Any]] = cast(Any, error).errors()
+        text = "; ".join(problem["msg"] for problem in problems)
+    return ": ".join(part for part in (" ".join(text.split()) or type(error).__name__, log.last_cause()) if part)
 
 
-def _facts(model: ModelConfig, config: Any, tokenizer: Any) -> EngineFacts:
+def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: bool) -> EngineFacts:
     import vllm
 
     text = config.model_config
@@ -95,6 +113,7 @@ def _facts(model: ModelConfig, config: Any, tokenizer: Any) -> EngineFacts:
         vocab_size=text.get_vocab_size(),
         eos_token_ids=eos_token_ids(_eos_sources(config.model_config, tokenizer)),
         context_length=text.max_model_len,
+        supports_vlm=supports_vlm,
         flags=tuple(flags),
     )
 
