@@ -54,3 +54,35 @@ async def test_only_the_named_attempt_is_lost_and_its_tasks_are_cancelled() -> N
     assert jobs.lose("r:a", attempt=2)
     await asyncio.wait([task], timeout=5)
     assert task.cancelled()
+
+
+async def test_a_job_that_waits_for_its_image_takes_no_row_and_lets_others_pass() -> None:
+    fetched = asyncio.Event()
+
+    async def fetch() -> JobPrompt:
+        await fetched.wait()
+        return JobPrompt([1])
+
+    jobs = HeldJobs(max_batch=8)
+    pending = held_job("image", n=9)
+    pending.prompt = asyncio.get_running_loop().create_task(fetch())
+    jobs.add(pending)
+    jobs.add(held_job("text", n=2))
+    jobs.fill(start)
+    assert (jobs.running, jobs.full()) == (2, False)
+    fetched.set()
+    await pending.prompt
+    jobs.fill(start)
+    assert jobs.running == 9
+    for held in jobs.take_back(started=True):
+        await asyncio.gather(*held.tasks, return_exceptions=True)
+
+
+async def test_a_job_that_waits_for_its_image_can_be_put_back() -> None:
+    jobs = HeldJobs(max_batch=8)
+    pending = held_job("image")
+    pending.prompt = asyncio.get_running_loop().create_task(asyncio.sleep(60, JobPrompt([1])))
+    jobs.add(pending)
+    assert jobs.take_back(started=False) == [pending]
+    await asyncio.gather(pending.prompt, return_exceptions=True)
+    assert pending.prompt.cancelled()
