@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_origin
 
 import msgspec
 
@@ -39,18 +39,19 @@ def refuse_unknown_keys(kind: type, tree: Any, origin: str, prefix: str = "") ->
 
 
 def refuse_unknown_path(kind: type, parts: list[str], origin: str) -> None:
-    """The same for one dotted path."""
+    """The same for one dotted path; below a free mapping (`custom`, `worker.vllm.extra`) any key is known."""
     at: type | None = kind
+    free = False
     for depth, part in enumerate(parts):
+        if free:
+            return
         if at is None:
-            if parts[0] == "custom":
-                return
             raise ConfigError(f"{origin}: {'.'.join(parts[:depth])} has no keys below it")
         fields = {field.encode_name: field.type for field in msgspec.structs.fields(at)}
         if part not in fields:
             where = ".".join([*parts[:depth], part])
             raise ConfigError(f"{origin}: unknown key {where}; {did_you_mean(part, list(fields))}")
-        at = _struct_of(fields[part])
+        at, free = _struct_of(fields[part]), get_origin(fields[part]) is dict
 
 
 def _struct_of(annotation: Any) -> type | None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ModelError, RequestError
 from tests.contract.engine_fixtures import request, run
@@ -120,3 +122,17 @@ def test_unknown_options_name_the_nearest() -> None:
     with pytest.raises(RequestError, match="top_p"):
         GenerationOptions.of({"top_p": 2.0})
     assert GenerationOptions.of({"stop": ["a"]}).stop == ("a",)
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it_though_a_character_begins_in_it() -> None:
+    core = Tokenizer(models.WordLevel({"ST": 0, "OP\u00c3": 1, "\u00a9": 2, "?": 3}, unk_token="?"))
+    core.decoder = decoders.ByteLevel()  # Ã and © are the two bytes of é
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+    watch = StopStrings(("STOP",), text_decoder(tokenizer))
+    assert [watch.push(token) for token in (0, 1)] == [None, "STOP"]
+
+
+def test_a_stop_string_that_the_vocabulary_cannot_write_is_no_stop_id() -> None:
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    assert end_reasons(tokenizer, [], [], ["§", "a"]) == {1: "a"}

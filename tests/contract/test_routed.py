@@ -104,6 +104,6 @@ async def test_a_fallback_that_cannot_be_loaded_refuses_its_requests_and_is_trie
 async def test_without_a_fallback_an_image_is_an_error_that_says_what_to_do(llava: Path) -> None:
     backend = RoutedBackend(HfBackend(ModelConfig(path=str(llava), device="cpu", variant="text")))
     await backend.start()
-    with pytest.raises(EngineError, match="set fallback_backend: hf"):
+    with pytest.raises(EngineError, match="use a vision-language model"):
         await backend.for_images()
     await backend.close()

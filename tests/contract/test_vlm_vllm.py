@@ -165,8 +165,16 @@ def _load(pair: Pair, directory: Path, version: int) -> None:
     ("model", "extra", "says"),
     [
         ({"preprocess": VlmPreprocessOptions(max_pixels=1024)}, {}, "knows no max_pixels"),
-        ({"variant": "vlm"}, {"limit_mm_per_prompt": {"image": 0}}, "variant is vlm, but vllm.extra.limit_mm_per"),
-        ({"variant": "vlm"}, {"language_model_only": True}, "variant is vlm, but vllm.extra.language_model_only"),
+        (
+            {"variant": "vlm"},
+            {"limit_mm_per_prompt": {"image": 0}},
+            "but worker.vllm.extra.limit_mm_per",
+        ),
+        (
+            {"variant": "vlm"},
+            {"language_model_only": True},
+            "but worker.vllm.extra.language_model_only",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_vllm_starts(

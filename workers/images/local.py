@@ -17,13 +17,15 @@ def load_image(source: Any, where: str, limits: ImagesConfig | None = None) -> I
 
     Raises RequestError.
     """
+    where = f"{where}: the image"
     if isinstance(source, Image.Image):
         return plain_image(source, limits or ImagesConfig(), where)
     if isinstance(source, str | Path):
+        where = f"{where} {source}"
         try:
             source = Path(source).read_bytes()
         except OSError as error:
-            raise RequestError(f"{where}: the image {source} cannot be read ({error.strerror or error})") from error
+            raise RequestError(f"{where} cannot be read ({error.strerror or error})") from error
     if not isinstance(source, bytes):
-        raise RequestError(f"{where}: an image is a path, bytes or a PIL image, not {type(source).__name__}")
+        raise RequestError(f"{where} is a {type(source).__name__}; give a path, bytes or a PIL image")
     return open_image(source, limits or ImagesConfig(), where)

@@ -102,3 +102,9 @@ def test_a_typo_on_the_command_line_ends_with_exit_code_2(tmp_path: Path) -> Non
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "did you mean 'worker'" in ended.stdout
+
+
+def test_any_key_may_be_set_below_a_free_mapping(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "run: a"), ["worker.vllm.extra.max_num_seqs=16", "custom.mine.deep=1"])
+    assert config.worker.vllm.extra == {"max_num_seqs": 16}
+    assert config.custom == {"mine": {"deep": 1}}

@@ -50,9 +50,10 @@ class RoutedBackend:
         if facts.supports_vlm:
             return self._primary
         if self._make is None:
+            other = ", choose the hf backend, or set fallback_backend: hf" if facts.name != "hf" else ""
             raise EngineError(
                 f"the {facts.name} backend does not support images with the model {facts.model}; use a "
-                "vision-language model that it can load, choose the hf backend, or set fallback_backend: hf"
+                f"vision-language model that it can load{other}"
             )
         async with self._changing:
             if self._closed or self._failed is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
-from pipeline.config.suggest import did_you_mean
+from pipeline.config.suggest import nearest
 from pipeline.errors import ConfigError, ModelError
 from workers.generation.backends.vllm.images import Vision
 from workers.generation.backends.vllm.processor import SeededSampler
@@ -51,10 +51,15 @@ def engine_arguments(
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in options.extra:
         if name in ours:
-            raise ConfigError(f"vllm.extra.{name}: this backend sets it itself; use its own option or leave it out")
+            raise ConfigError(f"worker.vllm.extra.{name}: this backend sets it itself; use its own option")
         if name not in known:
-            raise ConfigError(f"vllm.extra.{name}: vLLM has no such engine argument; {did_you_mean(name, known)}")
+            raise ConfigError(f"worker.vllm.extra.{name}: vLLM has no such engine argument{_meant(name, known)}")
     return AsyncEngineArgs(**ours, **options.extra)
+
+
+def _meant(name: str, known: list[str]) -> str:
+    found = nearest(name, [argument for argument in known if not argument.startswith("_")])
+    return f"; did you mean {found!r}?" if found else "; its documentation lists them (EngineArgs)"
 
 
 def _name(kind: type, separator: str = ":") -> str:

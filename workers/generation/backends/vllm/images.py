@@ -58,7 +58,7 @@ class Vision:
             return "; vLLM's processors of most vision-language models need the package torchvision: install it"
         return (
             "; vLLM's own vision-language models need the package torchvision: install it, or set "
-            "vllm.extra.model_impl: transformers"
+            "worker.vllm.extra.model_impl: transformers"
         )
 
     async def expand(self, llm: Any, request: SequenceRequest) -> Any:
@@ -98,11 +98,11 @@ def _has_vision(model: ModelConfig) -> bool:
 def _off(model: ModelConfig, options: VllmEngineOptions) -> str:
     """Why only text is asked for. Raises ModelError if the options contradict each other."""
     limit = options.extra.get("limit_mm_per_prompt", {}).get("image", 1)
+    count = limit.get("count") if isinstance(limit, dict) else limit
     reasons = {
         "model.variant is text": model.variant == "text",
-        "vllm.extra.language_model_only is set": bool(options.extra.get("language_model_only")),
-        "vllm.extra.limit_mm_per_prompt allows no image": (limit.get("count") if isinstance(limit, dict) else limit)
-        == 0,
+        "worker.vllm.extra.language_model_only is set": bool(options.extra.get("language_model_only")),
+        "worker.vllm.extra.limit_mm_per_prompt allows no image": count == 0,
     }
     off = next((reason for reason, holds in reasons.items() if holds), "")
     if off and model.variant == "vlm":

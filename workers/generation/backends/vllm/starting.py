@@ -38,7 +38,7 @@ def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int,
     """
     check_directory(model.path)
     if model.attn_implementation is not None:
-        raise ConfigError("model.attn_implementation is for the hf backend; set vllm.extra.attention_backend instead")
+        raise ConfigError("model.attn_implementation is for the hf backend; use worker.vllm.extra.attention_backend")
     vision = Vision.of(model, options)
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     checkpoint = Checkpoint(model)
