@@ -8,6 +8,7 @@ from pipeline.config.types import Config
 from pipeline.gpu import use_free_gpu
 from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
+from workers.generation.contracts import EngineFacts
 
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
@@ -43,5 +44,10 @@ async def serve(role: Role) -> None:
         await backend.close()
 
 
-def _facts(facts: object) -> dict[str, object]:
-    return {name: getattr(facts, name) for name in getattr(facts, "__dataclass_fields__", {})}
+def _facts(facts: EngineFacts) -> dict[str, object]:
+    """For the log: collections as words."""
+    shown: dict[str, object] = {}
+    for name in facts.__dataclass_fields__:
+        value = getattr(facts, name)
+        shown[name] = ",".join(map(str, sorted(value))) if isinstance(value, tuple | frozenset) else value
+    return shown
