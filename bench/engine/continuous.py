@@ -3,8 +3,8 @@
 - On CUDA its settings are its own defaults. On a CPU the defaults fill nine tenths of the memory with cache, so
   pages are as many as the sequences need, and at most 16 requests run together: its `sdpa` attention there is one
   product of all running requests with all their contexts, so 128 at once are slower than 16 after each other.
-- Tried on a CPU, and no faster: 8 and 32 requests together, no limit, `paged|eager` attention, pages of 16 and 256
-  tokens, batches of 256 and 1024 tokens, no block sharing.
+- Also tried on a CPU, once each on a busy machine, and about as fast or slower: 8 and 32 requests together, no limit,
+  `paged|eager` attention, pages of 16 and 256 tokens, batches of 256 and 1024 tokens, no block sharing.
 - One manager lives through all rounds; its start is part of the side's start.
 """
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeline.errors import SluiceError
 from pipeline.messages import FinishReason
 from pipeline.rows import Malformed
 from workers.generation.contracts import EngineFacts
@@ -41,7 +42,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     num_new_tokens: int = 0
     prompt_truncated: int = 0  # tokens cut from the prompt's left
     metadata: dict[str, Any] = {}  # the prompt's own
-    engine: EngineNote | None = None  # None: the row was malformed
+    engine: EngineNote | None = None  # None: no engine was asked
     fallback: dict[str, str] | None = None  # wanted, used, reason: another backend answered
 
     @classmethod
@@ -59,6 +60,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     def refused(cls, row: int, index: int, malformed: Malformed) -> Answer:
         """The answer to a row that could not be read."""
         return cls(row=row, index=index, finish_reason="error", error=str(malformed.error()))
+
+    @classmethod
+    def failed(cls, row: int, index: int, error: SluiceError, *, id: str | int | None, metadata: Any) -> Answer:
+        """The answer to a row that no engine here can take."""
+        return cls(id=id, row=row, index=index, metadata=metadata, finish_reason="error", error=f"row {row}: {error}")
 
     def line(self, fields: Literal["minimal", "all"]) -> bytes:
         """JSON with its newline."""

@@ -1,7 +1,7 @@
 """What is still to be answered, through the engine, into a sink.
 
 - A sequence that the sink holds is not decoded again; without any other the engine is not even loaded.
-- Rows with an image go first: whether the model takes images is known before a row is decoded.
+- Rows with an image go first. Where the engine takes no images each of them is an error row; the others are decoded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from pipeline.errors import EngineError
 from pipeline.rows import Malformed
 from workers.generate.answers import Answer
 from workers.generate.meter import Meter
@@ -39,7 +40,9 @@ class Sink(Protocol):
         """Answers that it was given."""
         ...
 
-    def append(self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int) -> None:
+    def append(
+        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
+    ) -> None:
         """Take one answer."""
         ...
 
@@ -53,6 +56,7 @@ class Decoding:
     scan: Scan
     plugins: Sequence[GenerationPlugin] = ()
     _open: dict[int, PromptRow] = field(default_factory=dict)  # by number: in the engine
+    _asked: bool = False  # the engine has read a request
 
     @property
     def total(self) -> int:
@@ -72,12 +76,28 @@ class Decoding:
         with _engine(self.settings) as engine:
             meter.begin()
             for image in kinds:
-                requests = self._requests(sink, image=image)
-                for number, result in engine.answers(requests, self.settings.options, self.plugins, image=image):
-                    row, index = row_and_index(number)
-                    asked = self._open.pop(number)
-                    self._append(sink, Answer.of(row, index, result, id=asked.id, metadata=asked.metadata))
+                try:
+                    self._decode(engine, sink, meter, image=image)
+                except EngineError as error:
+                    if not image or self._asked:
+                        raise
+                    self._refuse_images(sink, error)
                     meter.update()
+
+    def _decode(self, engine: GenerationEngine, sink: Sink, meter: Meter, *, image: bool) -> None:
+        """Raises EngineError before a request is read if the engine takes no images."""
+        requests = self._requests(sink, image=image)
+        for number, result in engine.answers(requests, self.settings.options, self.plugins, image=image):
+            row, index = row_and_index(number)
+            asked = self._open.pop(number)
+            self._append(sink, Answer.of(row, index, result, id=asked.id, metadata=asked.metadata))
+            meter.update()
+
+    def _refuse_images(self, sink: Sink, error: EngineError) -> None:
+        for number, _ in self._requests(sink, image=True):
+            row, index = row_and_index(number)
+            asked = self._open.pop(number)
+            self._append(sink, Answer.failed(row, index, error, id=asked.id, metadata=asked.metadata))
 
     def _pending(self, sink: Sink, *, image: bool) -> bool:
         return any(
@@ -94,13 +114,14 @@ class Decoding:
             for index in range(self.settings.n):
                 number = number_of(at, index)
                 if number not in sink:
-                    self._open[number] = row
+                    self._open[number], self._asked = row, True
                     yield number, row.request(f"row {at}", self.prompts.folder)
 
     def _append(self, sink: Sink, answer: Answer) -> None:
         line = answer.line(self.settings.fields)
         number = number_of(answer.row, answer.index)
-        sink.append(number, line, finish_reason=answer.finish_reason, num_new_tokens=answer.num_new_tokens)
+        ending, count = answer.finish_reason, answer.num_new_tokens
+        sink.append(number, line, finish_reason=ending, num_new_tokens=count, error=answer.error)
 
 
 def _engine(settings: GenerateSettings) -> GenerationEngine:

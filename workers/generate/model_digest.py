@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from pipeline.errors import ModelError
 from workers.generation.model_files import check_directory
 
 _SAMPLES = 256  # places in a file
@@ -13,15 +14,15 @@ _SKIPPED = (".md", ".lock")
 
 
 def model_digest(path: str) -> str:
-    """A digest of the names, sizes and sampled contents of a model directory's files; of a hub name: the name.
+    """A digest of the names, sizes and sampled contents of a model directory's files.
 
     Samples are spread evenly over a file, so weights that were trained further differ. Raises ModelError.
     """
+    if not Path(path).is_dir():
+        what = "not a directory" if Path(path).exists() else "no such directory"
+        raise ModelError(f"{path}: {what}; --model must be a directory (save_pretrained writes one), not a hub's name")
     check_directory(path)
     digest = sha256()
-    if not Path(path).exists():
-        digest.update(path.encode())
-        return digest.hexdigest()
     for file in sorted(Path(path).iterdir()):
         if file.is_file() and not file.name.startswith(".") and file.suffix not in _SKIPPED:
             size = file.stat().st_size

@@ -9,18 +9,31 @@ from collections.abc import Iterable
 from typing import Any
 
 from pipeline.config.suggest import did_you_mean
-from pipeline.errors import ConfigError
-from workers.generation.plugins import GenerationPlugin
+from pipeline.errors import ConfigError, EngineError
+from workers.generation.plugins import GenerationPlugin, check_plugins
+from workers.generation.plugins.base import Hook, RequestType
 
 KNOWN = {
     "balanced_json": "workers.generation.plugins.balanced_json:BalancedJsonStop",
     "duplicate_objects": "workers.generation.plugins.duplicate_objects:DuplicateObjectSuppression",
 }
 
+_HOOKS: dict[str, frozenset[Hook]] = {"hf": frozenset({"stopping_criteria", "logits_processor"}), "vllm": frozenset()}
+
 
 def make_plugins(names: Iterable[str]) -> list[GenerationPlugin]:
     """One plugin per name, made without arguments. Raises ConfigError."""
     return [_make(name) for name in names]
+
+
+def check_fit(plugins: Iterable[GenerationPlugin], *, backend: str, request_types: Iterable[RequestType]) -> None:
+    """Raise ConfigError for a plugin that the backend, which is not loaded yet, or these requests cannot serve."""
+    plugins = tuple(plugins)
+    for request_type in request_types:
+        try:
+            check_plugins(plugins, backend=backend, hooks=_HOOKS[backend], request_type=request_type)
+        except EngineError as error:
+            raise ConfigError(f"--plugin: {error}") from error
 
 
 def _make(name: str) -> GenerationPlugin:

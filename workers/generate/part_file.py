@@ -20,7 +20,8 @@ from typing import IO, Any
 import msgspec
 
 from pipeline.errors import ConfigError, DataError
-from workers.generate.numbers import number_of
+from workers.generate.failures import Failures
+from workers.generate.numbers import number_of, row_and_index
 
 _SYNC_S = 1.0
 _FORMAT = 1
@@ -39,6 +40,7 @@ class _Line(msgspec.Struct, frozen=True):
     index: int
     finish_reason: str
     num_new_tokens: int
+    error: str | None = None
 
 
 @dataclass
@@ -48,12 +50,15 @@ class Tally:
     sequences: int = 0
     errors: int = 0
     tokens: int = 0
+    failures: Failures = field(default_factory=Failures)
 
-    def count(self, finish_reason: str, num_new_tokens: int) -> None:
+    def count(self, row: int, finish_reason: str, num_new_tokens: int, error: str | None) -> None:
         """One more answer."""
         self.sequences += 1
-        self.errors += finish_reason == "error"
         self.tokens += num_new_tokens
+        if finish_reason == "error":
+            self.errors += 1
+            self.failures.count(row, error or "an error without words")
 
 
 @dataclass
@@ -92,7 +97,7 @@ def recover(lines: Iterable[bytes], header: bytes, name: str) -> Kept:
         number = number_of(found.row, found.index)
         if number not in kept.places:
             kept.places[number] = kept.end
-            kept.tally.count(found.finish_reason, found.num_new_tokens)
+            kept.tally.count(found.row, found.finish_reason, found.num_new_tokens, found.error)
         kept.end += len(line)
     return kept
 
@@ -137,12 +142,14 @@ class PartFile:
     def __len__(self) -> int:
         return len(self._places)
 
-    def append(self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int) -> None:
+    def append(
+        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
+    ) -> None:
         """Keep one answer. Raises DataError when the disk takes no more."""
         place = self._end
         self._write(line)
         self._places[number] = place
-        self.tally.count(finish_reason, num_new_tokens)
+        self.tally.count(row_and_index(number)[0], finish_reason, num_new_tokens, error)
 
     def lines(self, numbers: Iterable[int]) -> Iterator[bytes]:
         """The lines of these answers, in this order."""

@@ -50,8 +50,9 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
         if self.images and self.prompt_token_ids is not None:
             raise ValueError("`images` go with `messages` or `prompt`, not with `prompt_token_ids`")
         for image in self.images:
-            if isinstance(image, ImageRef) and (image.path is None or image.url or image.sha256):
-                raise ValueError("`images` takes paths here, no url and no sha256")
+            reference = ImageRef.of(image) if isinstance(image, str) else image
+            if reference.path is None or reference.url or reference.sha256:
+                raise ValueError("`images` are paths here; URLs and digests are for jobs on the queue")
 
     def request(self, where: str, folder: Path) -> GenerationRequest:
         """The same for the engine; `where` is the row's name in errors."""

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -24,12 +23,13 @@ from workers.generate.decode import Decoding, Sink
 from workers.generate.in_order import write_in_order
 from workers.generate.meter import Meter
 from workers.generate.model_digest import model_digest
-from workers.generate.named_plugins import make_plugins
+from workers.generate.named_plugins import check_fit, make_plugins
 from workers.generate.numbers import number_of
 from workers.generate.part_file import PartFile
 from workers.generate.prompt_file import PromptFile, Scan, open_prompts
 from workers.generate.settings import GenerateSettings
 from workers.generate.stdout_sink import StdoutSink
+from workers.generate.summary import report
 
 SOME_ROWS_FAILED = 9  # exit code
 INTERRUPTED = 130
@@ -38,15 +38,18 @@ INTERRUPTED = 130
 def run(settings: GenerateSettings) -> int:
     """Answer every prompt; the exit code. Raises SluiceError."""
     logs.configure("generate", logging.WARNING)
-    with _own_stdout() as stdout, _sigterm_as_sigint(), open_prompts(settings.source) as prompts:
-        identity = {"model": model_digest(settings.model.path)}
-        scan = _scanned(prompts, settings)
-        identity["input"] = scan.digest
+    with _own_stdout() as stdout, _sigterm_as_sigint():
+        model = model_digest(settings.model.path)  # before standard input is waited for
         plugins = make_plugins(settings.plugins)
-        decoding = Decoding(settings, prompts, scan, plugins)
-        if settings.to_stdout:
-            return _to_stdout(decoding, stdout)
-        return _to_file(decoding, {**identity, **settings.identity()}, stdout)
+        with open_prompts(settings.source) as prompts:
+            scan = _scanned(prompts, settings)
+            check_fit(
+                plugins, backend=settings.backend, request_types=("text", "vlm") if scan.with_image else ("text",)
+            )
+            decoding = Decoding(settings, prompts, scan, plugins)
+            if settings.to_stdout:
+                return _to_stdout(decoding, stdout)
+            return _to_file(decoding, {"model": model, "input": scan.digest, **settings.identity()}, stdout)
 
 
 def _scanned(prompts: PromptFile, settings: GenerateSettings) -> Scan:
@@ -55,6 +58,8 @@ def _scanned(prompts: PromptFile, settings: GenerateSettings) -> Scan:
         first = next(iter(scan.malformed.values()))
         others = f"; {len(scan.malformed) - 1} more are malformed" if len(scan.malformed) > 1 else ""
         raise DataError(f"{first.error()}{others}; mend it, or make error rows of them: --on-malformed skip")
+    if not scan.total:
+        print(f"warning: {prompts.name} has no rows, so there is nothing to answer", file=sys.stderr)
     return scan
 
 
@@ -83,7 +88,8 @@ def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) ->
             print(f"interrupted: {_kept(part, decoding)}", file=sys.stderr)
             return INTERRUPTED
         except SluiceError:
-            print(_kept(part, decoding), file=sys.stderr)
+            if len(part):
+                print(_kept(part, decoding), file=sys.stderr)
             raise
         rows, indices = range(decoding.scan.total), range(settings.n)
         write_in_order(out, part.lines(number_of(row, index) for row in rows for index in indices))
@@ -98,31 +104,14 @@ def _kept(part: PartFile, decoding: Decoding) -> str:
 
 def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
     """Every answer into the sink, and what to say at the end."""
-    settings, before = decoding.settings, len(sink)
+    before = len(sink)
     if before:
         print(f"going on: {before} of {decoding.total} answers were done before", file=sys.stderr)
     with Meter(decoding.total, sink.tally) as meter:
         decoding.run(sink, meter)
     if len(sink) != decoding.total:
         raise DataError(f"{decoding.prompts.name} changed while it was read; put it back and give the command again")
-    tally = sink.tally
-    numbers = {
-        "rows": decoding.scan.total,
-        "sequences": tally.sequences,
-        "ok": tally.sequences - tally.errors,
-        "errors": tally.errors,
-        "tokens": tally.tokens,
-        "tokens_per_s": round(meter.tokens_per_s, 1),
-        "seconds": round(meter.seconds, 2),
-        "done_before": before,
-    }
-    if settings.as_json:
-        stdout.write(json.dumps({"out": settings.out, **numbers}).encode() + b"\n")
-        stdout.flush()
-    meter.say(
-        f"{settings.out}: {numbers['rows']} rows, {numbers['ok']} ok, {tally.errors} errors, {tally.tokens} tokens, "
-        f"{meter.tokens_per_s:.0f} tokens/s, {meter.seconds:.1f} s"
-    )
+    report(decoding, sink.tally, meter, before=before, stdout=stdout)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from workers.generation.options import GenerationOptions
 
 STANDARD = "-"  # input or output
 _SETTABLE = ("model.", "worker.vllm.")
+_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 
 
 class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,10 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
             (not (self.as_json and self.to_stdout), "--json and --out - both want standard output; choose one"),
             (self.to_stdout or Path(self.out).parent.is_dir(), f"{Path(self.out).parent}: no such directory (--out)"),
             (self.to_stdout or not Path(self.out).is_dir(), f"{self.out} is a directory; --out must name a file"),
+            (
+                self.to_stdout or Path(self.out).suffix in _SUFFIXES,
+                f"--out {self.out}: the suffix says the format; end it with one of {', '.join(_SUFFIXES)}, or give -",
+            ),
             (self.to_stdout or not _same_file(self.source, self.out), "--in and --out are the same file"),
             (self.fallback_backend is None or self.backend == "vllm", "--fallback-backend needs --backend vllm"),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import IO
 
+from workers.generate.numbers import row_and_index
 from workers.generate.part_file import Tally
 
 
@@ -20,8 +21,10 @@ class StdoutSink:
     def __len__(self) -> int:
         return self.tally.sequences
 
-    def append(self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int) -> None:
+    def append(
+        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
+    ) -> None:
         """Write one answer."""
         self._stream.write(line)
         self._stream.flush()
-        self.tally.count(finish_reason, num_new_tokens)
+        self.tally.count(row_and_index(number)[0], finish_reason, num_new_tokens, error)
