@@ -185,8 +185,11 @@ def test_malformed_rows_stop_it_or_become_error_rows(generate: Callable[..., Any
     assert f"{source}:2: malformed row" in said
     assert "--on-malformed skip" in said
     assert not out.exists()
-    code, _, _ = generate(source, out, "--on-malformed", "skip", "--max-new-tokens", "2")
+    code, _, said = generate(source, out, "--on-malformed", "skip", "--max-new-tokens", "2")
     assert code == 9
+    assert f"row 1: {source}:2: malformed row" in said
+    assert "row 2: token id 99999 is outside" in said
+    assert "every row failed" not in said
     first, malformed, refused, last = answers(out)
     assert [one["finish_reason"] == "error" for one in (first, malformed, refused, last)] == [False, True, True, False]
     assert malformed["error"].startswith(f"{source}:2: malformed row")
@@ -224,6 +227,7 @@ def test_a_wrong_model_directory_is_a_model_error(
         assert code == 5, said
         assert f"{directory}" in said
         assert words in said
+        assert "answers are done" not in said, "nothing was begun"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "in.jsonl"]
 
 
@@ -236,7 +240,7 @@ def test_standard_input_to_standard_output_carries_answers_alone(
     code, out, err = generate("-", "-", *options)
     assert code == 0
     assert sorted(json.loads(line)["id"] for line in out.splitlines()) == [1, 2]
-    assert "2 rows, 2 ok" in err
+    assert "standard output: 2 rows, 2 ok, 0 errors" in err
 
 
 def test_rows_with_and_without_an_image_in_one_file(generate: Callable[..., Any], tmp_path: Path) -> None:
@@ -251,6 +255,30 @@ def test_rows_with_and_without_an_image_in_one_file(generate: Callable[..., Any]
     assert [text["num_new_tokens"], seen["num_new_tokens"]] == [3, 3]
     assert seen["num_prompt_tokens"] > text["num_prompt_tokens"]
     assert "no.png cannot be read" in missing["error"]
+
+
+def test_a_text_model_answers_the_rows_without_an_image(generate: Callable[..., Any], tmp_path: Path) -> None:
+    image = {"prompt": "what?", "images": ["no.png"]}
+    both = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {**image, "id": "q", "metadata": {"k": 1}}])
+    out = tmp_path / "a.jsonl"
+    code, said, _ = generate(both, out, "--max-new-tokens", "2", "--json")
+    assert code == 9
+    text, refused = answers(out)
+    assert (text["num_new_tokens"], text["error"]) == (2, None)
+    assert (refused["id"], refused["metadata"], refused["finish_reason"]) == ("q", {"k": 1}, "error")
+    assert "does not support images" in refused["error"]
+    assert json.loads(said)["first_error"] == refused["error"]
+    alone = write(tmp_path / "alone.jsonl", [image, image])
+    code, _, said = generate(alone, out, "--restart")
+    assert code == 9
+    assert re.search(r"row 0: the hf backend does not support images .*; 1 more\n", said)
+    assert f"every row failed; with mended options --restart replaces {out}" in said
+
+
+def test_a_file_without_rows_is_answered_with_a_warning(generate: Callable[..., Any], tmp_path: Path) -> None:
+    code, _, said = generate(write(tmp_path / "in.jsonl", []), tmp_path / "a.jsonl")
+    assert (code, (tmp_path / "a.jsonl").read_bytes()) == (0, b"")
+    assert "has no rows" in said
 
 
 def test_the_example_of_the_docs_runs_as_it_is_printed(

@@ -14,20 +14,34 @@ def generate(
         str, Parameter(name=["--in", "-i"], allow_leading_hyphen=True, help="JSONL or Parquet; - is standard input.")
     ],
     out: Annotated[
-        str, Parameter(name=["--out", "-o"], allow_leading_hyphen=True, help="JSONL or Parquet; - is standard output.")
+        str,
+        Parameter(
+            name=["--out", "-o"],
+            allow_leading_hyphen=True,
+            help="JSONL or Parquet by its suffix; - is standard output.",
+        ),
     ],
     backend: Annotated[Literal["hf", "vllm"], Parameter(help="hf: correctness first; vllm: fast.")] = "hf",
     fallback_backend: Annotated[Literal["hf"] | None, Parameter(help="For images that vllm cannot take.")] = None,
     max_new_tokens: Annotated[int, Parameter(help="Tokens of one answer.")] = 256,
     temperature: Annotated[float, Parameter(help="0 is greedy.")] = 0.0,
-    top_p: float = 1.0,
+    top_p: Annotated[
+        float, Parameter(help="Draw from the likeliest tokens of this total probability; 1 is off.")
+    ] = 1.0,
     top_k: Annotated[int, Parameter(help="0 is off.")] = 0,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: Annotated[
+        float, Parameter(help="Above 1: tokens of the prompt and the answer become less likely; 1 is off.")
+    ] = 1.0,
     seed: Annotated[int, Parameter(help="With the row and the index it makes the seed of a sequence.")] = 0,
     stop: Annotated[
-        tuple[str, ...], Parameter(negative="", allow_leading_hyphen=True, help="End at this text; may be repeated.")
+        tuple[str, ...],
+        Parameter(
+            negative="", show_default=False, allow_leading_hyphen=True, help="End at this text; may be repeated."
+        ),
     ] = (),
-    stop_token_ids: Annotated[tuple[int, ...], Parameter(negative="", help="The same for a token.")] = (),
+    stop_token_ids: Annotated[
+        tuple[int, ...], Parameter(negative="", show_default=False, help="The same for a token.")
+    ] = (),
     eos_token_ids: Annotated[
         tuple[int, ...] | None, Parameter(negative="", help="In place of the model's end-of-sequence ids.")
     ] = None,
@@ -38,17 +52,24 @@ def generate(
     enable_thinking: Annotated[bool, Parameter(negative="", help="Passed to the chat template.")] = False,
     plugin: Annotated[
         tuple[str, ...],
-        Parameter(negative="", help="balanced_json, duplicate_objects or module:Class; may be repeated."),
+        Parameter(
+            negative="",
+            show_default=False,
+            help="balanced_json, duplicate_objects or module:Class; may be repeated.",
+        ),
     ] = (),
     max_batch: Annotated[int, Parameter(help="Sequences that are decoded at a time.")] = 32,
     torch_threads: Annotated[int, Parameter(help="0 is torch's own choice.")] = 0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"] | None,
-        Parameter(help="auto: bfloat16 on CUDA, else float32."),
+        Parameter(help="auto: bfloat16 on CUDA, else float32. [default: auto]"),
     ] = None,
-    device: Annotated[str | None, Parameter(help="auto, cpu, cuda or cuda:1.")] = None,
+    device: Annotated[str | None, Parameter(help="auto, cpu, cuda or cuda:1. [default: auto]")] = None,
     overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative="", help="Rarer keys, e.g. worker.vllm.max_model_len=4096")
+        tuple[str, ...],
+        Parameter(
+            name="--set", negative="", show_default=False, help="Rarer keys, e.g. worker.vllm.max_model_len=4096"
+        ),
     ] = (),
     fields: Annotated[Literal["minimal", "all"], Parameter(help="all: tokens, logprobs and more")] = "all",
     on_malformed: Annotated[

@@ -23,6 +23,7 @@ from pipeline.messages import ImageRef
 from pipeline.rows import Malformed, check_messages, is_parquet, read_rows
 from workers.generate.numbers import MAX_ROWS
 from workers.generate.settings import STANDARD
+from workers.generation.plugins.base import RequestType
 from workers.generation.requests import GenerationRequest, TextGenerationRequest, VlmGenerationRequest
 
 
@@ -78,6 +79,13 @@ class Scan:
     total: int  # rows, malformed ones included
     malformed: dict[int, Malformed] = field(default_factory=dict)  # by row
     with_image: set[int] = field(default_factory=set)  # rows
+
+    @property
+    def request_types(self) -> list[RequestType]:
+        """What the well-formed rows ask for."""
+        has_text = self.total > len(self.malformed) + len(self.with_image)
+        kinds: list[tuple[RequestType, bool]] = [("text", has_text), ("vlm", bool(self.with_image))]
+        return [kind for kind, found in kinds if found]
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,7 @@ def run(settings: GenerateSettings) -> int:
         plugins = make_plugins(settings.plugins)
         with open_prompts(settings.source) as prompts:
             scan = _scanned(prompts, settings)
-            check_fit(
-                plugins, backend=settings.backend, request_types=("text", "vlm") if scan.with_image else ("text",)
-            )
+            check_fit(plugins, backend=settings.backend, request_types=scan.request_types)
             decoding = Decoding(settings, prompts, scan, plugins)
             if settings.to_stdout:
                 return _to_stdout(decoding, stdout)

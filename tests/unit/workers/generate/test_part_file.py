@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -59,6 +60,16 @@ def test_cut_in_any_line_it_goes_on_to_the_same_file(whole: bytes, tmp_path: Pat
         assert [*part.lines(number_of(*key) for key in sorted(LINES))] == [LINES[key] for key in sorted(LINES)]
         assert (part.tally.sequences, part.tally.tokens) == (6, 18)
     assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("fields", ["all", "minimal"])
+def test_the_errors_of_an_earlier_session_are_still_said(tmp_path: Path, fields: Literal["all", "minimal"]) -> None:
+    line = Answer(row=1, finish_reason="error", error="row 1: too long").line(fields)
+    with PartFile(tmp_path / "a.part", RUN) as part:
+        part.append(number_of(1, 0), line, finish_reason="error", num_new_tokens=0, error="row 1: too long")
+        said = part.tally.failures.lines()
+    with PartFile(tmp_path / "a.part", RUN) as part:
+        assert part.tally.failures.lines() == said == ["row 1: too long"]
 
 
 @given(data=st.data())

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.rows import Malformed
-from workers.generate.prompt_file import PromptRow, open_prompts
+from workers.generate.prompt_file import PromptRow, Scan, open_prompts
 from workers.generation.requests import TextGenerationRequest, VlmGenerationRequest
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -66,7 +66,9 @@ def test_an_image_path_begins_at_the_folder_of_the_file(tmp_path: Path, image: A
         ({"messages": [{"role": "user"}]}, "needs a `role` string and `content`"),
         ({"prompt": "a", "images": ["a", "b"]}, "one image"),
         ({"prompt_token_ids": [1], "images": ["a"]}, "not with `prompt_token_ids`"),
-        ({"prompt": "a", "images": [{"url": "http://x/a.png"}]}, "no url"),
+        ({"prompt": "a", "images": [{"url": "http://x/a.png"}]}, "`images` are paths here"),
+        ({"prompt": "a", "images": ["http://x/a.png"]}, "`images` are paths here; URLs and digests are for jobs"),
+        ({"prompt": "a", "images": ["sha256:" + "0" * 64]}, "`images` are paths here"),
         ({"prompt": 5}, "malformed row"),
         ("{", "malformed row"),
     ],
@@ -88,6 +90,8 @@ def test_the_first_reading_counts_and_tells_files_apart(tmp_path: Path) -> None:
     with open_prompts(str(jsonl(tmp_path, *rows[:2], {"prompt": "d"}))) as prompts:
         other = prompts.scan()
     assert (one.total, one.with_image, one.malformed) == (3, {1}, {})
+    assert one.request_types == ["text", "vlm"]
+    assert Scan("", 2, one.malformed, {0, 1}).request_types == ["vlm"]
     assert one.digest != other.digest
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from pipeline.errors import ConfigError, ModelError
 from workers.generate.model_digest import model_digest
-from workers.generate.named_plugins import make_plugins
+from workers.generate.named_plugins import check_fit, make_plugins
 from workers.generate.numbers import MAX_N, MAX_ROWS, number_of, row_and_index
 from workers.generate.settings import GenerateSettings, make_settings
+from workers.generation.plugins import GenerationPlugin
 
 
 def settings(
@@ -38,6 +39,7 @@ def test_every_sequence_has_a_number_of_its_own() -> None:
         ({"as_json": True}, "both want standard output"),
         ({"out": "nosuch/a.jsonl"}, "nosuch: no such directory"),
         ({"out": "."}, "is a directory"),
+        ({"out": "a.csv"}, "a.csv: the suffix says the format"),
         ({"fallback_backend": "hf"}, "needs --backend vllm"),
         ({"options": {"top_p": 2.0}}, "top_p must be"),
         ({"overrides": ("modle.dtype=float32",)}, "did you mean 'model'"),
@@ -94,6 +96,8 @@ def test_a_model_is_known_by_its_contents(tmp_path: Path) -> None:
     assert model_digest(str(tmp_path / "two")) != first
     with pytest.raises(ModelError, match="no such directory"):
         model_digest(str(tmp_path / "three"))
+    with pytest.raises(ModelError, match="--model must be a directory"):
+        model_digest("some-one/a-model")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +111,19 @@ def test_a_model_is_known_by_its_contents(tmp_path: Path) -> None:
 def test_a_plugin_that_is_not_there_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_plugins([name])
+
+
+def test_a_plugin_is_refused_before_its_backend_is_loaded() -> None:
+    hooked = make_plugins(["balanced_json"])
+    check_fit(hooked, backend="hf", request_types=["text", "vlm"])
+    with pytest.raises(ConfigError, match="--plugin: plugin 'balanced_json' works on hf"):
+        check_fit(hooked, backend="vllm", request_types=["text"])
+
+    class AnywhereByItsWord(GenerationPlugin):
+        hooks = frozenset({"stopping_criteria"})
+
+    with pytest.raises(ConfigError, match="needs the hooks stopping_criteria"):
+        check_fit([AnywhereByItsWord()], backend="vllm", request_types=["text"])
 
 
 def test_plugins_by_name() -> None:
