@@ -20,7 +20,7 @@ def configure(role: str, level: int = logging.INFO) -> None:
             structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "role", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whatever it is when a line is written
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(role=role)

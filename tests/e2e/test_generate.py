@@ -27,9 +27,9 @@ from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava
 
 DOCS = Path(__file__).parents[2] / "docs" / "generate.md"
-ROWS = 24
+ROWS = 60
 SAMPLED = ("--max-new-tokens", "24", "--temperature", "1", "--n", "2", "--fields", "minimal", "--torch-threads", "1")
-SLOWLY = ("--max-batch", "2")  # many steps, so that there is a middle
+SLOWLY = ("--max-batch", "1")  # so many steps that there is a middle
 
 
 @pytest.fixture(scope="module")
