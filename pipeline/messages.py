@@ -20,7 +20,7 @@ __all__ = ["SCHEMA", "Wire", "decode", "encode"]
 
 MAX_PRIORITY = 1000
 MAX_DEADLINE_S = 1e9
-_COLDEST = 1e-5  # below it logits / temperature leave fp32
+_COLDEST = 1e-5  # a lower one is greedy in effect, and the lowest make logits / temperature overflow
 MAX_GROUP = 65_536  # sequences of one prompt
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]

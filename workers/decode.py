@@ -137,7 +137,9 @@ class DecodeWorker(LeasedWorker):
         elif self.draining_for_one() and running:
             status.waiting(f"{running} running sequences to end: the next job, or this one, runs alone")
         else:
-            status.waiting(None if running else "jobs (none is ready)")
+            fetching = self._held.fetching()
+            cause = f"the images of {fetching} jobs" if fetching else "jobs (none is ready)"
+            status.waiting(None if running else cause)
         status.fact(
             version=self._backend.version,
             running=running,

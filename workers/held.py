@@ -63,6 +63,10 @@ class HeldJobs:
             return self.max_batch - held
         return self.capacity - held if held <= self.engine_limit and self.capacity > self.max_batch else 0
 
+    def fetching(self) -> int:
+        """Jobs whose image is not there yet."""
+        return sum(not held.ready for held in self._jobs.values())
+
     def full(self) -> bool:
         """The engine has a whole batch."""
         return self.running >= self.max_batch

@@ -10,7 +10,7 @@ from tests.contract.engine_fixtures import ragged_prompts, request, run
 from tests.contract.near_ties import assert_same_unless_near_tie
 from workers.generation.contracts import Backend
 
-ROUNDING = 1e-5  # nats; measured: below 4e-6 on both backends
+ROUNDING = 1e-5  # nats; measured here: 6e-6 on hf, 3e-6 on vllm
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])

@@ -57,7 +57,7 @@ async def test_both_have_the_weights_of_the_moment_whenever_the_fallback_is_load
     await routed.load_weights(other, 3)
     new = await routed.decode(seen(llava))
     assert new.token_ids != old.token_ids
-    assert new.versions == [3] * len(new.token_ids) or set(new.versions) == {3}
+    assert set(new.versions) == {3}
     late = RoutedBackend(
         HfBackend(ModelConfig(path=str(llava), device="cpu", variant="text")),
         lambda: HfBackend(ModelConfig(path=str(llava), device="cpu")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,9 @@ def test_nothing_is_served_before_the_start_or_after_the_end(model_dir: Path) ->
         asyncio.run(backend.start())
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(backend.score([1, 2]))
+
+
+async def test_a_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        await VllmBackend(ModelConfig(path=str(model_dir))).start()

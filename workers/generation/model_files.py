@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.engine_types import ModelConfig
 from pipeline.errors import ModelError
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -34,3 +35,20 @@ def eos_token_ids(sources: Iterable[Any]) -> tuple[int, ...]:
             if token is not None and token >= 0:
                 found[int(token)] = None
     return tuple(found)
+
+
+def has_vision(model: ModelConfig, found: Any) -> bool:
+    """Whether a model sees images; `found` is its transformers configuration, None if transformers knows none.
+
+    Raises ModelError if `model.variant` says that it must and it does not.
+    """
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    known = type(found) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    known = known or "AutoModelForImageTextToText" in (getattr(found, "auto_map", None) or {})
+    sees = known and getattr(found, "vision_config", None) is not None
+    if model.variant == "vlm" and not sees:
+        raise ModelError(
+            f"{model.path}: model.variant is vlm, and {type(found).__name__} has no vision part; set auto or text"
+        )
+    return sees

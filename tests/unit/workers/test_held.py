@@ -69,11 +69,11 @@ async def test_a_job_that_waits_for_its_image_takes_no_row_and_lets_others_pass(
     jobs.add(pending)
     jobs.add(held_job("text", n=2))
     jobs.fill(start)
-    assert (jobs.running, jobs.full()) == (2, False)
+    assert (jobs.running, jobs.full(), jobs.fetching()) == (2, False, 1)
     fetched.set()
     await pending.prompt
     jobs.fill(start)
-    assert jobs.running == 9
+    assert (jobs.running, jobs.fetching()) == (9, 0)
     for held in jobs.take_back(started=True):
         await asyncio.gather(*held.tasks, return_exceptions=True)
 

@@ -23,7 +23,7 @@ from pipeline.errors import ModelError
 from workers.generation.backends.hf import attention
 from workers.generation.chat_template import load_tokenizer
 from workers.generation.contracts import EngineFacts
-from workers.generation.model_files import check_directory, eos_token_ids
+from workers.generation.model_files import check_directory, eos_token_ids, has_vision
 from workers.generation.preprocess import VisionProcessor
 
 _CACHEABLE = {"full_attention", "sliding_attention"}
@@ -93,14 +93,7 @@ def _has_vision(config: ModelConfig) -> bool:
         found: Any = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"{config.path}: config.json cannot be used: {error}") from error
-    known = type(found) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    known = known or "AutoModelForImageTextToText" in (getattr(found, "auto_map", None) or {})
-    has_vision = known and getattr(found, "vision_config", None) is not None
-    if config.variant == "vlm" and not has_vision:
-        raise ModelError(
-            f"{config.path}: model.variant is vlm, and {type(found).__name__} has no vision part; set auto or text"
-        )
-    return has_vision
+    return has_vision(config, found)
 
 
 def _device(name: str) -> torch.device:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
-from pipeline.errors import EngineError
+from pipeline.errors import ConfigError, EngineError
 from workers.generation.backends.vllm.engine import Engine
 from workers.generation.backends.vllm.loop_thread import LoopThread
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
@@ -47,6 +48,8 @@ class VllmBackend:
         """Load the model. Raises ModelError, ConfigError or EngineError; EngineError if it was started before."""
         if self._thread is not None or self._closed:
             raise EngineError("the vllm engine was started before; make a new backend")
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("worker.backend is vllm, and vLLM is not installed: `make setup`, or the extra `vllm`")
         self._thread = LoopThread("sluice-vllm")
         try:
             await asyncio.wrap_future(self._thread.submit(self._engine.start()))

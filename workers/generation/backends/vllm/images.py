@@ -18,6 +18,7 @@ import transformers
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.errors import ModelError, RequestError
 from workers.generation.contracts import SequenceRequest
+from workers.generation.model_files import has_vision
 from workers.generation.preprocess import check_placeholders, image_token_id, load_processor, pixel_budget
 
 
@@ -85,14 +86,7 @@ def _has_vision(model: ModelConfig) -> bool:
         found: Any = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError):
         found = None  # vLLM knows models that transformers does not, and says what is wrong with this one
-    known = type(found) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    known = known or "AutoModelForImageTextToText" in (getattr(found, "auto_map", None) or {})
-    has_vision = known and getattr(found, "vision_config", None) is not None
-    if model.variant == "vlm" and not has_vision:
-        raise ModelError(
-            f"{model.path}: model.variant is vlm, and {type(found).__name__} has no vision part; set auto or text"
-        )
-    return has_vision
+    return has_vision(model, found)
 
 
 def _off(model: ModelConfig, options: VllmEngineOptions) -> str:
