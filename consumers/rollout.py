@@ -30,15 +30,13 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
     """Counters of one sequence that do not depend on the task."""
     guard = result.triggers
     triggered = bool(guard.get("repeat_terminate"))
-    at_token = int(guard.get("at_token") or len(result.token_ids))
-    saved = max(0, result.sampling.max_new_tokens - at_token) if triggered else 0
-    active = options.repeat_terminate.enabled and "repeat_terminate" in guard
+    saved = max(0, result.sampling.max_new_tokens - int(guard.get("at_token", 0))) if triggered else 0
     metrics = {
         "rollout/samples": 1.0,
         "rollout/gen_new_tokens": float(len(result.token_ids)),
         "rollout/prompt_len": float(len(result.prompt_token_ids)),
         "rollout/rollout_len": float(len(result.token_ids)),
-        "rollout/repeat_terminate_active": float(active),
+        "rollout/repeat_terminate_active": float(bool(guard.get("active"))),
         "rollout/repeat_terminate_triggered_sequences": float(triggered),
         "rollout/repeat_terminate_tokens_saved": float(saved),
         "rollout/backend_hf": float(result.backend == "hf"),

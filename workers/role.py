@@ -30,7 +30,9 @@ async def serve(role: Role) -> None:
     from workers.job_prompts import JobPrompts
 
     config = role.config
-    backend = make_backend(config.model, config.worker)
+    guard = config.rollout_matching.repeat_terminate
+    _warn_of_a_late_guard(config)
+    backend = make_backend(config.model, config.worker, guard)
     await backend.start()
     try:
         get_logger().info("engine ready", **_facts(backend.facts))
@@ -42,6 +44,16 @@ async def serve(role: Role) -> None:
             await prompts.close()
     finally:
         await backend.close()
+
+
+def _warn_of_a_late_guard(config: Config) -> None:
+    guard, limit = config.rollout_matching.repeat_terminate, config.sampling.max_new_tokens
+    if guard.enabled and guard.min_new_tokens >= limit:
+        get_logger().warning(
+            "the repeat guard can never fire: min_new_tokens is not below max_new_tokens",
+            min_new_tokens=guard.min_new_tokens,
+            max_new_tokens=limit,
+        )
 
 
 def _facts(facts: EngineFacts) -> dict[str, object]:

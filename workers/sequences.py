@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from pipeline.jobs import Claim, seed_for
 from pipeline.messages import DecodeJob, Progress, SequenceResult
@@ -83,13 +84,21 @@ def result_of(
         raw_text=output.raw_text,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
-        triggers={"repeat_terminate": 0},
+        response_mask=Runs.of(output.response_mask) if output.trigger else Runs(),
+        triggers=_triggers(output, facts),
         sampling=job.sampling,
         timings=_timings(claim, request.asked_at),
         truth=job.truth,
         task=job.task,
         metadata={**job.metadata, "fallback": output.fallback} if output.fallback else job.metadata,
     )
+
+
+def _triggers(output: SequenceOutput, facts: EngineFacts) -> dict[str, Any]:
+    """`active`: the repeat guard watched this sequence."""
+    found = output.trigger
+    why = {} if found is None else {"rule": found.rule, "at_token": found.at_token}
+    return {"repeat_terminate": int(found is not None), "active": int(facts.repeat_terminate), **why}
 
 
 def _timings(claim: Claim, started: float) -> dict[str, float]:

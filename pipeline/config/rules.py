@@ -6,7 +6,7 @@ import re
 from ipaddress import IPv6Address
 from math import inf
 
-from pipeline.config.types import Config
+from pipeline.config.types import Config, RepeatTerminateConfig
 from pipeline.errors import ConfigError
 
 
@@ -15,19 +15,29 @@ def check(config: Config, origin: str) -> None:
     for holds, complaint in (*_identity(config), *_numbers(config), *_images(config), *_flow(config)):
         if not holds:
             raise ConfigError(f"{origin}: {complaint}")
+    check_guard(config.rollout_matching.repeat_terminate, origin, "rollout_matching.repeat_terminate")
+
+
+def check_guard(guard: RepeatTerminateConfig, origin: str, where: str = "repeat_terminate") -> None:
+    """Raise ConfigError for thresholds that no guard can have; `where` is the subtree's place in `origin`."""
+    run, size, keys = guard.max_consecutive_token_repeats, guard.ngram_size, guard.max_object_keys
+    off = not (run and run > 0) and not (size and size > 0 and guard.ngram_repeats >= 2) and keys is None
+    checks = (
+        (guard.min_new_tokens >= 0, f"min_new_tokens must be >= 0, got {guard.min_new_tokens}"),
+        (keys is None or keys >= 1, f"max_object_keys must be >= 1, or null for none, got {keys}"),
+        (keys is None or bool(guard.object_key_prefix), "object_key_prefix is empty, and max_object_keys counts it"),
+        (not (guard.enabled and off), "enabled is true, and every rule is off; set one of its thresholds"),
+    )
+    for holds, complaint in checks:
+        if not holds:
+            raise ConfigError(f"{origin}: {where}.{complaint}")
 
 
 def _identity(config: Config) -> list[tuple[bool, str]]:
-    guard = config.rollout_matching.repeat_terminate
     return [
         (
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", config.run)),
             f"run {config.run!r}: use 1-64 letters, digits, '.', '_' or '-'",
-        ),
-        (
-            not guard.enabled,
-            "rollout_matching.repeat_terminate.enabled: this release has no guard, and a worker never starts "
-            "without one that is asked for; set it to false",
         ),
     ]
 

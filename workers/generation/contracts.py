@@ -18,10 +18,12 @@ from typing import Any, Literal, Protocol
 from pipeline.errors import EngineError, RequestError
 from pipeline.messages import SamplingParams
 from workers.generation.plugins.base import GenerationPlugin, Hook
+from workers.guard.repeat import RepeatTrigger
+from workers.guard.rules import GuardRules
 
-DecodeEnding = Literal["stop", "length", "deadline", "cancelled"]
-"""stop: an end-of-sequence id, a stop id, a stop string or a plugin; length: `max_new_tokens` reached; deadline: out
-of time; cancelled: `abort` was called."""
+DecodeEnding = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled"]
+"""stop: an end-of-sequence id, a stop id, a stop string or a plugin; length: `max_new_tokens` reached;
+repeat_terminated: the repeat guard forced an end of sequence; deadline: out of time; cancelled: `abort` was called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class EngineFacts:
     context_length: int  # tokens, prompt and generated together
     supports_vlm: bool = False  # decodes prompts with an image
     hooks: frozenset[Hook] = frozenset()  # plugin hooks that it can call
+    repeat_terminate: bool = False  # the repeat guard is loaded
     flags: tuple[str, ...] = ()  # settings that a reader of the numbers wants to know, e.g. attention=sdpa
 
 
@@ -68,6 +71,8 @@ class SequenceRequest:
     plugins: tuple[GenerationPlugin, ...] = ()
     eos_token_ids: tuple[int, ...] | None = None  # None: those of the model
     pad_token_id: int | None = None  # None: that of the tokenizer
+    allowed_token_ids: tuple[int, ...] = ()  # of these alone the next tokens are chosen; empty: of all
+    probe_guard: GuardRules | None = None  # instead of the engine's rules, before it serves
     deadline_at: float | None = None  # time.monotonic() seconds; the sequence ends with its next token after it
     report_every: int = 0  # tokens; 0 = never
     report: Callable[[SequenceSoFar], None] | None = field(default=None, compare=False)
@@ -87,6 +92,7 @@ class SequenceOutput:
     - `token_ids` end with the token that completed the stop (if any); `logprobs` are natural logs in fp32 under
       `versions`; `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is whole.
     - `stop_reason`: the stop string, the stop id or the plugin's name; None for end-of-sequence and all else.
+    - With a `trigger` the last token is an end-of-sequence id that nobody sampled: logprob 0, version -1, mask 0.
     """
 
     seq_key: str
@@ -98,12 +104,26 @@ class SequenceOutput:
     raw_text: str
     finish_reason: DecodeEnding
     stop_reason: str | int | None = None
+    trigger: RepeatTrigger | None = None  # of the repeat guard, if that ended it
     fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: another backend decoded it
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 where the policy sampled the token; shape (len(token_ids),)."""
+        return [1] * (len(self.token_ids) - 1) + [0] if self.trigger else [1] * len(self.token_ids)
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.logprobs), len(self.versions))
         if len(set(lengths)) != 1:
             raise EngineError(f"{self.seq_key}: tokens, logprobs and versions differ in length: {lengths}")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardTrial:
+    """What the loaded repeat guard makes of given tokens, and the rules that it has."""
+
+    rules: GuardRules
+    trigger: RepeatTrigger | None  # after the last token
 
 
 class Backend(Protocol):
@@ -140,6 +160,10 @@ class Backend(Protocol):
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. given their prefix, under the loaded weights."""
+        ...
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """Show the tokens to a fresh guard of the loaded instance. Raises EngineError if none is loaded."""
         ...
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ from pipeline.errors import EngineError
 from workers.generation.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
 from workers.generation.limits import check_request
 from workers.generation.stop_policy import StopReason, StopStrings, end_reasons, final_texts, text_decoder
+from workers.guard.repeat import RepeatTrigger
 
 
 class RunningSequence:
@@ -22,12 +23,14 @@ class RunningSequence:
         "_reported",
         "_tokenizer",
         "_watch",
+        "eos",
         "finish_reason",
         "logprobs",
         "prompt",
         "request",
         "stop_reason",
         "tokens",
+        "trigger",
         "versions",
     )
 
@@ -47,10 +50,11 @@ class RunningSequence:
         self.versions: list[int] = []
         self.finish_reason: DecodeEnding | None = None
         self.stop_reason: StopReason = None
+        self.trigger: RepeatTrigger | None = None
         self._tokenizer = tokenizer
         self._limit = sampling.max_new_tokens
-        eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
-        self._ends = end_reasons(tokenizer, eos, sampling.stop_token_ids, sampling.stop)
+        self.eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
+        self._ends = end_reasons(tokenizer, self.eos, sampling.stop_token_ids, sampling.stop)
         self._watch = StopStrings(sampling.stop, text_decoder(tokenizer)) if sampling.stop else None
         self._replay()
         self._reported = len(self.tokens)
@@ -86,6 +90,19 @@ class RunningSequence:
         self.finish_reason = reason
         self.stop_reason = detail
 
+    def end_loop(self, trigger: RepeatTrigger) -> None:
+        """The repeat guard ends it: the first configured end of sequence follows, which nobody sampled."""
+        if trigger.at_token != len(self.tokens):
+            raise EngineError(
+                f"{self.request.seq_key}: the repeat guard saw {trigger.at_token} tokens, and there are "
+                f"{len(self.tokens)}; this is a fault of the engine's adapter"
+            )
+        self.tokens.append(self.eos[0])
+        self.logprobs.append(0.0)
+        self.versions.append(-1)
+        self.trigger = trigger
+        self.end("repeat_terminated")
+
     def output(self) -> SequenceOutput:
         """The result of a sequence that has ended. Raises EngineError for one that has not."""
         if self.finish_reason is None:
@@ -101,6 +118,7 @@ class RunningSequence:
             raw_text=raw_text,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            trigger=self.trigger,
         )
 
     def _take(self, token: int, logprob: float, version: int) -> None:

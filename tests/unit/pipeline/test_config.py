@@ -48,7 +48,20 @@ def test_precedence_is_set_over_environment_over_yaml(tmp_path: Path) -> None:
         ("weights: {retention: 2}", ["weights.retention", "max_staleness + 2"]),
         ("sampling: {temperature: -1}", ["temperature must be >= 0"]),
         ("sampling: {temprature: 1}", ["sampling.temprature", "'temperature'"]),
-        ("rollout_matching: {repeat_terminate: {enabled: true}}", ["repeat_terminate.enabled", "no guard"]),
+        ("rollout_matching: {repeat_terminate: {min_new_tokens: -1}}", ["repeat_terminate.min_new_tokens", ">= 0"]),
+        ("rollout_matching: {repeat_terminate: {max_object_keys: 0}}", ["repeat_terminate.max_object_keys", "null"]),
+        (
+            "rollout_matching: {repeat_terminate: {max_object_keys: 1, object_key_prefix: ''}}",
+            ["repeat_terminate.object_key_prefix", "empty"],
+        ),
+        (
+            "rollout_matching: {repeat_terminate: {enabled: true, ngram_size: 0, max_consecutive_token_repeats: null}}",
+            ["repeat_terminate.enabled", "every rule is off"],
+        ),
+        (
+            "rollout_matching: {repeat_terminate: {}}\ncustom: {extra: {rollout_matching: {repeat_terminate: {}}}}",
+            ["rollout_matching and custom.extra.rollout_matching are both given"],
+        ),
         ("run: a\nrun: b", ["twice", "line 2"]),
         ("worker: [1, 2", ["not valid YAML"]),
         ("- a\n- b", ["top level must be a mapping"]),

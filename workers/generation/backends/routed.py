@@ -13,16 +13,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import EngineError, ModelError, RequestError, WeightsError
 from pipeline.logs import get_logger
-from workers.generation.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
+from workers.generation.contracts import Backend, EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.guard.probe import prove_guard
 
 
 class RoutedBackend:
     """`primary`, and the backend that `make_fallback` makes for requests with an image where primary takes none."""
 
-    def __init__(self, primary: Backend, make_fallback: Callable[[], Backend] | None = None) -> None:
+    def __init__(
+        self,
+        primary: Backend,
+        make_fallback: Callable[[], Backend] | None = None,
+        repeat_terminate: RepeatTerminateConfig | None = None,
+    ) -> None:
         self._primary, self._make = primary, make_fallback
+        self._guard = repeat_terminate or RepeatTerminateConfig()
         self._fallback: Backend | None = None
         self._failed: str | None = None  # why there is no fallback
         self._changing = asyncio.Lock()
@@ -41,8 +49,13 @@ class RoutedBackend:
         return self._primary.version
 
     async def start(self) -> None:
-        """Load the primary backend's model."""
+        """Load the primary backend's model, and prove its repeat guard. Raises what both raise."""
         await self._primary.start()
+        try:
+            await prove_guard(self._primary, self._guard)
+        except BaseException:
+            await self._primary.close()
+            raise
 
     async def for_images(self) -> Backend:
         """The backend that decodes prompts with an image. Raises EngineError if there is none."""
@@ -64,6 +77,10 @@ class RoutedBackend:
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence; one with an image where images can be decoded."""
+        if request.probe_guard is not None:
+            raise RequestError(
+                f"{request.seq_key}: rules of the repeat guard belong to the engine; leave probe_guard out"
+            )
         if request.image is None or self._primary.facts.supports_vlm:
             return await self._primary.decode(request)
         waits = (request.seq_key, asyncio.Event())
@@ -106,6 +123,10 @@ class RoutedBackend:
         """By the primary backend."""
         return await self._primary.score(token_ids)
 
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """Of the primary backend."""
+        return await self._primary.try_guard(token_ids)
+
     async def close(self) -> None:
         """End both; a fallback that is being loaded is waited for."""
         self._closed = True
@@ -128,6 +149,7 @@ class RoutedBackend:
     async def _start(self, fallback: Backend, facts: EngineFacts) -> Backend:
         try:
             await fallback.start()
+            await prove_guard(fallback, self._guard)
             if not fallback.facts.supports_vlm:
                 raise ModelError(f"{facts.model} is no vision-language model")
             if self._weights is not None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config.types import ModelConfig
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import EngineError, RequestError
 from workers.generation.backends.hf.images import PreparedImages
 from workers.generation.backends.hf.thread import DecodeThread
-from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
+from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.guard.watch import GuardCost
 
 
 class HfBackend:
@@ -20,10 +21,17 @@ class HfBackend:
     Calls may come from any event loop. `version` is that of the weights in `config.path`.
     """
 
-    def __init__(self, config: ModelConfig, *, max_batch: int = 32, version: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_batch: int = 32,
+        version: int = 0,
+        repeat_terminate: RepeatTerminateConfig | None = None,
+    ) -> None:
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
-        self._thread = DecodeThread(config, max_batch, version)
+        self._thread = DecodeThread(config, max_batch, version, repeat_terminate or RepeatTerminateConfig())
         self._facts: EngineFacts | None = None
         self._images: PreparedImages | None = None
         self._started = False
@@ -85,6 +93,17 @@ class HfBackend:
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
         return await asyncio.wrap_future(self._running().score(token_ids))
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """Show the tokens to a fresh guard. Raises EngineError if none is loaded."""
+        rules = self._running().guard
+        if rules is None:
+            raise EngineError("the hf engine has no repeat guard; set repeat_terminate.enabled")
+        return GuardTrial(rules, rules.guard().push_all(token_ids))
+
+    async def guard_cost(self) -> GuardCost:
+        """Of all steps since the last call."""
+        return self._running().guard_cost.taken()
 
     async def close(self) -> None:
         """End the thread; running sequences get an EngineError."""

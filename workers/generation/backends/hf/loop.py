@@ -20,6 +20,9 @@ from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.sampler import SamplingTable, sample
 from workers.generation.backends.hf.vision import forward, prefill_image
+from workers.guard.hf import triggered
+from workers.guard.rows import force
+from workers.guard.watch import GuardCost
 
 Ended = tuple[Row, EngineError | None]
 """A row that is out, and the error that ended it if any."""
@@ -31,11 +34,12 @@ PREFILL_TOKENS = 8192
 class Decoder:
     """The running batch. Used from one thread, under `torch.inference_mode`."""
 
-    def __init__(self, model: LoadedModel, version: int) -> None:
+    def __init__(self, model: LoadedModel, version: int, guard_cost: GuardCost | None = None) -> None:
         self.model = model
         self.version = version
         self.rows: list[Row] = []
         self._device = torch.device(model.facts.device)
+        self._guard_cost = guard_cost or GuardCost()
         self._cache = DecodeCache(self._device)
         self._table: SamplingTable | None = None
         self._last = torch.zeros(0, dtype=torch.int64, device=self._device)  # (rows,): newest tokens
@@ -112,12 +116,19 @@ class Decoder:
         """One token for each row, taken by it: (tokens (rows,), errors by index)."""
         errors: dict[int, EngineError] = {}
         allowed = self._allowed(rows, logits, errors)
+        loops = triggered(rows, self._guard_cost) if self.model.guard else {}
+        if loops:
+            ends = {index: rows[index].eos[0] for index in loops}
+            allowed = force(logits.clone() if allowed is None else allowed, ends)
         tokens, logprobs = sample(logits, table, allowed)
         for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
             if index in errors:
                 continue
             try:
-                row.accept(token, logprob, self.version, logits[index])
+                if index in loops:
+                    row.end_loop(loops[index])
+                else:
+                    row.accept(token, logprob, self.version, logits[index])
             except EngineError as error:
                 errors[index] = error
         return tokens, errors
@@ -125,16 +136,20 @@ class Decoder:
     def _allowed(
         self, rows: Sequence[Row], logits: torch.Tensor, errors: dict[int, EngineError]
     ) -> torch.Tensor | None:
-        """The logits as the rows' plugins change them, or None where there are none."""
-        hooked = [index for index, row in enumerate(rows) if row.hooks is not None]
-        if not hooked:
+        """The logits as the rows' plugins and requests change them, or None where none does."""
+        changed = [index for index, row in enumerate(rows) if row.hooks is not None or row.request.allowed_token_ids]
+        if not changed:
             return None
         allowed = logits.clone()
-        for index in hooked:
-            hooks = rows[index].hooks
-            assert hooks is not None
+        for index in changed:
+            row = rows[index]
+            if only := list(row.request.allowed_token_ids):
+                allowed[index] = float("-inf")
+                allowed[index, only] = logits[index, only]
+            if row.hooks is None:
+                continue
             try:
-                allowed[index] = hooks.process(logits[index])
+                allowed[index] = row.hooks.process(allowed[index])
             except EngineError as error:
                 errors[index] = error
         return allowed

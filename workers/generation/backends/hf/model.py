@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ import transformers
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config.types import ModelConfig
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import ModelError
 from workers.generation.backends.hf import attention
 from workers.generation.chat_template import load_tokenizer
 from workers.generation.contracts import EngineFacts
 from workers.generation.model_files import check_directory, eos_token_ids, has_vision
 from workers.generation.preprocess import VisionProcessor
+from workers.guard.rules import GuardRules
 
 _CACHEABLE = {"full_attention", "sliding_attention"}
 
@@ -40,10 +41,11 @@ class LoadedModel:
     last_logits_only: dict[str, int]  # forward arguments that ask for the last position's logits
     rope_index: Callable[..., Any] | None = None  # positions of a prompt with an image, where they have 3 axes
     vision: VisionProcessor | None = None  # None: takes no images
+    guard: GuardRules | None = None  # None: loops run on
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Load the model of `config.path`. Raises ModelError."""
+def load_model(config: ModelConfig, repeat_terminate: RepeatTerminateConfig) -> LoadedModel:
+    """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard that it cannot have."""
     check_directory(config.path)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
@@ -59,14 +61,17 @@ def load_model(config: ModelConfig) -> LoadedModel:
             f"{config.path}: {type(module).__name__} looks at an image in both directions, which the hf backend does "
             "not do; set model.variant to text, or use the vllm backend"
         )
+    facts = _facts(config, module, tokenizer, supports_vlm=vision is not None)
+    guard = GuardRules.for_engine(repeat_terminate, tokenizer, facts.eos_token_ids, config.path)
     return LoadedModel(
         module,
         tokenizer,
-        _facts(config, module, tokenizer, supports_vlm=vision is not None),
+        replace(facts, repeat_terminate=guard is not None),
         pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         last_logits_only={"logits_to_keep": 1} if "logits_to_keep" in takes else {},
         rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),
         vision=vision,
+        guard=guard,
     )
 
 

@@ -10,20 +10,29 @@ from workers.generation.backends.hf.hooks import RowHooks
 from workers.generation.contracts import EngineFacts, SequenceRequest
 from workers.generation.preprocess import VisionInputs
 from workers.generation.running import RunningSequence
+from workers.guard.rules import GuardRules
+from workers.guard.watch import Watch
 
 
 class Row(RunningSequence):
-    """A sequence with its image and its plugin hooks, if any."""
+    """A sequence with its image, its plugin hooks and its repeat guard, if any."""
 
-    __slots__ = ("hooks", "pad_token_id", "vision")
+    __slots__ = ("hooks", "pad_token_id", "vision", "watch")
 
     def __init__(
-        self, request: SequenceRequest, tokenizer: Any, facts: EngineFacts, vision: VisionInputs | None = None
+        self,
+        request: SequenceRequest,
+        tokenizer: Any,
+        facts: EngineFacts,
+        vision: VisionInputs | None = None,
+        guard: GuardRules | None = None,
     ) -> None:
         """Raises RequestError for a request that the engine cannot decode whole."""
         super().__init__(request, tokenizer, facts, None if vision is None else vision.token_ids)
         self.vision = vision
         self.pad_token_id = request.pad_token_id
+        rules = request.probe_guard or guard
+        self.watch = Watch(rules.guard(), self.tokens, self.eos[0]) if rules is not None else None
         self.hooks: RowHooks | None = None
         if any(plugin.hooks for plugin in request.plugins):
             self.hooks = RowHooks(request.plugins, self.prompt, tokenizer, torch.device(facts.device))

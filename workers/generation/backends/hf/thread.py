@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config.types import ModelConfig
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
 from workers.generation.backends.hf.loop import Decoder, Ended
 from workers.generation.backends.hf.model import load_model
@@ -34,6 +34,8 @@ from workers.generation.backends.hf.weights import load_weights
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
 from workers.generation.limits import check_token_ids
 from workers.generation.preprocess import VisionInputs, VisionProcessor
+from workers.guard.rules import GuardRules
+from workers.guard.watch import GuardCost
 
 _STOP_S = 10.0
 _Job = tuple[Any, "Future[Any]"]
@@ -42,11 +44,15 @@ _Job = tuple[Any, "Future[Any]"]
 class DecodeThread:
     """Start it once; `ready` resolves to the engine's facts, or to why the model did not load."""
 
-    def __init__(self, config: ModelConfig, max_batch: int, version: int) -> None:
+    def __init__(
+        self, config: ModelConfig, max_batch: int, version: int, repeat_terminate: RepeatTerminateConfig
+    ) -> None:
         self.ready: Future[EngineFacts] = Future()
         self.version = version
         self.processor: VisionProcessor | None = None  # once the model is loaded, if it takes images
-        self._config = config
+        self.guard: GuardRules | None = None  # the same, if loops are ended
+        self.guard_cost = GuardCost()
+        self._config, self._repeat_terminate = config, repeat_terminate
         self._max_batch = max_batch
         self._wake = threading.Condition()
         self._joins: deque[_Job] = deque()
@@ -111,8 +117,8 @@ class DecodeThread:
         cause: Exception | None = None
         try:
             with torch.inference_mode():
-                decoder = Decoder(load_model(self._config), self.version)
-                self.processor = decoder.model.vision
+                decoder = Decoder(load_model(self._config, self._repeat_terminate), self.version, self.guard_cost)
+                self.processor, self.guard = decoder.model.vision, decoder.model.guard
                 self.ready.set_result(decoder.model.facts)
                 while self._wait(decoder):
                     self._serve(decoder)
@@ -187,7 +193,8 @@ class DecodeThread:
             try:
                 if self._torn is not None:
                     raise EngineError(f"the weights are half loaded: {self._torn}") from self._torn
-                row = Row(request, decoder.model.tokenizer, decoder.model.facts, vision)
+                model = decoder.model
+                row = Row(request, model.tokenizer, model.facts, vision, model.guard)
             except SluiceError as error:
                 _fail(future, error)
                 continue

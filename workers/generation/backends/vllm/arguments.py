@@ -10,16 +10,24 @@ from typing import Any
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.config.suggest import nearest
 from pipeline.errors import ConfigError, ModelError
+from workers.generation.backends.vllm.extension import WorkerExtension
 from workers.generation.backends.vllm.images import Vision
 from workers.generation.backends.vllm.processor import SeededSampler
-from workers.generation.backends.vllm.weights import WeightLoader
+from workers.guard.arguments import ADDITIONAL
+from workers.guard.rules import GuardRules
+from workers.guard.vllm import WorkerRepeatTerminate
 
 _OPTIONS = frozenset(VllmEngineOptions.__struct_fields__) - {"extra", "kv_cache_gb"}
 _GIB = 1 << 30
 
 
 def engine_arguments(
-    model: ModelConfig, options: VllmEngineOptions, max_batch: int, log_config: Path, vision: Vision | None = None
+    model: ModelConfig,
+    options: VllmEngineOptions,
+    max_batch: int,
+    log_config: Path,
+    vision: Vision | None = None,
+    guard: GuardRules | None = None,
 ) -> Any:
     """`AsyncEngineArgs`. Raises ConfigError for an unknown or reserved option, ModelError for a device not there."""
     from vllm.config.logging import LoggingConfig
@@ -34,8 +42,8 @@ def engine_arguments(
         "dtype": _dtype(model.dtype, current_platform.is_cpu()),
         "max_num_seqs": max_batch,
         "logprobs_mode": "raw_logprobs",
-        "logits_processors": [_name(SeededSampler)],
-        "worker_extension_cls": _name(WeightLoader, "."),
+        "logits_processors": [_name(SeededSampler), *([_name(WorkerRepeatTerminate)] if guard else [])],
+        "worker_extension_cls": _name(WorkerExtension, "."),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -48,6 +56,8 @@ def engine_arguments(
     }
     if current_platform.is_cpu():
         ours["kv_cache_memory_bytes"] = _kv_cache_bytes(options)
+    if guard is not None:
+        ours["additional_config"] = {ADDITIONAL: guard.plain()}
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in options.extra:
         if name in ours:

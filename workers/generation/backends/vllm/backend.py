@@ -9,11 +9,12 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.errors import ConfigError, EngineError
 from workers.generation.backends.vllm.engine import Engine
 from workers.generation.backends.vllm.loop_thread import LoopThread
-from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
+from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.guard.watch import GuardCost
 
 _STOP_S = 15.0
 _Result = TypeVar("_Result")
@@ -26,11 +27,18 @@ class VllmBackend:
     """
 
     def __init__(
-        self, model: ModelConfig, *, max_batch: int = 32, options: VllmEngineOptions | None = None, version: int = 0
+        self,
+        model: ModelConfig,
+        *,
+        max_batch: int = 32,
+        options: VllmEngineOptions | None = None,
+        version: int = 0,
+        repeat_terminate: RepeatTerminateConfig | None = None,
     ) -> None:
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
-        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version)
+        guard = repeat_terminate or RepeatTerminateConfig()
+        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version, guard)
         self._thread: LoopThread | None = None
         self._closed = False
 
@@ -76,6 +84,14 @@ class VllmBackend:
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
         return await self._do(self._engine.score(token_ids))
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """Show the tokens to a fresh guard in the core. Raises EngineError if none is loaded."""
+        return await self._do(self._engine.try_guard(token_ids))
+
+    async def guard_cost(self) -> GuardCost:
+        """Of all steps of the core since the last call."""
+        return await self._do(self._engine.guard_cost())
 
     async def close(self) -> None:
         """End the engine and its processes; running sequences get an EngineError."""

@@ -8,12 +8,13 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.errors import EngineError, TornWeights
 from workers.generation.backends.vllm.logs import EngineLog
 from workers.generation.backends.vllm.sequences import Sequences
 from workers.generation.backends.vllm.starting import StartedEngine, start_engine
-from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
+from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.guard.watch import GuardCost
 
 _CORE_STOP_S = 5.0
 _Result = TypeVar("_Result")
@@ -22,8 +23,15 @@ _Result = TypeVar("_Result")
 class Engine:
     """Its coroutines run on one loop; `facts`, `version`, `started` and `progress` may be read from any thread."""
 
-    def __init__(self, model: ModelConfig, options: VllmEngineOptions, max_batch: int, version: int) -> None:
-        self._settings = (model, options, max_batch)
+    def __init__(
+        self,
+        model: ModelConfig,
+        options: VllmEngineOptions,
+        max_batch: int,
+        version: int,
+        repeat_terminate: RepeatTerminateConfig,
+    ) -> None:
+        self._settings = (model, options, max_batch, repeat_terminate)
         self._log: EngineLog | None = None
         self._version = version
         self._engine: StartedEngine | None = None
@@ -68,6 +76,14 @@ class Engine:
     async def score(self, token_ids: Sequence[int]) -> float:
         """See `contracts.Backend`."""
         return await self._tracked(self._running().score(token_ids))
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """See `contracts.Backend`."""
+        return await self._tracked(self._running().guard.attempt(token_ids))
+
+    async def guard_cost(self) -> GuardCost:
+        """Of all steps since the last call."""
+        return await self._tracked(self._running().guard.cost())
 
     async def load_weights(self, directory: Path, version: int) -> None:
         """See `contracts.Backend`."""

@@ -6,15 +6,17 @@ from typing import Any
 
 from workers.generation.backends.vllm.names import EXTRA
 from workers.generation.running import RunningSequence
+from workers.guard.arguments import GuardArguments
 
 _DELTA_TOKENS = 16
 """Tokens that vLLM may hold back; bounds how late a deadline, a report and `progress` see them."""
 
 
-def vllm_sampling(sequence: RunningSequence) -> Any:
+def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None) -> Any:
     """`vllm.SamplingParams` for what is left of the sequence.
 
     Ends by ids and length are found by vLLM as well, so that it stops in the same step; all else is found by us.
+    The repeat guard's reserved id is one of those.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -36,14 +38,15 @@ def vllm_sampling(sequence: RunningSequence) -> Any:
         temperature=1.0 if sampled else 0.0,
         repetition_penalty=sampling.repetition_penalty,
         max_tokens=sampling.max_new_tokens - done,
-        stop_token_ids=sequence.end_token_ids,
+        stop_token_ids=[*sequence.end_token_ids, *([guard.forced] if guard else [])],
+        allowed_token_ids=list(request.allowed_token_ids) or None,
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=interval,
-        extra_args={EXTRA: extra} if sampled else None,
+        extra_args={**({EXTRA: extra} if sampled else {}), **(guard.plain() if guard else {})} or None,
         skip_clone=True,
     )
 

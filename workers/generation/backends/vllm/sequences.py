@@ -18,6 +18,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pipeline.errors import EngineError, RequestError, SluiceError
+from workers.generation.backends.vllm.guard import CoreGuard
 from workers.generation.backends.vllm.sampling import vllm_sampling, vllm_scoring
 from workers.generation.backends.vllm.starting import StartedEngine
 from workers.generation.contracts import SequenceOutput, SequenceRequest
@@ -32,11 +33,12 @@ _LOOK_S = 0.5
 class _Entry:
     """One `decode` call: `request_id` is None until vLLM has it."""
 
-    __slots__ = ("aborted", "request_id", "seq_key")
+    __slots__ = ("aborted", "request_id", "reserved", "seq_key")
 
     def __init__(self, seq_key: str) -> None:
         self.seq_key = seq_key
         self.request_id: str | None = None
+        self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id came
         self.aborted = False
 
 
@@ -54,6 +56,16 @@ class Sequences:
         self._changed = asyncio.Condition()
         self._loading = False
         self._progress = time.monotonic()
+        self._guard: CoreGuard | None = None
+        if engine.guard is not None:
+            self._guard = CoreGuard(engine.guard, engine.tokenizer, engine.facts.vocab_size, self._call)
+
+    @property
+    def guard(self) -> CoreGuard:
+        """Raises EngineError if none is loaded."""
+        if self._guard is None:
+            raise EngineError("the vllm engine has no repeat guard; set repeat_terminate.enabled")
+        return self._guard
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence. Raises RequestError or EngineError."""
@@ -181,17 +193,40 @@ class Sequences:
             self._progress = time.monotonic()
 
     async def _follow(self, sequence: RunningSequence, entry: _Entry, prompt: Any) -> None:
-        """Send it and take its tokens until it ends; a sequence that ends here first is aborted there."""
+        """Send it and take its tokens until it ends."""
+        while sequence.finish_reason is None and not entry.aborted:
+            await self._send(sequence, entry, prompt)
+            if entry.reserved is not None and sequence.finish_reason is None:
+                await self._after_reserved(sequence, entry)
+
+    async def _after_reserved(self, sequence: RunningSequence, entry: _Entry) -> None:
+        """vLLM ended it by the reserved id: ask the guard why. A model that chose that id by itself goes on."""
+        assert self._guard is not None
+        assert entry.request_id is not None
+        assert entry.reserved is not None
+        (token, logprob), entry.reserved = entry.reserved, None
+        trigger = await self._guard.why(entry.request_id)
+        if trigger is not None:
+            sequence.end_loop(trigger)
+        else:
+            sequence.push(token, logprob, self.version)
+
+    async def _send(self, sequence: RunningSequence, entry: _Entry, prompt: Any) -> None:
+        """One request to vLLM; a sequence that ends here before it ends there is aborted there."""
         entry.request_id = self._next_id()
         version, final = self.version, None
+        guard = self._guard.arguments(sequence, entry.request_id) if self._guard is not None else None
         # The tokens so far come after the expansion: an image token among them is no placeholder.
         prompt = {**prompt, "prompt_token_ids": sequence.context}
-        outputs = self._outputs(prompt, vllm_sampling(sequence), entry.request_id)
+        outputs = self._outputs(prompt, vllm_sampling(sequence, guard), entry.request_id)
         async with aclosing(outputs):
             async for output in outputs:
                 completion = output.outputs[0]
                 final = completion.finish_reason
                 for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
+                    if guard is not None and token == guard.forced:
+                        entry.reserved = (token, logprob)
+                        return
                     if sequence.push(token, logprob, version):
                         return
         if not entry.aborted:
@@ -215,6 +250,9 @@ class Sequences:
             raise RequestError(f"vLLM refuses the request: {error}") from error
         except EngineGenerateError as error:
             raise EngineError(f"vLLM failed over one request: {error.__cause__!r}") from error
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        return await self.or_dead(self._llm.collective_rpc(method, args=args))
 
     def _next_id(self) -> str:
         return f"sluice-{next(self._ids)}"

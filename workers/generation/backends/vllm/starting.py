@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.errors import ConfigError, EngineError, ModelError
 from pipeline.logs import get_logger
 from workers.generation.backends.vllm.checkpoint import Checkpoint
@@ -18,6 +18,8 @@ from workers.generation.backends.vllm.logs import EngineLog
 from workers.generation.chat_template import load_tokenizer
 from workers.generation.contracts import EngineFacts
 from workers.generation.model_files import check_directory, eos_token_ids
+from workers.guard.interface import check_interfaces
+from workers.guard.rules import GuardRules, check_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,19 @@ class StartedEngine:
     facts: EngineFacts
     checkpoint: Checkpoint
     vision: Vision | None = None  # None: takes no images
+    guard: GuardRules | None = None  # None: loops run on
 
 
-def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int, log: EngineLog) -> StartedEngine:
+def start_engine(
+    model: ModelConfig,
+    options: VllmEngineOptions,
+    max_batch: int,
+    repeat_terminate: RepeatTerminateConfig,
+    log: EngineLog,
+) -> StartedEngine:
     """Start vLLM from within the event loop that is to serve it; blocks for seconds to minutes.
 
-    Raises ModelError, ConfigError or, if the core died without saying why, EngineError.
+    Raises ModelError, ConfigError, or EngineError if the core died without saying why or the guard cannot be loaded.
     """
     check_directory(model.path)
     if model.attn_implementation is not None:
@@ -42,6 +51,7 @@ def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int,
     vision = Vision.of(model, options)
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     checkpoint = Checkpoint(model)
+    guard = GuardRules.of(repeat_terminate, tokenizer) if repeat_terminate.enabled else None
     chosen = os.environ.get(FORK)
     with engine_environment(log.folder):
         from vllm.platforms import current_platform
@@ -51,7 +61,9 @@ def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int,
 
         if current_platform.is_cpu():
             prepare_cpu(torch.get_num_threads())
-        arguments = engine_arguments(model, options, max_batch, log.write_config(), vision)
+        if guard is not None:
+            check_interfaces()
+        arguments = engine_arguments(model, options, max_batch, log.write_config(), vision, guard)
         try:
             config = arguments.create_engine_config()
         except (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError, NotImplementedError) as error:
@@ -59,14 +71,16 @@ def start_engine(model: ModelConfig, options: VllmEngineOptions, max_batch: int,
             raise ModelError(
                 f"{model.path}: vLLM cannot run this model with these options: {_plain(error, log)}{hint}"
             ) from error
+        if guard is not None:
+            check_end(model.path, eos_token_ids(_eos_sources(config.model_config, tokenizer)))
         prefer_fork(chosen)
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, ValueError, OSError, TimeoutError) as error:
             raise _start_error(model.path, error, log) from error
         vision = _taken(model, config, vision)
-        facts = _facts(model, config, tokenizer, supports_vlm=vision is not None)
-        return StartedEngine(llm, tokenizer, facts, checkpoint, vision)
+        facts = _facts(model, config, tokenizer, supports_vlm=vision is not None, guarded=guard is not None)
+        return StartedEngine(llm, tokenizer, facts, checkpoint, vision, guard)
 
 
 def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | None:
@@ -95,7 +109,7 @@ def _plain(error: Exception, log: EngineLog) -> str:
     return ": ".join(part for part in (" ".join(text.split()) or type(error).__name__, log.last_cause()) if part)
 
 
-def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: bool) -> EngineFacts:
+def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: bool, guarded: bool) -> EngineFacts:
     import vllm
 
     text = config.model_config
@@ -114,6 +128,7 @@ def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: boo
         eos_token_ids=eos_token_ids(_eos_sources(config.model_config, tokenizer)),
         context_length=text.max_model_len,
         supports_vlm=supports_vlm,
+        repeat_terminate=guarded,
         flags=tuple(flags),
     )
 

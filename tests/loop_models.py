@@ -1,0 +1,94 @@
+"""A real Qwen3 whose greedy continuation is written by hand: every token has one successor.
+
+Embeddings are one-hot and the layers add nothing, so that the head reads the last token alone; attention and
+feed-forward are computed all the same. Chains lead into loops of known periods, or to an end of sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.tiny_models import build_tokenizer
+
+PERIODS = (1, 2, 3, 5, 8)
+_MARGIN = 30.0  # between the best two logits
+
+
+@dataclass(frozen=True)
+class LoopModel:
+    """`successor[t]` follows token t; `looping` and `healthy` are first tokens of chains."""
+
+    directory: Path
+    eos: int
+    successor: dict[int, int]
+    looping: tuple[int, ...]
+    healthy: tuple[int, ...]
+
+    def continuation(self, token: int, count: int) -> list[int]:
+        """The next tokens after `token`, up to and with an end of sequence."""
+        tokens: list[int] = []
+        while len(tokens) < count and token != self.eos:
+            token = self.successor[token]
+            tokens.append(token)
+        return tokens
+
+
+def save_loop_model(
+    directory: Path, *, context: int = 256, eos_token_id: int | None = None, sharpness: float = _MARGIN
+) -> LoopModel:
+    """Write it; `eos_token_id` 0 makes the first token of the vocabulary the end of sequence."""
+    tokenizer: Any = build_tokenizer()
+    vocab = len(tokenizer)
+    eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+    successor, looping, healthy = _chains([token for token in range(vocab) if token != eos], eos)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=288,  # one dimension for each token
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,
+        eos_token_id=eos,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        _write(model, successor, sharpness)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return LoopModel(directory, eos, successor, tuple(looping), tuple(healthy))
+
+
+def _chains(tokens: list[int], eos: int) -> tuple[dict[int, int], list[int], list[int]]:
+    """Loops with a lead of 0 to 6 tokens in turn, until a third of the vocabulary is left for one healthy chain."""
+    successor, looping, at = {eos: eos}, list[int](), 0
+    while at < 2 * len(tokens) // 3:
+        for lead, period in enumerate(PERIODS):
+            chain = tokens[at : at + lead + period]
+            successor |= dict(zip(chain, [*chain[1:], chain[lead]], strict=True))
+            looping += chain[: lead + 1]
+            at += lead + period
+    rest = tokens[at:]
+    successor |= dict(zip(rest, [*rest[1:], eos], strict=True))
+    return successor, looping, rest
+
+
+def _write(model: Any, successor: dict[int, int], sharpness: float) -> None:
+    layer, hidden = model.model.layers[0], model.config.hidden_size
+    embeddings = torch.eye(hidden)[: model.config.vocab_size]
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    model.model.embed_tokens.weight.copy_(embeddings)
+    head = torch.zeros_like(model.lm_head.weight)
+    for token, following in successor.items():
+        head[following, token] = sharpness / hidden**0.5  # the final norm scales a one-hot by sqrt(hidden)
+    model.lm_head.weight.copy_(head)

@@ -1,0 +1,93 @@
+"""The proof, after every start and before anything is served, that the guard which is loaded fires.
+
+- A real decode of one token over and over, under rules that are lowered for it, must be ended by the guard.
+- Each rule of the run is then shown tokens that break it, on the loaded instance and with its own thresholds.
+"""
+
+from __future__ import annotations
+
+from itertools import count, cycle, islice
+from typing import TYPE_CHECKING
+
+from pipeline.config.types import RepeatTerminateConfig
+from pipeline.errors import EngineError
+from pipeline.logs import get_logger
+from pipeline.messages import SamplingParams
+from workers.guard.repeat import RepeatTrigger, Rule
+from workers.guard.rules import GuardRules
+
+if TYPE_CHECKING:
+    from workers.generation.contracts import Backend
+
+_RUN = 3  # tokens of the probe
+_LOWERED = RepeatTerminateConfig(
+    enabled=True, min_new_tokens=1, max_consecutive_token_repeats=_RUN, ngram_size=None, max_object_keys=None
+)
+
+
+async def prove_guard(backend: Backend, config: RepeatTerminateConfig) -> None:
+    """Raises EngineError unless a guard with exactly these rules is active in the started engine."""
+    if not config.enabled:
+        return
+    facts = backend.facts
+    where = f"the {facts.name} engine ({facts.engine_version})"
+    if not facts.repeat_terminate:
+        raise EngineError(f"{where}: repeat_terminate is enabled, and no guard was loaded")
+    await _prove_decode(backend, where)
+    rules = (await backend.try_guard([])).rules
+    if rules.config != config:
+        raise EngineError(f"{where}: the loaded guard has other thresholds: {rules.config}, the run asks for {config}")
+    proved = [rule for rule in rules.tokens_needed() if await _prove_rule(backend, rules, rule, where)]
+    get_logger().info("repeat guard proved", backend=facts.name, decode="ended a loop", rules=",".join(proved))
+
+
+async def _prove_decode(backend: Backend, where: str) -> None:
+    from workers.generation.contracts import SequenceRequest
+
+    facts = backend.facts
+    token = next(token for token in range(facts.vocab_size) if token not in facts.eos_token_ids)
+    output = await backend.decode(
+        SequenceRequest(
+            seq_key="repeat-guard-probe",
+            prompt_token_ids=(token,),
+            sampling=SamplingParams(temperature=0, max_new_tokens=2 * _RUN),
+            allowed_token_ids=(token,),
+            probe_guard=GuardRules(_LOWERED),
+        )
+    )
+    wanted = (RepeatTrigger("consecutive", _RUN), [token] * _RUN + [facts.eos_token_ids[0]])
+    if (output.trigger, output.token_ids) != wanted:
+        raise EngineError(
+            f"{where}: the repeat guard is loaded and does not fire: {_RUN} equal tokens gave {output.token_ids}, "
+            f"{output.finish_reason}; this worker takes no job"
+        )
+
+
+async def _prove_rule(backend: Backend, rules: GuardRules, rule: Rule, where: str) -> bool:
+    """False (and a warning) for a rule that no sequence of this engine is long enough for."""
+    needed, context = rules.tokens_needed()[rule], backend.facts.context_length
+    if needed >= context:
+        get_logger().warning(
+            "a rule of the repeat guard can never fire", rule=rule, tokens_needed=needed, context_length=context
+        )
+        return False
+    tokens = breaking_tokens(rules, rule)
+    wanted, trigger = rules.guard().push_all(tokens), (await backend.try_guard(tokens)).trigger
+    if trigger is None or trigger != wanted:
+        raise EngineError(
+            f"{where}: {len(tokens)} tokens that break the rule {rule} give {trigger} on the loaded guard, not {wanted}"
+        )
+    return True
+
+
+def breaking_tokens(rules: GuardRules, rule: Rule) -> list[int]:
+    """Tokens after the last of which this rule triggers, unless another one must do so first."""
+    needed, keys = rules.tokens_needed()[rule], list(rules.key_pattern)
+    if rule == "object_keys":
+        return keys * -(-needed // len(keys))
+    a, b, c = islice((token for token in count() if token not in keys), 3)
+    if rule == "consecutive":
+        return [a] * needed
+    size = rules.config.ngram_size or 1
+    block = [a, b] * (size // 2) + [c] * (size % 2)  # no two neighbours are equal, at its borders neither
+    return list(islice(cycle(block), needed))

@@ -1,0 +1,50 @@
+"""What the vLLM adapters share: rules and arguments of requests, and the triggers that wait to be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers.guard.arguments import GuardArguments
+from workers.guard.repeat import RepeatGuard, RepeatTrigger
+from workers.guard.rules import GuardRules
+from workers.guard.watch import GuardCost
+
+_MAX_NOTED = 4096
+"""Triggers that nobody asked for, of requests that were aborted in that very step."""
+
+
+class GuardRequests:
+    """One for each loaded processor; `eos` ends a request that brings neither arguments nor an EOS of its own."""
+
+    def __init__(self, rules: GuardRules, eos: int = 0) -> None:
+        self.rules = rules
+        self.cost = GuardCost()
+        self._eos = eos
+        self._noted: dict[str, RepeatTrigger] = {}
+        self._starting = True
+
+    def begin(self, sampling: Any) -> tuple[RepeatGuard, GuardArguments]:
+        """A guard for a new request of these `vllm.SamplingParams`."""
+        asked = GuardArguments.of(sampling.extra_args)
+        if asked is None:
+            primary = sampling.eos_token_id
+            return self.rules.guard(), GuardArguments(key="", forced=self._eos if primary is None else primary)
+        if asked.probe is not None and self._starting:
+            return GuardRules.from_plain(asked.probe).guard(), asked
+        return self.rules.guard(), asked
+
+    def started(self) -> None:
+        """From now on requests cannot bring rules of their own."""
+        self._starting = False
+
+    def note(self, key: str, trigger: RepeatTrigger) -> None:
+        """Keep it until it is asked for; requests without a key have nobody who asks."""
+        if not key:
+            return
+        if len(self._noted) >= _MAX_NOTED:
+            del self._noted[next(iter(self._noted))]
+        self._noted[key] = trigger
+
+    def take(self, key: str) -> RepeatTrigger | None:
+        """Why the request of this key was ended, or None: its last token was the model's own choice."""
+        return self._noted.pop(key, None)

@@ -1,0 +1,59 @@
+"""One guarded sequence of a running batch, and what guarding costs; shared by the adapters, torch-free."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from workers.guard.repeat import RepeatGuard, RepeatTrigger
+
+
+class Watch:
+    """Follows a list of generated tokens that its engine appends to; `forced` is the id that ends the sequence.
+
+    Negative ids are places that an asynchronous scheduler has not filled yet: they are read later.
+    """
+
+    __slots__ = ("forced", "generated", "guard", "seen")
+
+    def __init__(self, guard: RepeatGuard, generated: list[int], forced: int) -> None:
+        self.guard, self.generated, self.forced = guard, generated, forced
+        self.seen = 0
+
+    def look(self) -> RepeatTrigger | None:
+        """Read what is new; the trigger if the next token is to be the forced one."""
+        generated = self.generated
+        while self.seen < len(generated):
+            token = generated[self.seen]
+            if token < 0:
+                break
+            self.seen += 1
+            self.guard.push(token)
+        return self.guard.trigger
+
+
+@dataclass(slots=True)
+class GuardCost:
+    """Time spent in the guard beside the time that passed, over the steps of a running batch."""
+
+    spent_ns: int = 0
+    elapsed_ns: int = 0
+    steps: int = 0
+    tokens: int = 0  # rows, summed over steps
+    _last: int = 0
+
+    def step(self, began_ns: int, rows: int) -> None:
+        """Note one call of the guard that began at `time.perf_counter_ns()` and ends now."""
+        now = time.perf_counter_ns()
+        self.spent_ns += now - began_ns
+        if self._last:
+            self.elapsed_ns += now - self._last
+        self._last = now
+        self.steps += 1
+        self.tokens += rows
+
+    def taken(self) -> GuardCost:
+        """What was counted so far; it counts anew from the next step on."""
+        cost = replace(self)
+        self.spent_ns = self.elapsed_ns = self.steps = self.tokens = self._last = 0
+        return cost
