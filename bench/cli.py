@@ -85,3 +85,34 @@ def engine(
 
     plan = Plan.of(counts=counts, rounds=rounds, threads=threads, longest=longest, vllm=vllm, quick=quick)
     finish(compare(plan), as_json=json)
+
+
+@app.command
+def guard(
+    *,
+    json: bool = False,
+    counts: tuple[int, ...] = (1, 64, 256),
+    sequences: int = 192,
+    longest: int = 2048,
+    run_sequences: int = 128,
+    vllm: bool = True,
+    quick: bool = False,
+) -> None:
+    """The repeat guard with its default thresholds: its share of a step, its cost a token, and what it saves.
+
+    Guard time over step time inside the engine's process, by --counts of sequences, on both backends; the rule alone
+    beside a naive re-scan and vLLM's own check; tail tokens saved of --sequences, half of which loop, beside an
+    oracle; and --run-sequences of them through two whole runs, without the guard and with it (0 leaves them out).
+    About 4 minutes. --longest is the new tokens that a looping sequence may have, in the runs at most 1024; --quick
+    takes half a minute and proves nothing.
+
+    Example: `sluice bench guard --no-vllm --json`
+    """
+    from bench.guard.measure import measure
+    from bench.guard.plan import Plan
+    from bench.report import finish
+
+    plan = Plan.of(
+        counts=counts, sequences=sequences, longest=longest, run_sequences=run_sequences, vllm=vllm, quick=quick
+    )
+    finish(measure(plan), as_json=json)

@@ -30,6 +30,7 @@ def write(
     page = template.render(
         run=run_dir.name,
         summary=summary,
+        guard=guard_cards(read_steps(run_dir / "metrics.jsonl")),
         charts=[_f1_chart(summary, drill, run_dir), _flow_chart(drill), _rate_chart(drill)],
         scenes=_pictures(scenes, decode_scenes(warm, scenes), decode_scenes(final, scenes)),
         kill_at_s=drill.kill_at_s,
@@ -37,6 +38,14 @@ def write(
     target = run_dir / "report.html"
     write_atomic(target, page)
     return target.resolve()
+
+
+def guard_cards(steps: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """What the repeat guard did in the whole run; nothing where it was off."""
+    if not any(step.get("rollout/repeat_terminate_active") for step in steps):
+        return []
+    names = {"ended as loops": "triggered_sequences", "tokens saved": "tokens_saved"}
+    return [(title, int(steps[-1].get(f"total/rollout/repeat_terminate_{key}", 0))) for title, key in names.items()]
 
 
 def _f1_chart(summary: dict[str, Any], drill: Drill, run_dir: Path) -> str:

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from pipeline.status import Snapshot
+from pipeline.status_words import guard, guard_counts
 
 _PLAIN_EVERY_S = 5.0
 _RATE_WINDOW_S = 15.0
@@ -72,7 +73,7 @@ class Progress:
             "version": "-" if now.latest_version is None else str(now.latest_version),
             "lag": str(now.version_lag),
             "rollout F1": "-" if f1 is None else f"{f1:.2f}",
-            "triggers": f"{now.metrics.get('rollout/repeat_terminate_triggered_sequences', 0):.0f}",
+            "triggers": f"{guard_counts(now)[0]}" if guard(now) else "-",
             "ETA": self._eta(now),
         }
         return {**cells, **self.extra}

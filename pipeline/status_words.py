@@ -46,6 +46,24 @@ def findings(now: Snapshot) -> list[str]:
     return found
 
 
+def guard(now: Snapshot) -> str:
+    """Where the repeat guard is on and what it did in the sequences that are trained; empty where it is off."""
+    workers = now.alive("worker")
+    watched = sum("repeat_terminate" in row.facts for row in workers)
+    if not watched and not now.metrics.get("rollout/repeat_terminate_active"):
+        return ""
+    ended, saved = guard_counts(now)
+    done = f"{_count(ended, 'sequence')} ended, {_count(saved, 'token')} saved"
+    return f"on in {watched} of {_count(len(workers), 'worker')}; {done}" if workers else done
+
+
+def guard_counts(now: Snapshot) -> tuple[int, int]:
+    """(sequences that the repeat guard ended, tokens that it saved) among those that are trained."""
+    names = ("triggered_sequences", "tokens_saved")
+    ended, saved = (int(now.metrics.get(f"total/rollout/repeat_terminate_{name}", 0)) for name in names)
+    return ended, saved
+
+
 def _nobody(now: Snapshot) -> list[str]:
     """Roles with work and without a live process."""
     results = sum(lag.entries for lag in now.lag if lag.stream.startswith("results"))

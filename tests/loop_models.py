@@ -6,6 +6,9 @@ feed-forward are computed all the same. Chains lead into loops of known periods,
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.tiny_models import build_tokenizer
 
 PERIODS = (1, 2, 3, 5, 8)
+Chain = tuple[Sequence[int], Sequence[int]]
+"""Tokens that lead into a loop, and the loop."""
+
 _MARGIN = 30.0  # between the best two logits
 
 
@@ -39,13 +45,26 @@ class LoopModel:
 
 
 def save_loop_model(
-    directory: Path, *, context: int = 256, eos_token_id: int | None = None, sharpness: float = _MARGIN
+    directory: Path,
+    *,
+    context: int = 256,
+    eos_token_id: int | None = None,
+    sharpness: float = _MARGIN,
+    chains: Sequence[Chain] = (),
 ) -> LoopModel:
-    """Write it; `eos_token_id` 0 makes the first token of the vocabulary the end of sequence."""
+    """Write it; `eos_token_id` 0 makes the first token of the vocabulary the end of sequence.
+
+    `chains` are written as they are, without a common token; the other tokens are laid out by themselves.
+    """
     tokenizer: Any = build_tokenizer()
     vocab = len(tokenizer)
     eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
-    successor, looping, healthy = _chains([token for token in range(vocab) if token != eos], eos)
+    taken = {eos, *(token for lead, loop in chains for token in (*lead, *loop))}
+    successor, looping, healthy = _chains([token for token in range(vocab) if token not in taken], eos)
+    for lead, loop in chains:
+        chain = [*lead, *loop, loop[0]]
+        successor |= dict(itertools.pairwise(chain))
+        looping += [*lead, loop[0]]
     config = Qwen3Config(
         vocab_size=vocab,
         hidden_size=288,  # one dimension for each token
@@ -92,3 +111,20 @@ def _write(model: Any, successor: dict[int, int], sharpness: float) -> None:
     for token, following in successor.items():
         head[following, token] = sharpness / hidden**0.5  # the final norm scales a one-hot by sqrt(hidden)
     model.lm_head.weight.copy_(head)
+
+
+def without_end(directory: Path) -> Path:
+    """Take every end-of-sequence id out of a saved model and its tokenizer."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        tree = json.loads((directory / name).read_text())
+        tree.pop("eos_token", None)
+        (directory / name).write_text(json.dumps({**tree, "eos_token_id": None}))
+    return directory
+
+
+def without_spaces(directory: Path) -> Path:
+    """Make a saved tokenizer strip its text, so that a text of spaces has no tokens."""
+    path = directory / "tokenizer.json"
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": strip}))
+    return directory

@@ -146,6 +146,8 @@ class DecodeWorker(LeasedWorker):
             sequences=self.committer.sequences,
             tokens=self.committer.tokens,
         )
+        if self._backend.facts.repeat_terminate:
+            status.fact(repeat_terminate="on")
 
     async def _ping(self, ctx: dict[Any, Any]) -> dict[str, Any]:
         """For `enqueue_job("ping")`: which worker answers, with which weights."""

@@ -27,6 +27,9 @@ _OPTIMIZER = Path("trainer/optimizer.safetensors")
 _RECENT_IDS = 8192
 
 
+_TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_terminate_tokens_saved")
+
+
 class TrainerState(msgspec.Struct, kw_only=True):
     """Everything that is not a tensor."""
 
@@ -36,6 +39,14 @@ class TrainerState(msgspec.Struct, kw_only=True):
     recent: list[str] = []  # newest trained sequence ids
     samples: int = 0
     tokens: int = 0
+    totals: dict[str, float] = {}  # of the run: the published counters in `_TOTALLED`, summed over its steps
+
+    def count(self, record: dict[str, float]) -> dict[str, float]:
+        """Add a step's published counters; the run's totals under `total/` keys."""
+        for key in _TOTALLED:
+            if key in record:
+                self.totals[key] = self.totals.get(key, 0.0) + record[key]
+        return {f"total/{key}": value for key, value in self.totals.items()}
 
     def remember(self, seq_ids: list[str]) -> None:
         """Keep the newest ids, to discard a batch that a broker brings again after a power loss."""

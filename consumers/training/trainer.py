@@ -152,6 +152,7 @@ class Trainer:
         state.tokens += int(record["train/tokens"])
         state.remember([sample.seq_id for sample in samples])
         record |= _combined(samples)
+        record |= state.count(record)
         self._log(samples, record)
         if state.step % self._config.trainer.checkpoint_every == 0 or await self._was_the_last():
             await self._checkpoint()

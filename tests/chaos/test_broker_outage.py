@@ -1,7 +1,7 @@
 """The broker is away in mid-run, killed or stalled: every process waits for it, none ends, nothing is lost.
 
-A minute with SLUICE_SOAK_FAULTS set (`make soak`); else ten seconds, which is longer than a lease, than a role's claim
-and than the connections' time-outs here.
+A minute with SLUICE_SOAK_FAULTS set (`make soak`); else seven seconds, which is longer than a lease, than a role's
+claim and than the connections' time-outs here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.e2e.fixtures import detection_rows
 from tests.e2e.stack import Stack
 from tests.killable_broker import KillableBroker
 
-_DOWN_S = 60.0 if os.environ.get("SLUICE_SOAK_FAULTS") else 10.0
+_DOWN_S = 60.0 if os.environ.get("SLUICE_SOAK_FAULTS") else 7.0
 _ROLES = ("produce", "consume", "train", "worker", "worker")
 
 

@@ -14,6 +14,11 @@ MARK = "SLUICE_TEST_MARK"
 BIN = Path(sys.executable).parent
 DEADLINE_S = 120.0
 
+# What a shell starts in the background ignores SIGINT, and so would every child; one that is handled here is not
+# inherited. Tests interrupt their processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @dataclass
 class Process:

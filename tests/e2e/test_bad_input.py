@@ -75,7 +75,7 @@ def test_a_model_directory_without_weights(make_stack: MakeStack, model_dir: Pat
 
 
 def test_a_broker_that_is_not_there(make_stack: MakeStack) -> None:
-    stack = make_stack(detection_rows(1), embedded=True)
+    stack = make_stack(detection_rows(1), embedded=True, broker={"retry_for_s": 3})
     with socket.socket() as taken:  # bound and never listening: nothing else answers there
         taken.bind(("127.0.0.1", 0))
         stack.broker_url = f"redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0"

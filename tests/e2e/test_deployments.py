@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.chaos.blows import stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN
 from tests.e2e.stack import Stack
 
+NO_JOBS = "jobs (none is ready)"
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 
@@ -50,14 +53,21 @@ def test_the_compose_commands_run_to_the_end(make_stack: MakeStack) -> None:
 
 def test_arqs_own_command_serves_the_queue_and_hands_its_jobs_back(make_stack: MakeStack) -> None:
     long = {"max_new_tokens": 180}
-    stack = make_stack(detection_rows(24), sampling=long, worker={"drain_s": 0, "lease_s": 60, "renew_s": 5})
-    for role in ("produce", "consume", "train"):
+    few = {"max_batch": 2, "drain_s": 0, "lease_s": 60, "renew_s": 5}
+    stack = make_stack(detection_rows(24), sampling=long, worker=few)
+    for role in ("consume", "train"):
         stack.start(role)
     first, second = (arq_worker(stack) for _ in range(2))
-    stack.wait(lambda now: len(holders := set(stack.leased().values())) == 2 and holders, "both to hold jobs")
+    stack.wait(lambda now: [role.waiting_for for role in now.alive("worker")] == 2 * [NO_JOBS], "both to wait for jobs")
+    second.signal(signal.SIGSTOP)  # all is the first one's until it is caught
+    stack.start("produce")
+    stop_while_it_holds_jobs(stack, first)
     first.expendable = True
-    assert first.terminate() == 0, first.tail()
+    first.signal(signal.SIGTERM)
+    first.signal(signal.SIGCONT)
+    assert first.wait(60) == 0, first.tail()
     assert first.name not in stack.leased().values()
+    second.signal(signal.SIGCONT)
     # A lease that is left behind would block its job for a minute.
     end = stack.finish(deadline_s=55)
     stack.assert_exactly_once()

@@ -23,13 +23,14 @@ from PIL import Image
 
 from pipeline.cli import main as cli
 from tests.e2e.processes import BIN, DEADLINE_S, Process, environment, launch
+from tests.e2e.slow_plugin import QUICK, SLOW
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava
 
 DOCS = Path(__file__).parents[2] / "docs" / "generate.md"
 ROWS = 60
 SAMPLED = ("--max-new-tokens", "24", "--temperature", "1", "--n", "2", "--fields", "minimal", "--torch-threads", "1")
-SLOWLY = ("--max-batch", "1")  # so many steps that there is a middle
+SLOWLY = ("--max-batch", "1", "--plugin", "slow:Slow")  # one by one, so that there is a middle
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
     def begin(source: Path, out: Path, *options: str) -> Process:
         command = [str(BIN / "sluice"), "generate", "--model", str(model), "--in", str(source), "--out", str(out)]
-        log, env = tmp_path / "logs" / str(len(started)), environment("generate")
+        log, env = tmp_path / "logs" / str(len(started)), environment("generate", TEST_SLOW="1")
         started.append(launch([*command, *options], name="generate", log=log, env=env, cwd=tmp_path))
         return started[-1]
 
@@ -93,18 +94,25 @@ def wait_for_answers(part: Path, count: int, process: Process) -> None:
 
 
 def test_killed_and_interrupted_and_resumed_it_writes_what_one_run_writes(
-    generate: Callable[..., Any], start: Callable[..., Process], prompts: Path, tmp_path: Path
+    generate: Callable[..., Any],
+    start: Callable[..., Process],
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    sampled = (*SAMPLED, "--plugin", "slow:Slow")
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out" / "a.jsonl"
     out.parent.mkdir()
     part = out.with_name("a.jsonl.part")
     first = start(prompts, out, *SAMPLED, *SLOWLY)
-    wait_for_answers(part, 5, first)
+    wait_for_answers(part, QUICK // 2, first)
     first.kill()
     with part.open("ab") as stream:
         stream.write(b'{"id":"q9","row":')  # as if the power had gone
     second = start(prompts, out, *SAMPLED, *SLOWLY)
-    wait_for_answers(part, 12, second)
+    wait_for_answers(part, QUICK, second)
     second.signal(signal.SIGINT)
     assert second.wait(60) == 130, second.tail()
     said = second.text()
@@ -112,17 +120,17 @@ def test_killed_and_interrupted_and_resumed_it_writes_what_one_run_writes(
     assert "the same command goes on from there" in said
     assert "Traceback" not in said
     assert [path.name for path in out.parent.iterdir()] == ["a.jsonl.part"], "interrupted after its end"
-    code, _, said = generate(prompts, out, *SAMPLED, "--seed", "1")
+    code, _, said = generate(prompts, out, *sampled, "--seed", "1")
     assert (code, "another seed (0)" in said) == (2, True)
     header = part.read_bytes().splitlines(keepends=True)[0]
-    code, said, _ = generate(prompts, out, *SAMPLED, "--json")  # the batch size is free
+    code, said, _ = generate(prompts, out, *sampled, "--json")  # the batch size is free
     assert code == 0
-    assert json.loads(said)["done_before"] >= 12
-    assert generate(prompts, whole, *SAMPLED)[0] == 0
+    assert json.loads(said)["done_before"] >= QUICK
+    assert generate(prompts, whole, *sampled)[0] == 0
     assert out.read_bytes() == whole.read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["a.jsonl"]
     part.write_bytes(header + out.read_bytes())  # killed between the rename and the end
-    assert generate(prompts, out, *SAMPLED)[0] == 0
+    assert generate(prompts, out, *sampled)[0] == 0
     assert out.read_bytes() == whole.read_bytes()
     assert not part.exists()
     found = answers(out)

@@ -19,7 +19,7 @@ from tests.soak.recovery import Recoveries
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 LEASE_S = 2.0
-KILLS = 3
+KILLS = 2
 _SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"epochs": 100_000},  # busy until the test is over
     "sampling": {"max_new_tokens": 150},

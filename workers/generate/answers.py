@@ -34,8 +34,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     raw_text: str = ""  # with special tokens, whole
     finish_reason: FinishReason
     stop_reason: str | int | None = None
+    triggers: dict[str, Any] = {}  # of the repeat guard, as in `GenerationResult`
     error: str | None = None
     token_ids: list[int] = []
+    response_mask: list[int] = []  # empty = all ones
     logprobs: list[float] = []  # raw, nats
     prompt_token_ids: list[int] = []
     num_prompt_tokens: int = 0
@@ -48,8 +50,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, row: int, index: int, result: GenerationResult, *, id: str | int | None, metadata: Any) -> Answer:
         """The answer of an engine."""
-        names = ("text", "raw_text", "finish_reason", "stop_reason", "error", "token_ids", "logprobs")
-        more = ("prompt_token_ids", "num_prompt_tokens", "num_new_tokens", "prompt_truncated")
+        names = ("text", "raw_text", "finish_reason", "stop_reason", "triggers", "error", "token_ids", "logprobs")
+        more = ("response_mask", "prompt_token_ids", "num_prompt_tokens", "num_new_tokens", "prompt_truncated")
         taken = {name: getattr(result, name) for name in (*names, *more)}
         fallback = result.fallback or None
         return cls(

@@ -81,7 +81,8 @@ def generate(
     """Answer a file of prompts with one engine, without a broker. Interrupted, the same command goes on.
 
     A row has `messages`, `prompt` or `prompt_token_ids`, and may have `id`, `images` and `metadata`. `--set` takes the
-    keys `model.*` and `worker.vllm.*` of the configuration. Exit code 9: some rows ended in an error, and say why.
+    keys `model.*`, `worker.vllm.*` and `rollout_matching.repeat_terminate.*` of the configuration. Exit code 9: some
+    rows ended in an error, and say why.
 
     Example: `sluice generate --model ./my-model --in prompts.jsonl --out answers.jsonl --max-new-tokens 64`
     """

@@ -140,4 +140,5 @@ def _engine(settings: GenerateSettings) -> GenerationEngine:
         chat=ChatTemplateOptions(enable_thinking=settings.enable_thinking),
         preprocess=preprocess,
         vllm=settings.vllm,
+        repeat_terminate=settings.repeat_terminate,
     )

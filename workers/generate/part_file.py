@@ -50,12 +50,14 @@ class Tally:
     sequences: int = 0
     errors: int = 0
     tokens: int = 0
+    loops: int = 0  # sequences that the repeat guard ended
     failures: Failures = field(default_factory=Failures)
 
     def count(self, row: int, finish_reason: str, num_new_tokens: int, error: str | None) -> None:
         """One more answer."""
         self.sequences += 1
         self.tokens += num_new_tokens
+        self.loops += finish_reason == "repeat_terminated"
         if finish_reason == "error":
             self.errors += 1
             self.failures.count(row, error or "an error without words")

@@ -38,6 +38,7 @@ INTERRUPTED = 130
 def run(settings: GenerateSettings) -> int:
     """Answer every prompt; the exit code. Raises SluiceError."""
     logs.configure("generate", logging.WARNING)
+    _warn_of_a_late_guard(settings)
     with _own_stdout() as stdout, _sigterm_as_sigint():
         model = model_digest(settings.model.path)  # before standard input is waited for
         plugins = make_plugins(settings.plugins)
@@ -48,6 +49,16 @@ def run(settings: GenerateSettings) -> int:
             if settings.to_stdout:
                 return _to_stdout(decoding, stdout)
             return _to_file(decoding, {"model": model, "input": scan.digest, **settings.identity()}, stdout)
+
+
+def _warn_of_a_late_guard(settings: GenerateSettings) -> None:
+    guard, limit = settings.repeat_terminate, settings.options.max_new_tokens
+    if guard.enabled and guard.min_new_tokens >= limit:
+        print(
+            f"warning: the repeat guard can never fire: min_new_tokens {guard.min_new_tokens} is not below "
+            f"--max-new-tokens {limit}",
+            file=sys.stderr,
+        )
 
 
 def _scanned(prompts: PromptFile, settings: GenerateSettings) -> Scan:
@@ -128,8 +139,12 @@ def _own_stdout() -> Iterator[IO[bytes]]:
 @contextmanager
 def _sigterm_as_sigint() -> Iterator[None]:
     """One way to end; asyncio, while it runs, has a handler of its own for SIGINT."""
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.SIG_IGN:  # a background job of a script: SIGTERM must end it all the same
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.config import load_config
-from pipeline.config.types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.errors import ConfigError, RequestError
 from workers.generate.numbers import MAX_N
 from workers.generation.options import GenerationOptions
 
 STANDARD = "-"  # input or output
-_SETTABLE = ("model.", "worker.vllm.")
+_GUARD = "rollout_matching.repeat_terminate"
+_SETTABLE = ("model.", "worker.vllm.", f"{_GUARD}.")
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 
 
@@ -27,6 +28,7 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     options: GenerationOptions
     vllm: VllmEngineOptions = VllmEngineOptions()
+    repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
     backend: Literal["hf", "vllm"] = "hf"
     fallback_backend: Literal["hf"] | None = None
     n: int = 1  # sequences of one prompt
@@ -53,6 +55,10 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
             ),
             (self.to_stdout or not _same_file(self.source, self.out), "--in and --out are the same file"),
             (self.fallback_backend is None or self.backend == "vllm", "--fallback-backend needs --backend vllm"),
+            (
+                not (self.repeat_terminate.enabled and self.options.eos_token_ids == ()),
+                "--ignore-eos leaves no end of sequence, by which repeat_terminate ends loops; choose one of them",
+            ),
         )
         for holds, problem in checks:
             if not holds:
@@ -69,7 +75,10 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
         names = ("backend", "fallback_backend", "n", "enable_thinking", "plugins", "fields", "on_malformed")
         chosen = {name: msgspec.to_builtins(getattr(self, name)) for name in names}
         vllm = {"vllm": msgspec.to_builtins(self.vllm)} if self.backend == "vllm" else {}
-        return {**msgspec.to_builtins(self.options), **chosen, **model, **vllm}
+        guard = (
+            {"repeat_terminate": msgspec.to_builtins(self.repeat_terminate)} if self.repeat_terminate.enabled else {}
+        )
+        return {**msgspec.to_builtins(self.options), **chosen, **model, **vllm, **guard}
 
 
 def make_settings(
@@ -79,15 +88,21 @@ def make_settings(
     config = load_config(None, overrides, environ={})
     for item in overrides:
         key = item.partition("=")[0].strip()
-        if not key.startswith(_SETTABLE) or key == "model.path":
-            raise ConfigError(f"--set {item}: no effect here; generate takes model.* and worker.vllm.* alone")
+        if not (key == _GUARD or key.startswith(_SETTABLE)) or key == "model.path":
+            raise ConfigError(
+                f"--set {item}: no effect here; generate takes model.*, worker.vllm.* and {_GUARD}.* alone"
+            )
     chosen = {key: value for key, value in model.items() if value is not None}
     try:
         asked = GenerationOptions(**options)
     except RequestError as error:
         raise ConfigError(str(error)) from error
     return GenerateSettings(
-        model=msgspec.structs.replace(config.model, **chosen), options=asked, vllm=config.worker.vllm, **given
+        model=msgspec.structs.replace(config.model, **chosen),
+        options=asked,
+        vllm=config.worker.vllm,
+        repeat_terminate=config.rollout_matching.repeat_terminate,
+        **given,
     )
 
 

@@ -23,6 +23,7 @@ def report(decoding: Decoding, tally: Tally, meter: Meter, *, before: int, stdou
             "errors": tally.errors,
             "first_error": tally.failures.first,
             "tokens": tally.tokens,
+            "repeat_terminated": tally.loops,
             "tokens_per_s": round(meter.tokens_per_s, 1),
             "seconds": round(meter.seconds, 2),
             "done_before": before,
@@ -31,6 +32,8 @@ def report(decoding: Decoding, tally: Tally, meter: Meter, *, before: int, stdou
         stdout.flush()
     for line in tally.failures.lines():
         meter.say(line)
+    if tally.loops:
+        meter.say(f"{_count(tally.loops, 'sequence')} ended by the repeat guard")
     out = "standard output" if settings.to_stdout else settings.out
     meter.say(
         f"{out}: {_count(rows, 'row')}, {ok} ok, {_count(tally.errors, 'error')}, {_count(tally.tokens, 'token')}, "

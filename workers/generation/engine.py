@@ -4,6 +4,7 @@
 - What the engine cannot do at all (a plugin, images) is an error before any work. A request that cannot be decoded
   becomes a result with `finish_reason` error; the others are answered.
 - Request i samples with a seed made of (options.seed, i), whatever is decoded beside it.
+- With `repeat_terminate.enabled` the repeat guard is loaded and proved at the start; it cannot be asked for later.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
-from pipeline.config.types import WorkerConfig
+from pipeline.config.rules import check_guard
+from pipeline.config.types import RepeatTerminateConfig, WorkerConfig
 from pipeline.errors import EngineError, ModelError, RequestError, SluiceError
 from workers.generation.backends import BACKENDS, make_backend
 from workers.generation.chat_template import ChatTemplateOptions
@@ -23,6 +25,7 @@ from workers.generation.options import GenerationOptions, ModelLoadConfig, VllmE
 from workers.generation.plugins import GenerationPlugin, check_plugins
 from workers.generation.prompts import Prompts
 from workers.generation.requests import GenerationRequest, GenerationResult, TextGenerationRequest, VlmGenerationRequest
+from workers.guard.signal import triggers
 from workers.images.local import load_image
 
 _AHEAD = 2  # batches that are read from the requests before their answers are taken
@@ -47,13 +50,17 @@ class GenerationEngine:
         chat: ChatTemplateOptions | None = None,
         preprocess: VlmPreprocessOptions | None = None,
         vllm: VllmEngineOptions | None = None,
+        repeat_terminate: RepeatTerminateConfig | None = None,
     ) -> None:
         """Nothing is loaded yet. `max_batch` sequences are decoded at a time; 0 threads: torch's own choice.
 
-        Raises EngineError for an unknown backend, ModelError for a directory without a tokenizer.
+        Raises EngineError for an unknown backend, ModelError for a directory without a tokenizer, ConfigError for
+        thresholds that no guard can have. A guard that cannot be active is an error of the `with` statement.
         """
         if backend not in BACKENDS:
             raise EngineError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+        if repeat_terminate is not None:
+            check_guard(repeat_terminate, "GenerationEngine")
         config = model.config(preprocess)
         worker = WorkerConfig(
             backend=backend,
@@ -62,7 +69,7 @@ class GenerationEngine:
             vllm=vllm or VllmEngineOptions(),
             torch_threads=torch_threads,
         )
-        self.backend = make_backend(config, worker)
+        self.backend = make_backend(config, worker, repeat_terminate)
         self.prompts = Prompts(config, chat)
         self._max_batch = max_batch
         self._runner = asyncio.Runner()
@@ -226,6 +233,8 @@ def _result(
         versions=output.versions,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
+        response_mask=output.response_mask if output.trigger else [],
+        triggers=triggers(output.trigger, active=target.facts.repeat_terminate),
         engine=target.facts,
         fallback=output.fallback,
     )

@@ -57,10 +57,12 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] = []  # as the model saw them: image placeholders expanded, no padding
     prompt_truncated: int = 0  # tokens that `truncate_prompt` cut from the left
     token_ids: list[int] = []
+    response_mask: list[int] = []  # 1 = sampled; empty = all ones; 0 for an end that the repeat guard forced
     logprobs: list[float] = []  # raw, nats
     versions: list[int] = []
     finish_reason: FinishReason
     stop_reason: str | int | None = None
+    triggers: dict[str, Any] = {}  # repeat_terminate and active, 0|1 each; rule, at_token; empty for an error
     error: str | None = None
     engine: EngineFacts
     fallback: dict[str, str] = {}  # filled only when an explicit fallback backend answered
@@ -72,5 +74,5 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_new_tokens(self) -> int:
-        """Sampled tokens."""
+        """Generated tokens, a forced end among them."""
         return len(self.token_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,13 +13,15 @@ EXTRA = "sluice_guard"
 ADDITIONAL = "sluice_repeat_terminate"
 """Our key in vLLM's `additional_config`: `GuardRules.plain()`."""
 
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class GuardArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of a request that our own backend sends."""
 
     key: str  # by which the trigger is asked for afterwards
-    forced: int  # id that ends it: reserved for this, so that it is told from an end that the model chose
-    offset: int = 0  # tokens at the end of the prompt that were generated before this request
+    forced: _Natural  # id that ends it: reserved for this, so that it is told from an end that the model chose
+    offset: _Natural = 0  # tokens at the end of the prompt that were generated before this request
     probe: dict[str, Any] | None = None  # other rules, `GuardRules.plain()`; at start-up only
 
     @classmethod

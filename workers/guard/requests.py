@@ -41,6 +41,7 @@ class GuardRequests:
         """Keep it until it is asked for; requests without a key have nobody who asks."""
         if not key:
             return
+        self._noted.pop(key, None)
         if len(self._noted) >= _MAX_NOTED:
             del self._noted[next(iter(self._noted))]
         self._noted[key] = trigger

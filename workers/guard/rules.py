@@ -13,6 +13,11 @@ from pipeline.errors import ConfigError
 from workers.guard.repeat import RepeatGuard, Rule
 
 
+class _Plain(msgspec.Struct, forbid_unknown_fields=True):
+    config: RepeatTerminateConfig
+    key_pattern: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class GuardRules:
     """What every guard of one engine is made of."""
@@ -46,7 +51,8 @@ class GuardRules:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> GuardRules:
         """The inverse of `plain`. Raises msgspec.ValidationError for anything else."""
-        return cls(msgspec.convert(plain["config"], RepeatTerminateConfig), tuple(plain["key_pattern"]))
+        found = msgspec.convert(plain, _Plain)
+        return cls(found.config, found.key_pattern)
 
     def plain(self) -> dict[str, Any]:
         """The whole subtree and the pattern as plain values, for another process."""

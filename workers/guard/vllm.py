@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1Interface
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Interface
 
-from pipeline.errors import EngineError
+from pipeline.errors import ConfigError, EngineError
 from workers.generation.model_files import eos_token_ids
 from workers.guard import settings
 from workers.guard.arguments import ADDITIONAL, EXTRA, GuardArguments
@@ -55,7 +55,9 @@ class WorkerRepeatTerminate(V1Interface, V2Interface):
     def validate_params(cls, sampling_params: Any) -> None:
         """Raises ValueError for arguments that cannot be read."""
         try:
-            GuardArguments.of(sampling_params.extra_args)
+            asked = GuardArguments.of(sampling_params.extra_args)
+            if asked is not None and asked.probe is not None:
+                GuardRules.from_plain(asked.probe)
         except msgspec.ValidationError as error:
             raise ValueError(f"extra_args[{EXTRA!r}]: {error}") from error
 
@@ -97,7 +99,7 @@ class RepeatTerminate(WorkerRepeatTerminate):
         """Raises ValueError for a request that the guard could not end, or one that reaches into it."""
         if EXTRA in (sampling_params.extra_args or {}):
             raise ValueError(f"extra_args[{EXTRA!r}] is not for clients; leave it out")
-        if sampling_params.ignore_eos and settings.from_environment() is not None:
+        if sampling_params.ignore_eos and _is_switched_on():
             raise ValueError("ignore_eos: this server ends loops by EOS (repeat_terminate); leave ignore_eos out")
 
     def _made(self, vllm_config: Any) -> GuardRequests | None:
@@ -119,3 +121,11 @@ class RepeatTerminate(WorkerRepeatTerminate):
         rules = GuardRules.for_engine(config, tokenizer, ends, model.model)
         _log.warning("repeat_terminate is active: %s", config)
         return None if rules is None else GuardRequests(rules, ends[0])
+
+
+def _is_switched_on() -> bool:
+    """As the server was started; a file that has gone since then is no client's fault."""
+    try:
+        return settings.from_environment() is not None
+    except ConfigError:
+        return True

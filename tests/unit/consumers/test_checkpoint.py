@@ -147,3 +147,13 @@ def test_a_save_over_the_same_step_replaces_it(tmp_path: Path, source: Path) -> 
     assert not (again / "stray").exists()
     shutil.rmtree(again)
     assert checkpoint.newest(tmp_path) is None
+
+
+def test_the_runs_totals_are_summed_over_steps_and_go_on_after_a_restart(tmp_path: Path, source: Path) -> None:
+    step, state = train_step(source), TrainerState(step=2)
+    ended, saved = (f"rollout/repeat_terminate_{name}" for name in ("triggered_sequences", "tokens_saved"))
+    state.count({ended: 2.0, saved: 300.0, "train/loss": 1.0})
+    assert state.count({"train/loss": 1.0}) == {f"total/{ended}": 2.0, f"total/{saved}": 300.0}
+    directory = checkpoint.save(tmp_path, step.model, step.optimizer, state, source)
+    again = checkpoint.load(directory, step.model, step.optimizer)
+    assert again.count({ended: 1.0, saved: 7.0}) == {f"total/{ended}": 3.0, f"total/{saved}": 307.0}

@@ -91,6 +91,17 @@ def test_the_report_is_one_file_without_any_address(tmp_path: Path) -> None:
     text = page.read_text()
     assert "0.90" in text
     assert "SIGKILL" in text
+    assert "ended as loops" not in text  # the guard was off
     assert text.count("<svg") >= 5
     assert not re.search(r"(src|href|@import|url\()\s*=?\s*[\"']?(https?:)?//", text)
     assert "<script" not in text
+
+
+def test_what_the_guard_did_is_shown_where_it_was_on() -> None:
+    prefix = "rollout/repeat_terminate_"
+    steps = [
+        {f"{prefix}active": 1.0, f"total/{prefix}triggered_sequences": 1.0, f"total/{prefix}tokens_saved": 40.0},
+        {f"{prefix}active": 0.0, f"total/{prefix}triggered_sequences": 3.0, f"total/{prefix}tokens_saved": 90.0},
+    ]
+    assert report.guard_cards(steps) == [("ended as loops", 3), ("tokens saved", 90)]
+    assert report.guard_cards([{f"{prefix}active": 0.0}]) == []

@@ -75,3 +75,12 @@ def test_lag_and_life_are_those_of_fresh_heartbeats() -> None:
     assert now.version_lag == 1
     assert len(now.alive("worker")) == 1
     assert state(latest_version=5).version_lag == 0
+
+
+def test_triggers_are_counted_where_a_guard_is_on() -> None:
+    progress = Progress("t", Console(file=StringIO()))
+    assert progress.cells(state(processes=[beat()]))["triggers"] == "-"
+    watched = {"processes": [beat(repeat_terminate="on")]}
+    assert progress.cells(state(**watched))["triggers"] == "0"
+    metrics = {"total/rollout/repeat_terminate_triggered_sequences": 3.0}
+    assert progress.cells(state(**watched, metrics=metrics))["triggers"] == "3"

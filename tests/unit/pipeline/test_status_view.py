@@ -110,3 +110,14 @@ def test_amounts() -> None:
     assert CreditUse(bytes=10, max_bytes=10).is_used_up
     assert not CreditUse(sequences=10, bytes=10).is_used_up
     assert [length(value) for value in (0.04, 12, 600, 10_000, 400_000)] == ["0.0 s", "12 s", "10 min", "3 h", "5 d"]
+
+
+def test_the_guard_is_shown_where_it_is_on_and_with_what_it_did() -> None:
+    rows = [process("w-0", "worker", repeat_terminate="on"), process("w-1", "worker"), process("w-2", "worker", 60)]
+    assert "guard" not in as_text(state(processes=rows[1:]))
+    text = as_text(state(processes=rows))
+    assert "on in 1 of 2 workers; 0 sequences ended, 0 tokens saved" in text
+    assert "repeat_terminate on" in text
+    prefix = "rollout/repeat_terminate_"
+    did = {f"{prefix}active": 1.0, f"total/{prefix}triggered_sequences": 1.0, f"total/{prefix}tokens_saved": 1200.0}
+    assert "1 sequence ended, 1,200 tokens saved" in as_text(state(processes=rows[1:], metrics=did))

@@ -13,10 +13,12 @@ from workers.generate.answers import MINIMAL, Answer, EngineNote
 from workers.generate.in_order import write_in_order
 
 NOTE = EngineNote(backend="hf", version="5", model="m", dtype="float32")
+CUT = {"repeat_terminate": 1, "active": 1, "rule": "consecutive", "at_token": 2}
 ANSWERS = [
     Answer(id="a", row=0, finish_reason="stop", text="é", token_ids=[5], logprobs=[-0.5], metadata={"k": [1]}),
     Answer(id=7, row=1, finish_reason="stop", stop_reason=9, engine=NOTE, fallback={"wanted": "vllm", "used": "hf"}),
     Answer(row=2, index=1, finish_reason="error", error="why"),
+    Answer(row=3, finish_reason="repeat_terminated", token_ids=[4, 4, 0], response_mask=[1, 1, 0], triggers=CUT),
 ]
 
 
@@ -31,11 +33,13 @@ def test_jsonl_has_the_lines_as_they_are(tmp_path: Path) -> None:
 def test_parquet_has_one_type_a_column(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_in_order(path, (answer.line("all") for answer in ANSWERS))
-    first, second, last = pq.read_table(path).to_pylist()
+    first, second, last, cut = pq.read_table(path).to_pylist()
     assert (first["id"], first["text"], first["token_ids"], first["logprobs"]) == ("a", "é", [5], [-0.5])
     assert json.loads(first["metadata"]) == {"k": [1]}
     assert (second["id"], second["stop_reason"], second["engine"]["backend"]) == ("7", "9", "hf")
     assert second["fallback"] == {"wanted": "vllm", "used": "hf", "reason": None}
+    assert (cut["triggers"], cut["response_mask"]) == (CUT, [1, 1, 0])
+    assert first["triggers"] == dict.fromkeys(CUT)
     assert (last["id"], last["index"], last["error"], last["engine"]) == (None, 1, "why", None)
 
 

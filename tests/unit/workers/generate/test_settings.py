@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import ConfigError, ModelError
 from workers.generate.model_digest import model_digest
 from workers.generate.named_plugins import check_fit, make_plugins
 from workers.generate.numbers import MAX_N, MAX_ROWS, number_of, row_and_index
 from workers.generate.settings import GenerateSettings, make_settings
 from workers.generation.plugins import GenerationPlugin
+
+GUARD = "rollout_matching.repeat_terminate"
 
 
 def settings(
@@ -45,6 +48,9 @@ def test_every_sequence_has_a_number_of_its_own() -> None:
         ({"overrides": ("modle.dtype=float32",)}, "did you mean 'model'"),
         ({"overrides": ("worker.vllm.max_model_length=5",)}, "max_model_len"),
         ({"overrides": ("sampling.top_p=0.5",)}, "no effect here"),
+        ({"overrides": ("rollout_matching.task=detection",)}, "no effect here"),
+        ({"overrides": (f"{GUARD}.ngram_sise=5",)}, "did you mean 'ngram_size'"),
+        ({"overrides": (f"{GUARD}.enabled=true",), "options": {"eos_token_ids": ()}}, "ignore-eos"),
     ],
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
@@ -70,6 +76,8 @@ def test_an_argument_wins_over_set_and_rare_keys_arrive() -> None:
     [
         ({"max_batch": 2, "torch_threads": 1, "as_json": False, "restart": True}, True),
         ({"overrides": ("worker.vllm.max_model_len=64",)}, True),  # the backend is hf
+        ({"overrides": (f"{GUARD}.ngram_size=5",)}, True),  # the guard is off
+        ({"overrides": (f"{GUARD}.enabled=true",)}, False),
         ({"options": {"seed": 1}}, False),
         ({"options": {"stop": ("x",)}}, False),
         ({"n": 2}, False),
@@ -82,6 +90,13 @@ def test_an_argument_wins_over_set_and_rare_keys_arrive() -> None:
 )
 def test_a_run_is_the_same_while_what_decides_its_answers_is(given: dict[str, Any], same: bool) -> None:
     assert (settings(**given).identity() == settings().identity()) == same
+
+
+def test_the_whole_guard_arrives_and_ties_a_run_to_it() -> None:
+    found = settings(overrides=(f"{GUARD}={{enabled: true, ngram_size: 9}}", f"{GUARD}.ngram_repeats=3"))
+    assert found.repeat_terminate == RepeatTerminateConfig(enabled=True, ngram_size=9, ngram_repeats=3)
+    other = settings(overrides=(f"{GUARD}={{enabled: true, ngram_size: 8}}", f"{GUARD}.ngram_repeats=3"))
+    assert found.identity() != other.identity()
 
 
 def test_a_model_is_known_by_its_contents(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ class CoreGuard:
     def arguments(self, sequence: RunningSequence, request_id: str) -> GuardArguments:
         """For what is left of the sequence. Raises RequestError where no id is left to reserve."""
         ends, request = set(sequence.end_token_ids), sequence.request
-        taken = ends if not request.allowed_token_ids else ends | set(request.allowed_token_ids)
-        reserved = next((token for token in self._preferred if token not in taken), None)
+        free = [token for token in self._preferred if token not in ends]
+        unlikely = (token for token in free if token not in request.allowed_token_ids)
+        reserved = next(unlikely, free[0] if free else None)
         if reserved is None:
             raise RequestError(f"{request.seq_key}: every id of the vocabulary ends it; none is left for the guard")
         probe = request.probe_guard

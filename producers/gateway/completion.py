@@ -1,0 +1,80 @@
+"""A result as an OpenAI chat completion, with what OpenAI has no word for as extra fields.
+
+- `finish_reason` is one that OpenAI's clients know: `stop` for a natural end and for one that the repeat guard forced
+  (an end-of-sequence token is there), `length` for all that was cut short.
+- Every choice carries `repeat_terminate_triggered` 0|1 and `token_ids`; the completion carries `prompt_token_ids`.
+- The flag is the worker's own, never a guess from the ending or the text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pipeline.errors import MessageError
+from pipeline.messages import FinishReason, SequenceResult
+
+_FINISH: dict[FinishReason, str] = {
+    "stop": "stop",
+    "repeat_terminated": "stop",
+    "length": "length",
+    "deadline": "length",
+    "cancelled": "length",
+}
+
+
+def repeat_terminate_triggered(result: SequenceResult) -> Literal[0, 1]:
+    """The explicit signal. Raises MessageError where flag and ending contradict each other."""
+    flag = result.triggers.get("repeat_terminate", 0)
+    if flag not in (0, 1) or bool(flag) != (result.finish_reason == "repeat_terminated"):
+        raise MessageError(
+            f"{result.seq_id}: triggers.repeat_terminate is {flag!r}, and it ended with {result.finish_reason}; "
+            "this is a fault of the worker that wrote it"
+        )
+    return 1 if flag else 0
+
+
+def chat_completion(
+    results: Sequence[SequenceResult], *, model: str, logprobs: bool = False, created: int | None = None
+) -> dict[str, Any]:
+    """One completion with a choice for each result, all of one prompt; plain values.
+
+    `created` is in Unix seconds (None: now). `logprobs`: natural logs, raw; tokens are named `token_id:<id>`.
+    Raises MessageError for no results, or one that is an error and no answer.
+    """
+    if not results:
+        raise MessageError("a chat completion needs at least one result")
+    prompt, new = len(results[0].prompt_token_ids), sum(len(result.token_ids) for result in results)
+    return {
+        "id": f"chatcmpl-{results[0].seq_id}",
+        "object": "chat.completion",
+        "created": int(time.time()) if created is None else created,
+        "model": model,
+        "choices": [_choice(index, result, logprobs) for index, result in enumerate(results)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
+        "prompt_token_ids": list(results[0].prompt_token_ids),
+    }
+
+
+def _choice(index: int, result: SequenceResult, logprobs: bool) -> dict[str, Any]:
+    if result.finish_reason not in _FINISH:
+        raise MessageError(f"{result.seq_id}: it ended with {result.finish_reason}, which is no answer to send")
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": result.text},
+        "finish_reason": _FINISH[result.finish_reason],
+        "logprobs": _logprobs(result) if logprobs else None,
+        "token_ids": list(result.token_ids),
+        "repeat_terminate_triggered": repeat_terminate_triggered(result),
+    }
+
+
+def _logprobs(result: SequenceResult) -> dict[str, Any]:
+    pairs = zip(result.token_ids, result.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in pairs
+        ]
+    }

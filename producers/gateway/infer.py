@@ -1,0 +1,138 @@
+"""`POST /infer/`: a batch of prompts with one set of options, and one envelope for each output.
+
+- An envelope is additive: a client that reads only `response` keeps working, and finds `stop` there for a sequence
+  that the repeat guard ended; `coordexp.repeat_terminate_triggered` tells it apart.
+- Options that no worker here honours are refused unless they have their neutral value; none is dropped in silence.
+- Options that a caller leaves out are those of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.errors import MessageError
+from pipeline.messages import MAX_GROUP, Message, SamplingParams, SequenceResult
+from pipeline.rows import check_messages
+from producers.gateway.completion import chat_completion, repeat_terminate_triggered
+
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "stream": False,
+    "top_logprobs": None,
+    "best_of": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "length_penalty": 1.0,
+    "structured_outputs_regex": None,
+}
+
+
+class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of a call; None: that of the run."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None  # -1 and 0 are off
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
+    n: int = 1
+    logprobs: bool = False
+    return_details: bool = False  # token ids are always returned
+    # Not honoured; taken with these values alone:
+    num_beams: int = 1
+    stream: bool = False
+    top_logprobs: int | None = None
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    length_penalty: float = 1.0
+    structured_outputs_regex: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, neutral in _NEUTRAL.items():
+            if (value := getattr(self, name)) != neutral:
+                raise ValueError(f"{name} {value!r} is not supported; leave it out")
+        if not 1 <= self.n <= MAX_GROUP:
+            raise ValueError(f"n must be in 1..{MAX_GROUP}, got {self.n}")
+
+    def sampling(self, default: SamplingParams) -> SamplingParams:
+        """These options over those of the run. Raises MessageError for a value out of range."""
+        given = {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": None if self.stop is None else tuple(self.stop),
+            "seed": self.seed,
+        }
+        try:
+            return msgspec.structs.replace(default, **{key: value for key, value in given.items() if value is not None})
+        except ValueError as error:
+            raise MessageError(f"request_config: {error}") from error
+
+
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt; fields that are not listed are ignored."""
+
+    messages: list[Message]
+    images: list[str] = []
+    audios: list[Any] = []
+    videos: list[Any] = []
+    tools: list[Any] | None = None
+    uuid: str | None = None  # the caller's own name for it
+
+    def __post_init__(self) -> None:
+        check_messages(self.messages)
+        for name in ("audios", "videos", "tools"):
+            if getattr(self, name):
+                raise ValueError(f"{name} are not supported; leave them out")
+
+
+class InferCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a call."""
+
+    infer_requests: list[InferRequest]
+    request_config: RequestConfig | None = None  # None: every option is that of the run
+
+    @property
+    def options(self) -> RequestConfig:
+        """The options, whether or not they were sent."""
+        return self.request_config or RequestConfig()
+
+
+class CoordExp(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chat completion has no word for."""
+
+    repeat_terminate_triggered: Literal[0, 1]
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """One output: a chat completion with one choice, and our own signals beside it."""
+
+    response: dict[str, Any]
+    coordexp: CoordExp
+
+
+def read_call(body: bytes) -> InferCall:
+    """Raises MessageError with the path of what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=InferCall)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(f"/infer/: {error}") from error
+
+
+def envelope(result: SequenceResult, *, model: str, logprobs: bool = False, created: int | None = None) -> Envelope:
+    """One result as it is answered. Raises MessageError for one that is no answer (`chat_completion`)."""
+    response = chat_completion([result], model=model, logprobs=logprobs, created=created)
+    return Envelope(response=response, coordexp=CoordExp(repeat_terminate_triggered=repeat_terminate_triggered(result)))
+
+
+def encode_envelopes(envelopes: Sequence[Envelope]) -> bytes:
+    """The body of the answer: a JSON array in the order of the outputs."""
+    return msgspec.json.encode(envelopes)

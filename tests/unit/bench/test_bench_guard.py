@@ -1,0 +1,110 @@
+"""`sluice bench guard`: its parts that are pure, and a small real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.guard.loop_model import CONTEXT, PERIODS, Chains
+from bench.guard.naive import naive_rule
+from bench.guard.plan import DEFAULTS, Plan
+from bench.guard.saved import fields
+from bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
+from pipeline.config.types import RepeatTerminateConfig
+from pipeline.errors import ConfigError
+from workers.guard.repeat import RepeatGuard
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = RepeatTerminateConfig(
+    enabled=True, min_new_tokens=5, max_consecutive_token_repeats=4, ngram_size=3, ngram_repeats=2
+)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_naive_re_scan_finds_what_the_guard_finds(seed: int) -> None:
+    chance = random.Random(seed)
+    tokens = [chance.randrange(2) for _ in range(200)]
+    guard = RepeatGuard(SMALL)
+    found = [guard.push(token) for token in tokens]
+    naive = [naive_rule(tokens[: at + 1], SMALL) for at in range(len(tokens))]
+    assert [each and each.rule for each in found] == naive
+    assert {None, "consecutive", "ngram"} == set(naive)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keeps"),
+    [
+        ([1, 2, 3, 9, 9, 9], 3),
+        ([1, 2, 5, 6, 5, 6, 5], 2),
+        ([5, 6, 7, 5, 6, 7], 0),
+        ([1, 2, 3, 4], 4),
+        ([9, 9, 9, 1, 2], 5),  # not for good
+        ([1, *range(2, 8), *range(2, 8)], 13),  # of a longer period than it is asked for
+    ],
+)
+def test_the_oracle_ends_where_the_rest_is_periodic_for_good(tokens: list[int], keeps: int) -> None:
+    assert oracle_keeps(tokens, 3) == keeps
+
+
+def test_loops_begin_where_the_workload_says_and_the_oracle_finds_them() -> None:
+    chains = Chains.make()
+    work = starts(chains, 2 * len(PERIODS))
+    assert sorted(start.period for start in work if start.period) == sorted(PERIODS)
+    for start in work:
+        tokens = chains.continuation(start.token, 512)
+        if not start.period:
+            assert tokens[-1] == chains.end
+            assert guard_keeps(tokens, DEFAULTS) == len(tokens)
+            continue
+        begin = oracle_keeps(tokens, 64)
+        assert begin <= 256
+        assert tokens[begin : -start.period] == tokens[begin + start.period :]
+        seen = 64 % start.period == 0
+        needed = max(256, begin + (64 if start.period == 1 else 64 + 64))
+        assert guard_keeps(tokens, DEFAULTS) == (needed if seen else 512)
+
+
+def test_fields_split_the_share_by_what_the_guard_can_see() -> None:
+    work = [Start(0, 1), Start(0, 64), Start(0, 3), Start(0, 0)]
+    full = [[0] * 100, [0] * 100, [0] * 100, [0] * 40]
+    found = fields(work, full, kept=[20, 60, 100, 40], oracle=[10, 20, 30, 40])
+    assert found["saved_share_by_period"] == {"one_token": 80 / 90, "divides_64": 40 / 80, "other": 0.0}
+    assert found["saved_share"] == 120 / 240
+    assert found["tail_tokens"] == {"without": 340, "saved_by_guard": 120, "saved_by_oracle": 240}
+    assert found["ended"] == {"looping": 2, "of_looping": 3, "healthy": 0}
+
+
+@pytest.mark.parametrize(
+    "options", [{"counts": ()}, {"counts": (0,)}, {"sequences": 0}, {"longest": CONTEXT}, {"run_sequences": 3}]
+)
+def test_plans_out_of_range_are_refused(options: dict[str, object]) -> None:
+    usual = {"counts": (1,), "sequences": 8, "longest": 512, "run_sequences": 0, "vllm": False, "quick": True}
+    with pytest.raises(ConfigError, match="--"):
+        Plan.of(**{**usual, **options})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
+    """The two whole runs are left out: they take longer than all the rest."""
+    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "guard", "--json", "--quick"]
+    options = ["--counts", "2", "--sequences", "8", "--longest", "320", "--run-sequences", "0", "--no-vllm"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < found["step_share"]["hf"]["2"] < 1
+    assert found["ns_per_token"] > 0
+    assert found["naive_ns_per_token"] > 0
+    assert 0 < found["saved_share"] < 1
+    assert found["ended"] == {"looping": 4, "of_looping": 4, "healthy": 0}
+    assert found["upstream_ns_per_token"] is None
+    assert found["trained_per_s"] is None
+    models = sorted(path.name.partition("-")[0] for path in (tmp_path / ".sluice/bench").iterdir())
+    assert models == ["engine", "loop"]

@@ -1,0 +1,57 @@
+"""The guard's counters come from the flags of results, and from nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from consumers.rollout import rollout_metrics
+from pipeline.config.types import RolloutMatchingConfig
+from pipeline.messages import SamplingParams, SequenceResult
+from pipeline.metrics import reduce
+from pipeline.tokens import Runs
+from tests.factories import sequence_result
+
+PREFIX = "rollout/repeat_terminate_"
+
+
+def result(number: int, **changes: Any) -> SequenceResult:
+    fields: dict[str, Any] = {
+        "sampling": SamplingParams(max_new_tokens=100), "backend": "hf",
+        "triggers": {"repeat_terminate": 0, "active": 1},
+    }  # fmt: skip
+    return sequence_result(f"r:{number}", **{**fields, **changes})
+
+
+def looped(number: int, at_token: int, **changes: Any) -> SequenceResult:
+    triggers = {"repeat_terminate": 1, "active": 1, "rule": "ngram", "at_token": at_token}
+    return result(
+        number, triggers=triggers, finish_reason="repeat_terminated", response_mask=Runs.of([1, 1, 0]), **changes
+    )
+
+
+def guard(*results: SequenceResult) -> tuple[float, float, float]:
+    found = reduce([rollout_metrics(one, RolloutMatchingConfig()) for one in results])
+    names = ("active", "triggered_sequences", "tokens_saved")
+    active, triggered, saved = (found[PREFIX + name] for name in names)
+    return active, triggered, saved
+
+
+def test_each_flag_counts_once_and_saves_what_was_left_of_its_own_limit() -> None:
+    longer = SamplingParams(max_new_tokens=1000)
+    assert guard(looped(1, 2), looped(2, 60, sampling=longer), result(3)) == (1, 2, 98 + 940)
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_an_ending_without_a_flag_counts_nothing(reason: Any) -> None:
+    assert guard(result(1, finish_reason=reason)) == (1, 0, 0)
+    assert guard(result(1, finish_reason=reason, triggers={})) == (0, 0, 0)
+
+
+def test_both_backends_are_told_apart() -> None:
+    found = reduce([rollout_metrics(result(1, backend=name), RolloutMatchingConfig()) for name in ("hf", "vllm")])
+    assert (found["rollout/backend_hf"], found["rollout/backend_vllm"]) == (1, 1)
+    alone = reduce([rollout_metrics(looped(1, 2, backend="vllm"), RolloutMatchingConfig())])
+    assert (alone["rollout/backend_hf"], alone["rollout/backend_vllm"]) == (0, 1)
+    assert alone[f"{PREFIX}triggered_sequences"] == 1

@@ -1,0 +1,55 @@
+"""`sluice guard replay`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from pipeline.cli.options import ConfigPath
+
+app = App(help="The repeat guard: try its thresholds on sequences that were decoded.", help_format="markdown")
+
+
+@app.command
+def replay(
+    results: Path,
+    /,
+    *,
+    config: ConfigPath = None,
+    model: Annotated[
+        str | None, Parameter(help="Model directory; its tokenizer is needed with max_object_keys alone.")
+    ] = None,
+    overrides: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", negative="", show_default=False, help="One threshold, e.g. ngram_size=32"),
+    ] = (),
+    vary: Annotated[
+        tuple[str, ...],
+        Parameter(negative="", show_default=False, help="Compare values, e.g. ngram_size=16,32; may be repeated."),
+    ] = (),
+    on_malformed: Annotated[
+        Literal["stop", "skip"], Parameter(help="A row that cannot be read: stop, or leave it out.")
+    ] = "stop",
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object instead of text.")] = False,
+) -> int:
+    """Show what the thresholds of CONFIG (or the defaults) would have cut of RESULTS, without decoding again.
+
+    RESULTS is the output of `sluice generate --fields all`, JSONL or Parquet. Rows that ended by themselves and would
+    have been cut are what thresholds are tuned against. `enabled` does not matter here.
+
+    Example: `sluice guard replay answers.jsonl --set min_new_tokens=64 --vary ngram_size=16,32,64`
+    """
+    from workers.guard import replay_view
+    from workers.guard.replay import replay as run
+    from workers.guard.thresholds import make_trials
+
+    found = run(results, make_trials(config, overrides, vary, model), skip_malformed=on_malformed == "skip")
+    for row in found.malformed:
+        print(f"warning: left out: {row.error()}", file=sys.stderr)
+    if not any(trial.endings for trial in found.trials):
+        print(f"warning: {results} has no sequences to replay", file=sys.stderr)
+    print(replay_view.as_json(found) if as_json else replay_view.as_text(found))
+    return 0
