@@ -103,8 +103,8 @@ def guard(
     Guard time over step time inside the engine's process, by --counts of sequences, on both backends; the rule alone
     beside a naive re-scan and vLLM's own check; tail tokens saved of --sequences, half of which loop, beside an
     oracle; and --run-sequences of them through two whole runs, without the guard and with it (0 leaves them out).
-    About 4 minutes. --longest is the new tokens that a looping sequence may have, in the runs at most 1024; --quick
-    takes half a minute and proves nothing.
+    About 5 minutes. --longest is the new tokens that a looping sequence may have, in the runs at most 1024; --quick
+    takes a minute and proves nothing.
 
     Example: `sluice bench guard --no-vllm --json`
     """

@@ -46,9 +46,9 @@ class GuardCost:
         """Note one call of the guard that began at `time.perf_counter_ns()` and ends now."""
         now = time.perf_counter_ns()
         self.spent_ns += now - began_ns
-        if self._last:
-            self.elapsed_ns += now - self._last
-        self._last = now
+        last, self._last = self._last, now  # read once: `taken` may come from another thread
+        if last:
+            self.elapsed_ns += now - last
         self.steps += 1
         self.tokens += rows
 

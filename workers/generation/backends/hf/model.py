@@ -27,6 +27,7 @@ from workers.generation.model_files import check_directory, eos_token_ids, has_v
 from workers.generation.preprocess import VisionProcessor
 from workers.guard.rules import GuardRules
 
+NO_GUARD = RepeatTerminateConfig()
 _CACHEABLE = {"full_attention", "sliding_attention"}
 
 
@@ -44,7 +45,7 @@ class LoadedModel:
     guard: GuardRules | None = None  # None: loops run on
 
 
-def load_model(config: ModelConfig, repeat_terminate: RepeatTerminateConfig) -> LoadedModel:
+def load_model(config: ModelConfig, repeat_terminate: RepeatTerminateConfig = NO_GUARD) -> LoadedModel:
     """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard that it cannot have."""
     check_directory(config.path)
     device = _device(config.device)
