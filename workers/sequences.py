@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from pipeline.jobs import Claim, seed_for
 from pipeline.messages import DecodeJob, Progress, SequenceResult
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.guard.signal import triggers
 from workers.job_prompts import JobPrompt
 
 OnProgress = Callable[[Claim, int, Progress], None]
@@ -85,20 +85,13 @@ def result_of(
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         response_mask=Runs.of(output.response_mask) if output.trigger else Runs(),
-        triggers=_triggers(output, facts),
+        triggers=triggers(output.trigger, active=facts.repeat_terminate),
         sampling=job.sampling,
         timings=_timings(claim, request.asked_at),
         truth=job.truth,
         task=job.task,
         metadata={**job.metadata, "fallback": output.fallback} if output.fallback else job.metadata,
     )
-
-
-def _triggers(output: SequenceOutput, facts: EngineFacts) -> dict[str, Any]:
-    """`active`: the repeat guard watched this sequence."""
-    found = output.trigger
-    why = {} if found is None else {"rule": found.rule, "at_token": found.at_token}
-    return {"repeat_terminate": int(found is not None), "active": int(facts.repeat_terminate), **why}
 
 
 def _timings(claim: Claim, started: float) -> dict[str, float]:

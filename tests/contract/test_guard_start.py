@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from pipeline import logs
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
 from pipeline.errors import ConfigError, EngineError, RequestError
 from tests.contract.engine_fixtures import request
@@ -79,8 +80,9 @@ async def test_a_start_proves_the_loaded_guard_with_its_own_thresholds(
     backend = HfBackend(ModelConfig(path=str(model_dir)), repeat_terminate=GUARD)
     await backend.start()
     try:
+        logs.configure("test")  # an earlier test may have asked for warnings alone
         await prove_guard(backend, GUARD)
-        assert "repeat guard proved" in (line := capsys.readouterr().out)
+        assert "repeat guard proved" in (line := capsys.readouterr().err)
         assert "rules=consecutive,ngram" in line
         with pytest.raises(EngineError, match="the loaded guard has other thresholds"):
             await prove_guard(backend, replace(GUARD, max_consecutive_token_repeats=9))
@@ -98,10 +100,11 @@ def test_rules_that_no_sequence_is_long_enough_for_are_named(
     model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The context has 256 tokens; the guard is loaded, and its decode is proved all the same."""
+    logs.configure("test")
     backend = _made("hf", model_dir, replace(GUARD, ngram_size=200))
     asyncio.run(backend.start())
     asyncio.run(backend.close())
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     [late] = [line for line in lines if "can never fire" in line]
     assert "rule=ngram" in late
     assert "tokens_needed=400" in late

@@ -52,20 +52,22 @@ def test_a_guard_that_cannot_be_active_ends_the_worker_before_it_takes_a_job(
 ) -> None:
     endless = without_end(save_tiny_model(tmp_path / "endless"))
     stripped = without_spaces(save_tiny_model(tmp_path / "stripped"))
+    misspelt = guarded(make_stack)
+    misspelt.config_file.write_text(misspelt.config_file.read_text().replace("min_new_tokens", "min_new_token"))
     stacks = {
         "end-of-sequence id to force": guarded(make_stack, model=endless),
         "'   ' has no tokens": guarded(make_stack, model=stripped, max_object_keys=3, object_key_prefix="   "),
-        "'max_object_keys'": guarded(make_stack, max_object_key=3),
+        f"{misspelt.config_file}: unknown key rollout_matching.repeat_terminate.min_new_token; did you mean "
+        "'min_new_tokens'": misspelt,
     }
-    for says, stack in stacks.items():
-        worker = stack.start("worker")
+    workers = [stack.start("worker") for stack in stacks.values()]
+    for (says, stack), worker in zip(stacks.items(), workers, strict=True):
         worker.expendable = True
         assert worker.wait() == 2, worker.tail()
         [error] = [line for line in worker.text().splitlines() if line.startswith("error: ")]
         assert says in error
         assert "repeat_terminate" in error
         assert_no_job_was_taken(stack)
-    assert str(stack.config_file) in error
 
 
 @pytest.mark.vllm

@@ -99,8 +99,10 @@ class RepeatTerminate(WorkerRepeatTerminate):
         """Raises ValueError for a request that the guard could not end, or one that reaches into it."""
         if EXTRA in (sampling_params.extra_args or {}):
             raise ValueError(f"extra_args[{EXTRA!r}] is not for clients; leave it out")
-        if sampling_params.ignore_eos and _is_switched_on():
-            raise ValueError("ignore_eos: this server ends loops by EOS (repeat_terminate); leave ignore_eos out")
+        asked = {"ignore_eos": sampling_params.ignore_eos, "structured outputs": sampling_params.structured_outputs}
+        refused = [name for name, value in asked.items() if value]  # a grammar takes no EOS in the middle of its text
+        if refused and _is_switched_on():
+            raise ValueError(f"{refused[0]}: this server ends loops by EOS (repeat_terminate); leave {refused[0]} out")
 
     def _made(self, vllm_config: Any) -> GuardRequests | None:
         config = settings.from_environment()
