@@ -107,7 +107,10 @@ def test_a_loop_is_ended_and_a_healthy_sequence_is_not(address: str, loops: Loop
     assert (status, answer["choices"][0]["token_ids"]) == (200, loops.continuation(healthy, 60))
 
 
-@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"vllm_xargs": {"sluice_guard": "x"}}])
+@pytest.mark.parametrize(
+    "options",
+    [{"ignore_eos": True}, {"vllm_xargs": {"sluice_guard": "x"}}],
+)
 def test_a_request_that_the_guard_could_not_end_is_refused(
     address: str, loops: LoopModel, options: dict[str, Any]
 ) -> None:

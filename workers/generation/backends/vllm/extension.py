@@ -15,18 +15,17 @@ class WorkerExtension(WeightLoader):
     model_runner: Any
 
     def sluice_guard_try(self, token_ids: list[int]) -> dict[str, Any] | None:
-        """Rules of the loaded guard, and its trigger after these tokens; None where none is loaded."""
+        """Rules of the loaded guard, and its trigger after these tokens; None where none is loaded.
+
+        It comes after the probe: from now on requests cannot bring rules of their own.
+        """
         requests = self._sluice_guard()
         if requests is None:
             return None
+        requests.started()
         trigger = requests.rules.guard().push_all(token_ids)
         found = None if trigger is None else [trigger.rule, trigger.at_token]
         return {"rules": requests.rules.plain(), "trigger": found}
-
-    def sluice_guard_serve(self) -> None:
-        """Requests cannot bring rules of their own any more."""
-        if (requests := self._sluice_guard()) is not None:
-            requests.started()
 
     def sluice_guard_take(self, key: str) -> list[Any] | None:
         """[rule, at_token] if the guard ended the request of this key."""
