@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.guard.loop_model import follow, write_successors
 from tests.tiny_models import build_tokenizer
 
 PERIODS = (1, 2, 3, 5, 8)
@@ -37,11 +38,7 @@ class LoopModel:
 
     def continuation(self, token: int, count: int) -> list[int]:
         """The next tokens after `token`, up to and with an end of sequence."""
-        tokens: list[int] = []
-        while len(tokens) < count and token != self.eos:
-            token = self.successor[token]
-            tokens.append(token)
-        return tokens
+        return follow(self.successor, self.eos, token, count)
 
 
 def save_loop_model(
@@ -81,7 +78,7 @@ def save_loop_model(
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
-        _write(model, successor, sharpness)
+        write_successors(model, torch.eye(config.hidden_size)[:vocab], successor, sharpness)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return LoopModel(directory, eos, successor, tuple(looping), tuple(healthy))
@@ -99,18 +96,6 @@ def _chains(tokens: list[int], eos: int) -> tuple[dict[int, int], list[int], lis
     rest = tokens[at:]
     successor |= dict(zip(rest, [*rest[1:], eos], strict=True))
     return successor, looping, rest
-
-
-def _write(model: Any, successor: dict[int, int], sharpness: float) -> None:
-    layer, hidden = model.model.layers[0], model.config.hidden_size
-    embeddings = torch.eye(hidden)[: model.config.vocab_size]
-    layer.self_attn.o_proj.weight.zero_()
-    layer.mlp.down_proj.weight.zero_()
-    model.model.embed_tokens.weight.copy_(embeddings)
-    head = torch.zeros_like(model.lm_head.weight)
-    for token, following in successor.items():
-        head[following, token] = sharpness / hidden**0.5  # the final norm scales a one-hot by sqrt(hidden)
-    model.lm_head.weight.copy_(head)
 
 
 def without_end(directory: Path) -> Path:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -65,11 +66,7 @@ class Chains:
 
     def continuation(self, token: int, count: int) -> list[int]:
         """At most `count` tokens after `token`, up to and with the end of sequence."""
-        tokens: list[int] = []
-        while len(tokens) < count and token != self.end:
-            token = self.successor[token]
-            tokens.append(token)
-        return tokens
+        return follow(self.successor, self.end, token, count)
 
 
 def word(token: int) -> str:
@@ -89,6 +86,31 @@ def ensure_model(home: Path) -> Path:
     return target
 
 
+def follow(successor: Mapping[int, int], end: int, token: int, count: int) -> list[int]:
+    """At most `count` tokens after `token`, up to and with the end of sequence."""
+    tokens: list[int] = []
+    while len(tokens) < count and token != end:
+        token = successor[token]
+        tokens.append(token)
+    return tokens
+
+
+def write_successors(model: Any, vectors: Any, successor: Mapping[int, int], sharpness: float) -> None:
+    """Make the logits of each token's successor `sharpness`, in a Qwen3 of one layer, whatever stands before.
+
+    `vectors` float (vocab, hidden): embeddings of length 1, near to orthogonal. Under `torch.no_grad`.
+    """
+    import torch
+
+    layer = model.model.layers[0]
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    model.model.embed_tokens.weight.copy_(vectors)
+    head = torch.zeros_like(vectors)
+    head.index_add_(0, torch.tensor(list(successor.values())), vectors[torch.tensor(list(successor))])
+    model.lm_head.weight.copy_(head * (sharpness / vectors.shape[1] ** 0.5))  # the last norm scales by sqrt
+
+
 def _save(chains: Chains, directory: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -102,15 +124,8 @@ def _save(chains: Chains, directory: Path) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: Any = Qwen3ForCausalLM(config).float()
-        layer = model.model.layers[0]
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
         vectors = torch.nn.functional.normalize(torch.randn(config.vocab_size, config.hidden_size), dim=-1)
-        model.model.embed_tokens.weight.copy_(vectors)
-        head = torch.zeros_like(vectors)
-        known, following = torch.tensor(list(chains.successor)), torch.tensor(list(chains.successor.values()))
-        head.index_add_(0, following, vectors[known])
-        model.lm_head.weight.copy_(head * (_SHARPNESS / config.hidden_size**0.5))  # the last norm scales by sqrt
+        write_successors(model, vectors, chains.successor, _SHARPNESS)
     model.generation_config = GenerationConfig(do_sample=False, **ids)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

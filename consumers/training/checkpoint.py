@@ -25,8 +25,6 @@ from pipeline.files import fsync_directory, fsync_tree, write_atomic
 _STATE = Path("trainer/state.json")
 _OPTIMIZER = Path("trainer/optimizer.safetensors")
 _RECENT_IDS = 8192
-
-
 _TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_terminate_tokens_saved")
 
 

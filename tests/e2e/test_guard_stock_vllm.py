@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 GUARD = {"enabled": True, "min_new_tokens": 12, "max_consecutive_token_repeats": 8, "ngram_size": 24}
 SWITCH = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
 START_S = 150.0
+ANSWER_S = 30.0
 
 
 def start(model: Path, log: Path, port: int, **environment: str) -> subprocess.Popen[bytes]:
@@ -82,7 +83,9 @@ def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
     """(HTTP status, answer); status 0 when nobody listens."""
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=ANSWER_S
+        ) as answer:
             text = answer.read()
             return answer.status, json.loads(text) if text else None
     except urllib.error.HTTPError as error:

@@ -53,7 +53,7 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
         f"{key}: pad_token_id", () if request.pad_token_id is None else (request.pad_token_id,), facts.vocab_size
     )
     check_token_ids(f"{key}: allowed_token_ids", request.allowed_token_ids, facts.vocab_size)
-    if facts.repeat_terminate and request.eos_token_ids == ():
+    if facts.repeat_terminate and request.eos_token_ids is not None and not request.eos_token_ids:
         raise RequestError(
             f"{key}: no end-of-sequence id (ignore_eos) together with repeat_terminate, which ends loops by one; "
             "leave eos_token_ids out, or switch the guard off"

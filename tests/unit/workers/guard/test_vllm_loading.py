@@ -149,14 +149,19 @@ def admit(runner: str, name: str, sampling: Any) -> None:
 def test_a_stock_server_refuses_what_it_could_not_end(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import StructuredOutputsParams
 
     endless, ours = SamplingParams(ignore_eos=True), SamplingParams(extra_args={EXTRA: {"key": "a", "forced": 1}})
-    admit(runner, STOCK, endless)
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    for asked in (endless, grammar):
+        admit(runner, STOCK, asked)
     monkeypatch.setenv("COORDEXP_" + SWITCH, "1")
     monkeypatch.setenv("COORDEXP_" + JSON, json.dumps({"enabled": True}))
     admit(runner, STOCK, SamplingParams(extra_args={"theirs": 1}))
     with pytest.raises(VLLMClientError, match="ignore_eos"):
         admit(runner, STOCK, endless)
+    with pytest.raises(VLLMClientError, match="structured outputs"):
+        admit(runner, STOCK, grammar)
     with pytest.raises(VLLMClientError, match=EXTRA):
         admit(runner, STOCK, ours)
 
