@@ -13,6 +13,7 @@ ARQ_RUNNING = "arq:in-progress:"
 ARQ_ABORT = "arq:abort"
 RESULT_GROUP = "consumers"
 BATCH_GROUP = "trainer"
+SCORE_GROUP = "scorers"
 
 
 class Keys:
@@ -41,6 +42,8 @@ class Keys:
         self.latest = f"{self.prefix}latest"  # string: newest version
         self.source = f"{self.prefix}source"  # hash: cursor, total, malformed, exhausted
         self.processes = f"{self.prefix}processes"  # hash: role:name → JSON heartbeat
+        self.score_jobs = f"{self.prefix}score:jobs"  # stream of ScoreJobs, group SCORE_GROUP
+        self.score_answers = f"{self.prefix}score:answers:"  # + the trainer's nonce → list of ScoreResults, expires
         self.metrics = f"{self.prefix}metrics"  # string: newest metrics record
         self.owner = (
             f"{self.prefix}owner:"  # + role → nonce of the one process that plays it; + :last → the newest that did

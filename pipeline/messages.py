@@ -163,7 +163,7 @@ class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
 
 
 class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
-    """Score given tokens under one retained weight version. [T]"""
+    """Score given tokens under one retained weight version; repeatable. [T]"""
 
     run: str
     seq_id: str
@@ -171,6 +171,8 @@ class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
     token_ids: TokenArray
     positions: TokenArray  # indices into token_ids
     version: int
+    reply_to: str = ""  # the asking trainer's nonce
+    expires_at: float = 0.0  # Unix time after which nobody waits for the answer; 0 = never
 
 
 class ScoreResult(Wire, frozen=True, kw_only=True, tag="score_result"):
@@ -180,6 +182,7 @@ class ScoreResult(Wire, frozen=True, kw_only=True, tag="score_result"):
     scored_version: int
     positions: TokenArray
     logprobs: FloatArray
+    error: str = ""  # why there are no scores (the version is retired, damaged, …); then both arrays are empty
 
     def __post_init__(self) -> None:
         check_lengths(self.seq_id, len(self.positions), logprobs=self.logprobs)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.config.image_types import ImagesConfig
+from pipeline.config.policy_types import PolicyConfig, ScorerConfig
 from pipeline.config.section import Section
 from pipeline.messages import SamplingParams
 
@@ -107,7 +108,7 @@ class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
-    """Teacher-forced training."""
+    """The optimiser and its rhythm; losses: teacher-forced here, policy in PolicyConfig."""
 
     learning_rate: float = 1e-4
     warmup_steps: int = 0
@@ -119,6 +120,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ciou_weight: float = 1.0
     checkpoint_every: int = 1  # optimiser steps; a version is published from a durable checkpoint only
     keep_checkpoints: int = 2
+    keep_rollouts: int | None = 0  # optimiser steps whose samples stay in <run_dir>/<run>/rollouts; None = all
     max_versions: int | None = None  # stop after this version
     claim_gpu: bool = False  # lock a GPU, so that workers on this host leave it alone
     batch_wait_s: float = 600.0  # no batch for this long is an error that names what was waited for
@@ -128,7 +130,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """Published versions."""
 
-    retention: int = 4  # >= max_staleness + 2
+    retention: int = 4  # newest versions that stay on disk; >= max_staleness + 2
     probe_tokens: int = 16
     probe_tolerance: float = 1e-2  # nats a probe token between trainer and worker; ten times that in half precision
 
@@ -159,6 +161,8 @@ class Config(Section, frozen=True, kw_only=True):
     consumer: ConsumerConfig = ConsumerConfig()
     rollout_matching: RolloutMatchingConfig = RolloutMatchingConfig()
     trainer: TrainerConfig = TrainerConfig()
+    policy: PolicyConfig = PolicyConfig()
+    scorer: ScorerConfig = ScorerConfig()
     weights: WeightsConfig = WeightsConfig()
     up: UpConfig = UpConfig()
     custom: dict[str, Any] = {}  # free; custom.extra.rollout_matching is read as rollout_matching
