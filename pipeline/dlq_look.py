@@ -21,7 +21,7 @@ from pipeline.tokens import FloatArray, Runs, TokenArray
 SCHEMA = 1
 REASONS = (
     "expired", "failed", "invalid_request", "malformed_arguments", "malformed_envelope", "malformed_payload",
-    "max_tries", "payload_missing", "unknown_function", "unknown_schema", "worker_deaths",
+    "max_tries", "payload_missing", "stale", "unknown_function", "unknown_schema", "worker_deaths",
 )  # fmt: skip
 HEX_BYTES = 64
 T = TypeVar("T")

@@ -6,11 +6,12 @@
 |------------------|-------------------------------|
 | jobs             | producer                      |
 | room (held.py)   | a sequence that ends          |
-| running sequences| before new weights are loaded |
+| new weights      | their files, the engine's step |
 
 - A sequence that cannot be decoded, or whose image cannot be had, ends its job as dead letters; its neighbours go on.
 - A little more is claimed than the engine decodes at once, so that it never waits for the queue. What was not
-  started is put back at once when new weights come or on stop.
+  started is put back at once on stop.
+- New weights are loaded between two tokens; running sequences go on under them.
 - What a running sequence has so far is stored every `checkpoint_tokens`; the next attempt is given it.
 """
 
@@ -50,7 +51,6 @@ class DecodeWorker(LeasedWorker):
         self._role, self._backend, self._prompts = role, backend, prompts
         self._weights = WeightsWatch(role, backend)
         self._held = HeldJobs(self.settings.max_batch)
-        self._newer: int | None = None
         role.status.fact(owner=self.queue.owner)
 
     async def run(self) -> None:  # type: ignore[override]
@@ -84,15 +84,12 @@ class DecodeWorker(LeasedWorker):
         return ["decode", *super().served()]
 
     async def before_claim(self) -> bool:
-        """New weights go first; nothing is claimed until they are loaded."""
-        self._newer = self._weights.newer()
-        if self._newer is None:
-            return True
-        await self.put_back()
-        if not self._held:
-            await self._weights.pull(self._newer)
-            self._newer = None
-        return self._newer is None
+        """New weights go first."""
+        newer = self._weights.newer()
+        if newer is not None:
+            self._role.status.waiting(f"weights v{newer} to load, amid {self._held.running} running sequences")
+            await self._weights.pull(newer)
+        return True
 
     def after_claim(self, got: Claimed) -> None:
         """The answer carries the newest version's number."""
@@ -107,6 +104,10 @@ class DecodeWorker(LeasedWorker):
         if job.min_weight_version > self._backend.version:
             self.keeper.drop(claim.job_id, claim.attempt)
             await self.queue.release([claim], delay_s=_TOO_EARLY_S)
+            return
+        if job.max_weight_version is not None and job.max_weight_version < self._backend.version:
+            newest = f"it asks for weights v{job.max_weight_version} at most, and v{self._backend.version} serves"
+            await self._fail(claim, "stale", newest)
             return
         try:
             prompt = self._prompt(job)
@@ -132,8 +133,6 @@ class DecodeWorker(LeasedWorker):
         running, status = self._held.running, self._role.status
         if self.stop.is_set():
             status.waiting(f"{running} running sequences to end (draining)")
-        elif self._newer is not None:
-            status.waiting(f"{running} running sequences to end before weights v{self._newer} are loaded")
         elif self.draining_for_one() and running:
             status.waiting(f"{running} running sequences to end: the next job, or this one, runs alone")
         else:
@@ -159,7 +158,10 @@ class DecodeWorker(LeasedWorker):
 
     async def _refuse(self, claim: Claim, error: Exception) -> None:
         trace = "" if isinstance(error, RequestError) else "".join(traceback.format_exception(error))
-        await self.queue.fail(claim, "invalid_request", str(error) or repr(error), trace)
+        await self._fail(claim, "invalid_request", str(error) or repr(error), trace)
+
+    async def _fail(self, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
+        await self.queue.fail(claim, reason, detail, trace)
         self.keeper.drop(claim.job_id, claim.attempt)
         self._held.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence that this may run in
 

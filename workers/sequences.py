@@ -84,6 +84,8 @@ def result_of(
         raw_text=output.raw_text,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
+        proximal_logprobs=FloatArray(output.proximal_logprobs),
+        proximal_versions=Runs.of(output.proximal_versions),
         response_mask=Runs.of(output.response_mask) if output.trigger else Runs(),
         triggers=triggers(output.trigger, active=facts.repeat_terminate),
         sampling=job.sampling,

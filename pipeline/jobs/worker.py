@@ -29,7 +29,7 @@ from redis import RedisError
 from redis.asyncio import Redis
 
 from pipeline.config.types import Config
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, WeightsError
 from pipeline.jobs.calls import Calls
 from pipeline.jobs.committer import Committer
 from pipeline.jobs.envelope import arq_deserializer, arq_pool, arq_serializer
@@ -148,7 +148,7 @@ class LeasedWorker(Worker):
             await self._drain()
             if self.broken is not None:
                 raise self.broken
-        except EngineError as error:
+        except (EngineError, WeightsError) as error:
             self.broken = error
             raise
         finally:
@@ -277,7 +277,7 @@ class LeasedWorker(Worker):
         await self.committer.flush()  # what ended since the drain; a job with a commit in hand is not held
         await self.queue.release(unstarted)
         error = self.broken
-        if error is None or isinstance(error, RedisError | OSError):  # the broker's failure is no job's
+        if error is None or isinstance(error, RedisError | OSError | WeightsError):  # no job's failure
             await self.queue.release(running)
             return
         trace = "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Weight loads between sequences, over the real HF backend."""
+"""Weight loads, over the real HF backend."""
 
 from __future__ import annotations
 
@@ -10,17 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import WeightsError
-from tests.contract.engine_fixtures import (
-    decode_all,
-    ragged_prompts,
-    reference,
-    reference_logprobs,
-    request,
-    run,
-    started,
-)
+from tests.contract.engine_fixtures import reference, reference_logprobs, request, run, started
 from tests.tiny_models import save_tiny_model
-from workers.generation.contracts import Backend, SequenceOutput
 
 PROMPT = list(b"the abc of it")
 
@@ -42,25 +33,6 @@ def test_a_load_changes_output_and_version_stamps(tmp_path: Path, tied: bool) ->
     assert before.token_ids != after.token_ids
     expected = reference_logprobs(reference(new), PROMPT, after.token_ids)
     torch.testing.assert_close(torch.tensor(after.logprobs), expected, atol=1e-4, rtol=0)
-
-
-def test_a_load_waits_for_running_sequences_and_new_ones_wait_for_it(tmp_path: Path) -> None:
-    old, new = save_tiny_model(tmp_path / "old", seed=1), save_tiny_model(tmp_path / "new", seed=2)
-    with started(old, max_batch=3) as backend:
-        running, later = asyncio.run(_load_amid(backend, new))
-    assert [set(output.versions) for output in running] == [{0}] * 3
-    assert [set(output.versions) for output in later] == [{1}] * 4
-
-
-async def _load_amid(backend: Backend, new: Path) -> tuple[list[SequenceOutput], list[SequenceOutput]]:
-    long = [request(prompt, max_new_tokens=200) for prompt in ragged_prompts(3, longest=50)]
-    running = asyncio.create_task(decode_all(backend, long))
-    await asyncio.sleep(0.05)  # of some 0.2 s that they take
-    load = asyncio.create_task(backend.load_weights(new, 1))
-    await asyncio.sleep(0)
-    later = asyncio.create_task(decode_all(backend, [request(prompt) for prompt in ragged_prompts(4)]))
-    await load
-    return await running, await later
 
 
 def _damage(directory: Path, kind: str) -> str:

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
-from pipeline.errors import EngineError
 from pipeline.jobs import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
 from pipeline.keys import ARQ_JOB, ARQ_RESULT, Keys
 from pipeline.lifecycle import Role
@@ -246,7 +245,7 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
             assert engine.version == 1
             assert not await watch.pull(77), "a retired version is no error"
             await publish(client, keys, other, run_dir, 3, **wrong)
-            with pytest.raises(EngineError, match="probe"):
-                await WeightsWatch(role, engine).pull(3)
+            assert not await WeightsWatch(role, engine).pull(3), "its probe does not give what the trainer measured"
+            assert engine.version == 1
     finally:
         await engine.close()

@@ -5,7 +5,8 @@
   `decode` ends it as well, and returns nothing.
 - A sequence goes on from `so_far` as if it had never stopped: its random numbers belong to positions.
 - Per-token arrays of a `SequenceOutput` have one length; logprobs are raw (temperature 1, no truncation).
-- `load_weights` happens between sequences: running ones finish, new ones wait.
+- `load_weights` comes between two tokens: running sequences keep theirs and go on under the new version; the prefill
+  that lets them go on scores their tokens of the version before (proximal logprobs).
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class SequenceOutput:
     - `prompt_token_ids` are those that the model saw: an image placeholder is expanded, there is no padding.
     - `token_ids` end with the token that completed the stop (if any); `logprobs` are natural logs in fp32 under
       `versions`; `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is whole.
+    - `proximal_logprobs[i]` is the logprob of token i under `proximal_versions[i]` = `versions[i]` + 1; where that is
+      not known it is -1, and the value that of `logprobs`. Both are empty where no token has one.
     - `stop_reason`: the stop string, the stop id or the plugin's name; None for end-of-sequence and all else.
     - With a `trigger` the last token is an end-of-sequence id that nobody sampled: logprob 0, version -1, mask 0.
     """
@@ -105,6 +108,8 @@ class SequenceOutput:
     finish_reason: DecodeEnding
     stop_reason: str | int | None = None
     trigger: RepeatTrigger | None = None  # of the repeat guard, if that ended it
+    proximal_logprobs: list[float] = field(default_factory=list)
+    proximal_versions: list[int] = field(default_factory=list)
     fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: another backend decoded it
 
     @property
@@ -116,6 +121,9 @@ class SequenceOutput:
         lengths = (len(self.token_ids), len(self.logprobs), len(self.versions))
         if len(set(lengths)) != 1:
             raise EngineError(f"{self.seq_key}: tokens, logprobs and versions differ in length: {lengths}")
+        proximal = (len(self.proximal_logprobs), len(self.proximal_versions))
+        if proximal not in ((0, 0), (lengths[0], lengths[0])):
+            raise EngineError(f"{self.seq_key}: {lengths[0]} tokens, and proximal arrays of length {proximal}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,23 @@ class GuardTrial:
 
     rules: GuardRules
     trigger: RepeatTrigger | None  # after the last token
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsProbe:
+    """What a version's weights must give: the summed logprob (nats) of `token_ids[1:]`, as the trainer measured it."""
+
+    token_ids: tuple[int, ...]
+    score: float
+    tolerance: float  # nats, of the sum
+
+    def accepts(self, score: float) -> bool:
+        """Whether these are the weights; NaN is refused."""
+        return abs(score - self.score) <= self.tolerance
+
+    def refusal(self, directory: Path, score: float) -> str:
+        """The complaint about weights that are not those that the trainer measured."""
+        return f"{directory}: the probe scores {score:.4f}, the trainer measured {self.score:.4f}"
 
 
 class Backend(Protocol):
@@ -151,10 +176,12 @@ class Backend(Protocol):
         """End the sequences of this key; their `decode` returns what they have, `finish_reason` cancelled."""
         ...
 
-    async def load_weights(self, directory: Path, version: int) -> None:
-        """Replace the weights by those of `directory`.
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+        """Replace the weights by those of `directory` between two tokens of whatever runs.
 
-        Raises WeightsError; if nothing was copied yet, the old version goes on serving.
+        Raises WeightsError with the old version serving: nothing was copied yet, or the old one was loaded back and
+        proved. Raises TornWeights if that failed too: running sequences get it, and nothing is decoded until a load
+        succeeds.
         """
         ...
 

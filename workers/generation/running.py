@@ -15,11 +15,15 @@ from workers.guard.repeat import RepeatTrigger
 
 
 class RunningSequence:
-    """`tokens`, `logprobs` and `versions` have one length; they begin with the request's `so_far`."""
+    """`tokens`, `logprobs` and `versions` have one length; they begin with the request's `so_far`.
+
+    A version of -1 is no version: nobody sampled that token.
+    """
 
     __slots__ = (
         "_ends",
         "_limit",
+        "_proximal",
         "_reported",
         "_tokenizer",
         "_watch",
@@ -51,6 +55,7 @@ class RunningSequence:
         self.finish_reason: DecodeEnding | None = None
         self.stop_reason: StopReason = None
         self.trigger: RepeatTrigger | None = None
+        self._proximal: dict[int, tuple[float, int]] = {}  # token -> (logprob, under this version)
         self._tokenizer = tokenizer
         self._limit = sampling.max_new_tokens
         self.eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
@@ -84,6 +89,19 @@ class RunningSequence:
             elif request.report_every and len(self.tokens) - self._reported >= request.report_every:
                 self._report()
         return self.finish_reason is not None
+
+    def unscored(self, version: int) -> list[int]:
+        """Tokens whose proximal logprob is the one under `version`, and that have none yet; rising."""
+        before = version - 1
+        if before < 0:
+            return []
+        return [at for at, sampled in enumerate(self.versions) if sampled == before and at not in self._proximal]
+
+    def score(self, version: int, at: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Proximal logprobs of the tokens `at`, which `unscored(version)` gave. Raises EngineError for a NaN."""
+        for token, logprob in zip(at, logprobs, strict=True):
+            self._check(logprob, token)
+            self._proximal[token] = logprob, version
 
     def end(self, reason: DecodeEnding, detail: StopReason = None) -> None:
         """End it here, from outside."""
@@ -119,13 +137,24 @@ class RunningSequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             trigger=self.trigger,
+            proximal_logprobs=self._proximal_logprobs(),
+            proximal_versions=self._proximal_versions(),
         )
 
-    def _take(self, token: int, logprob: float, version: int) -> None:
+    def _proximal_logprobs(self) -> list[float]:
+        known = self._proximal
+        return [known[at][0] if at in known else logprob for at, logprob in enumerate(self.logprobs)] if known else []
+
+    def _proximal_versions(self) -> list[int]:
+        known = self._proximal
+        return [known[at][1] if at in known else -1 for at in range(len(self.tokens))] if known else []
+
+    def _check(self, logprob: float, at: int) -> None:
         if math.isnan(logprob):
-            raise EngineError(
-                f"{self.request.seq_key}: the model gave NaN at token {len(self.tokens)}; check its weights"
-            )
+            raise EngineError(f"{self.request.seq_key}: the model gave NaN at token {at}; check its weights")
+
+    def _take(self, token: int, logprob: float, version: int) -> None:
+        self._check(logprob, len(self.tokens))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import EngineError, ModelError, RequestError, WeightsError
 from pipeline.logs import get_logger
-from workers.generation.contracts import Backend, EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.generation.contracts import Backend, EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.guard.probe import prove_guard
 
 
@@ -35,7 +35,7 @@ class RoutedBackend:
         self._failed: str | None = None  # why there is no fallback
         self._changing = asyncio.Lock()
         self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of those that wait for the fallback
-        self._weights: tuple[Path, int] | None = None
+        self._weights: tuple[Path, int, WeightsProbe | None] | None = None
         self._closed = False
 
     @property
@@ -105,15 +105,15 @@ class RoutedBackend:
         for backend in self._both():
             backend.abort(seq_key)
 
-    async def load_weights(self, directory: Path, version: int) -> None:
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
         """Replace the weights of both."""
         async with self._changing:
-            await self._primary.load_weights(directory, version)
-            self._weights = (directory, version)
+            await self._primary.load_weights(directory, version, probe)
+            self._weights = (directory, version, probe)
             if self._fallback is None:
                 return
             try:
-                await self._fallback.load_weights(directory, version)
+                await self._fallback.load_weights(directory, version, probe)
             except (EngineError, WeightsError) as error:
                 get_logger().warning("the fallback backend is ended: it does not take the weights", error=str(error))
                 fallback, self._fallback = self._fallback, None

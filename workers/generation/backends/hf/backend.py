@@ -11,7 +11,7 @@ from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import EngineError, RequestError
 from workers.generation.backends.hf.images import PreparedImages
 from workers.generation.backends.hf.thread import DecodeThread
-from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.guard.watch import GuardCost
 
 
@@ -82,13 +82,9 @@ class HfBackend:
             self._images.abort(seq_key)
         thread.abort(seq_key)
 
-    async def load_weights(self, directory: Path, version: int) -> None:
-        """Swap the weights once no sequence runs.
-
-        Raises WeightsError with the old version serving, or TornWeights: then nothing is decoded until a load
-        succeeds.
-        """
-        await asyncio.wrap_future(self._running().load(Path(directory), version))
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+        """Swap the weights after the current step; see `contracts.Backend`. Raises WeightsError or TornWeights."""
+        await asyncio.wrap_future(self._running().load(Path(directory), version, probe))
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""

@@ -2,33 +2,29 @@
 
 - Rows of the batch, of the cache and of the sampling table have one order.
 - A row's first token comes from its prefill; a row that ends there never enters the batch.
-- Equal contexts that join together are prefilled once.
-- A prompt with an image is prefilled alone, and then steps beside the others.
+- New weights: every running row is prefilled anew, as no cache may outlive its weights.
 - A row whose token cannot be taken (NaN, a plugin that fails) leaves with its error; the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache
 
-from pipeline.errors import EngineError, RequestError
+from pipeline.errors import EngineError
 from workers.generation.backends.hf.cache import DecodeCache
 from workers.generation.backends.hf.model import LoadedModel
+from workers.generation.backends.hf.passes import forward
+from workers.generation.backends.hf.prefill import prefill, prefill_groups
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.sampler import SamplingTable, sample
-from workers.generation.backends.hf.vision import forward, prefill_image
 from workers.guard.hf import triggered
 from workers.guard.rows import force
 from workers.guard.watch import GuardCost
 
 Ended = tuple[Row, EngineError | None]
 """A row that is out, and the error that ended it if any."""
-
-PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill pass; bounds its memory."""
 
 
 class Decoder:
@@ -48,7 +44,7 @@ class Decoder:
         """Prefill new rows and add them; those that ended at once, with the error that ended them if any."""
         ended: list[Ended] = []
         last: list[int] = []
-        for group in _prefill_groups(rows):
+        for group in prefill_groups(rows):
             ended += self._prefill(group, last)
         if last:
             self._last = torch.cat([self._last, torch.tensor(last, device=self._device)])
@@ -60,7 +56,7 @@ class Decoder:
         if self._table is None:
             self._table = self._table_of(self.rows)
         mask, positions = self._cache.open_step()
-        logits = forward(self.model, self._last.unsqueeze(1), mask, positions, self._cache)
+        logits = forward(self.model, self._last.unsqueeze(1), mask, positions, self._cache)[:, -1]
         self._cache.close_step()
         tokens, errors = self._sample(self.rows, logits, self._table)
         self._last = tokens
@@ -78,6 +74,14 @@ class Decoder:
         if leaving:
             self._remove(leaving)
 
+    def swap(self, version: int) -> list[Ended]:
+        """The model's weights are those of `version` by now: prefill all running rows; those that ended at once."""
+        rows, self.rows = self.rows, []
+        self.version = version
+        self._cache, self._table = DecodeCache(self._device), None
+        self._last = self._last[:0]
+        return self.join(rows)
+
     def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. given their prefix."""
         inputs = torch.tensor([list(token_ids)], device=self._device)
@@ -85,30 +89,23 @@ class Decoder:
         return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
 
     def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[Ended]:
-        unique: dict[tuple[int, ...], int] = {}
-        pick = [unique.setdefault(tuple(row.context), len(unique)) for row in rows]
-        cache = DynamicCache()
-        vision, offset = rows[0].vision, 0
-        if vision is None:
-            inputs, mask = self._left_padded(list(unique), rows[0].pad_token_id)
-            positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
-            logits = forward(self.model, inputs, mask, positions, cache)
-        else:
-            try:
-                logits, offset = prefill_image(self.model, vision, rows[0].tokens, cache)
-            except RequestError as error:
-                return [(row, error) for row in rows]
-        logits = logits[torch.tensor(pick, device=logits.device)]
-        tokens, errors = self._sample(rows, logits, self._table_of(rows))
-        stay = [index for index, row in enumerate(rows) if index not in errors and row.finish_reason is None]
+        done, errors = prefill(self.model, rows, self.version)
+        rows = [row for index, row in enumerate(rows) if index not in errors]
+        ended: list[Ended] = [*errors.values()]
+        if done is None or not rows:
+            return ended
+        pick = [index for number, index in enumerate(done.pick) if number not in errors]
+        logits = done.logits[torch.tensor(pick, device=done.logits.device)]
+        tokens, failed = self._sample(rows, logits, self._table_of(rows))
+        stay = [index for index, row in enumerate(rows) if index not in failed and row.finish_reason is None]
         if stay:
             lengths = [len(rows[index].prompt) + len(rows[index].tokens) - 1 for index in stay]
-            self._cache.admit(cache, [pick[index] for index in stay], lengths, offset)
+            self._cache.admit(done.cache, [pick[index] for index in stay], lengths, done.offset)
             self.rows += [rows[index] for index in stay]
             drawn = tokens.tolist()
             last += [drawn[index] for index in stay]
         gone = set(range(len(rows))) - set(stay)
-        return [(rows[index], errors.get(index)) for index in sorted(gone)]
+        return ended + [(rows[index], failed.get(index)) for index in sorted(gone)]
 
     def _sample(
         self, rows: Sequence[Row], logits: torch.Tensor, table: SamplingTable
@@ -164,17 +161,6 @@ class Decoder:
         self._last = self._last[:remaining]
         self._table = None
 
-    def _left_padded(
-        self, contexts: Sequence[tuple[int, ...]], pad_token_id: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids, mask), both (rows, longest)."""
-        width = max(map(len, contexts))
-        pad = self.model.pad_token_id if pad_token_id is None else pad_token_id
-        padded = [[pad] * (width - len(context)) + list(context) for context in contexts]
-        starts = torch.tensor([width - len(context) for context in contexts], device=self._device)
-        mask = torch.arange(width, device=self._device) >= starts.unsqueeze(1)
-        return torch.tensor(padded, device=self._device), mask
-
     def _table_of(self, rows: Sequence[Row]) -> SamplingTable:
         return SamplingTable.of(
             [row.request.sampling for row in rows],
@@ -183,23 +169,3 @@ class Decoder:
             self.model.facts.vocab_size,
             self._device,
         )
-
-
-def _prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows of like length together, at most PREFILL_TOKENS padded tokens a group (or one row).
-
-    Rows with an image: those of one context and one image together.
-    """
-    group: list[Row] = []
-    images: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: len(row.context), reverse=True):
-        if row.vision is not None:
-            images.setdefault((id(row.vision), tuple(row.tokens)), []).append(row)
-            continue
-        if group and len(group[0].context) * (len(group) + 1) > PREFILL_TOKENS:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
-    yield from images.values()

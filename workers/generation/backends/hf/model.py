@@ -39,7 +39,7 @@ class LoadedModel:
     tokenizer: Any
     facts: EngineFacts
     pad_token_id: int
-    last_logits_only: dict[str, int]  # forward arguments that ask for the last position's logits
+    keeps_last_logits: bool  # its forward can be asked for the last positions' logits alone
     rope_index: Callable[..., Any] | None = None  # positions of a prompt with an image, where they have 3 axes
     vision: VisionProcessor | None = None  # None: takes no images
     guard: GuardRules | None = None  # None: loops run on
@@ -69,7 +69,7 @@ def load_model(config: ModelConfig, repeat_terminate: RepeatTerminateConfig = NO
         tokenizer,
         replace(facts, repeat_terminate=guard is not None),
         pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        last_logits_only={"logits_to_keep": 1} if "logits_to_keep" in takes else {},
+        keeps_last_logits="logits_to_keep" in takes,
         rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),
         vision=vision,
         guard=guard,

@@ -2,8 +2,8 @@
 
 | waits | unblocked by |
 |---|---|
-| a decode request | room in the batch, and no weight load pending |
-| a weight load | the end of every running row |
+| a decode request | room in the batch |
+| a weight load | the end of the current step |
 | a score | the end of the current step |
 | an abort | the end of the current step |
 | the thread, when idle | any request, or `stop` |
@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig
-from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
+from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
 from workers.generation.backends.hf.loop import Decoder, Ended
 from workers.generation.backends.hf.model import load_model
 from workers.generation.backends.hf.rows import Row
-from workers.generation.backends.hf.weights import load_weights
-from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest
+from workers.generation.backends.hf.swap import Weights
+from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.generation.limits import check_token_ids
 from workers.generation.preprocess import VisionInputs, VisionProcessor
 from workers.guard.rules import GuardRules
@@ -63,7 +63,7 @@ class DecodeThread:
         self._futures: dict[int, Future[Any]] = {}  # id(row) -> who waits for it
         self._stopping = False
         self._ended: EngineError | None = None
-        self._torn: TornWeights | None = None
+        self._weights: Weights | None = None
         self._idle = False
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sluice-hf-decode", daemon=True)
@@ -76,9 +76,9 @@ class DecodeThread:
         """Queue one sequence, with its image prepared if it has one; cancel the future to abort it."""
         return self._submit(self._joins, (request, vision))
 
-    def load(self, directory: Path, version: int) -> Future[None]:
-        """Queue a weight load; it goes before waiting sequences."""
-        return self._submit(self._loads, (directory, version))
+    def load(self, directory: Path, version: int, probe: WeightsProbe | None) -> Future[None]:
+        """Queue a weight load; it comes after the current step."""
+        return self._submit(self._loads, (directory, version, probe))
 
     def score(self, token_ids: Sequence[int]) -> Future[float]:
         """Queue a score."""
@@ -119,6 +119,7 @@ class DecodeThread:
             with torch.inference_mode():
                 decoder = Decoder(load_model(self._config, self._repeat_terminate), self.version, self.guard_cost)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
+                self._weights = Weights(decoder.model.module, Path(self._config.path), decoder.score)
                 self.ready.set_result(decoder.model.facts)
                 while self._wait(decoder):
                     self._serve(decoder)
@@ -140,12 +141,12 @@ class DecodeThread:
     def _serve(self, decoder: Decoder) -> None:
         self._drop_cancelled(decoder)
         self._end_aborted(decoder)
-        while self._loads and not decoder.rows:
+        while self._loads:
             self._load(decoder, *self._loads.popleft())
+            self._progress = time.monotonic()
         while self._scores:
             self._score(decoder, *self._scores.popleft())
-        if not self._loads:
-            self._answer(decoder.join(self._admitted(decoder)))
+        self._answer(decoder.join(self._admitted(decoder)))
         if decoder.rows:
             self._answer(decoder.step())
 
@@ -191,8 +192,8 @@ class DecodeThread:
             if future.cancelled():
                 continue
             try:
-                if self._torn is not None:
-                    raise EngineError(f"the weights are half loaded: {self._torn}") from self._torn
+                if self._weights is not None and self._weights.torn is not None:
+                    raise TornWeights(str(self._weights.torn))
                 model = decoder.model
                 row = Row(request, model.tokenizer, model.facts, vision, model.guard)
             except SluiceError as error:
@@ -213,19 +214,27 @@ class DecodeThread:
             else:
                 _resolve(future, row.output())
 
-    def _load(self, decoder: Decoder, what: tuple[Path, int], future: Future[None]) -> None:
+    def _load(self, decoder: Decoder, what: tuple[Path, int, WeightsProbe | None], future: Future[None]) -> None:
         if future.cancelled():
             return
-        directory, version = what
+        directory, version, probe = what
+        assert self._weights is not None
         try:
-            load_weights(decoder.model.module, directory)
-        except SluiceError as error:
-            self._torn = error if isinstance(error, TornWeights) else self._torn
+            self._weights.load(directory, probe)
+        except WeightsError as error:
+            if isinstance(error, TornWeights):
+                self._fail_rows(decoder, error)
             _fail(future, error)
             return
-        self._torn = None
-        decoder.version = self.version = version
+        self.version = version
+        self._answer(decoder.swap(version))
         _resolve(future, None)
+
+    def _fail_rows(self, decoder: Decoder, error: TornWeights) -> None:
+        rows = list(decoder.rows)
+        decoder.drop(rows)
+        for row in rows:
+            _fail(self._futures.pop(id(row)), TornWeights(str(error)), error)
 
     def _score(self, decoder: Decoder, token_ids: tuple[int, ...], future: Future[float]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Forward passes, those over a prompt with an image among them.
+"""The prefill of a prompt with an image.
 
 - Generated tokens are always looked up in the embedding, one that equals the image token as well: after a resume they
   go through the model in a pass of their own, without the image.
@@ -12,44 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from pipeline.errors import RequestError
 from workers.generation.backends.hf.model import LoadedModel
+from workers.generation.backends.hf.passes import chosen, forward, forward_scored
 from workers.generation.preprocess import VisionInputs
 
 
-def forward(
-    model: LoadedModel,
-    inputs: torch.Tensor,
-    mask: torch.Tensor,
-    positions: torch.Tensor,
-    cache: Cache,
-    **image: torch.Tensor,
-) -> torch.Tensor:
-    """float32 logits of the last position, (rows, vocab).
-
-    `inputs` (rows, new), `mask` (rows, cached + new), `positions` (rows, new) or (3, rows, new).
-    """
-    if model.rope_index is not None and positions.ndim == 2:
-        positions = positions.expand(3, *positions.shape)
-    output = model.module(
-        input_ids=inputs,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        **image,
-        **model.last_logits_only,
-    )
-    return output.logits[:, -1].float()
-
-
 def prefill_image(
-    model: LoadedModel, vision: VisionInputs, tokens: Sequence[int], cache: DynamicCache
-) -> tuple[torch.Tensor, int]:
-    """Fill the cache with the prompt and the tokens generated so far: (logits (1, vocab), next position - length).
+    model: LoadedModel, vision: VisionInputs, tokens: Sequence[int], cache: DynamicCache, first: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Fill the cache with the prompt and the tokens generated so far.
 
+    Returns (logits (1, vocab), logprobs of `tokens[first:]` (1, n), next position - length); `first` None: of none.
     Raises RequestError if the model does not take what the processor made.
     """
     module, device = model.module, torch.device(model.facts.device)
@@ -61,7 +37,7 @@ def prefill_image(
         positions, offset = _positions(model, inputs, types, tensors)
         if "mm_token_type_ids" in inspect.signature(module.forward).parameters:
             tensors["mm_token_type_ids"] = types
-        logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, **tensors)
+        logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1, **tensors)
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise  # not the image's fault alone: the engine ends, and its jobs are decoded elsewhere
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -69,12 +45,16 @@ def prefill_image(
             f"the model does not take the image as its processor made it ({type(error).__name__}: {error}); compare "
             "the processor's files with the model's config.json, or send a smaller image"
         ) from error
+    more = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
+    scores = chosen(logits, more[:, :1] if first == 0 else more[:, :0])
+    logits = logits[:, -1]
     if tokens:
-        more = torch.tensor([list(tokens)], device=device)
         mask = torch.ones(1, length + len(tokens), dtype=torch.bool, device=device)
         positions = torch.arange(length, length + len(tokens), device=device).unsqueeze(0) + offset
-        logits = forward(model, more, mask, positions, cache)
-    return logits, offset
+        rest = None if first is None or len(tokens) == 1 else max(first, 1)
+        logits, others = forward_scored(model, more, mask, positions, cache, rest)
+        scores = torch.cat([scores, others], dim=1)
+    return logits, scores, offset
 
 
 def _positions(

@@ -13,7 +13,7 @@ from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngine
 from pipeline.errors import ConfigError, EngineError
 from workers.generation.backends.vllm.engine import Engine
 from workers.generation.backends.vllm.loop_thread import LoopThread
-from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.guard.watch import GuardCost
 
 _STOP_S = 15.0
@@ -73,13 +73,9 @@ class VllmBackend:
         """End the sequences of this key; their `decode` returns what they have."""
         self._running().submit(self._engine.abort(seq_key))
 
-    async def load_weights(self, directory: Path, version: int) -> None:
-        """Swap the weights once no sequence runs.
-
-        Raises WeightsError with the old version serving, or TornWeights: then nothing is decoded until a load
-        succeeds.
-        """
-        await self._do(self._engine.load_weights(Path(directory), version))
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+        """Swap the weights between two tokens; see `contracts.Backend`. Raises WeightsError or TornWeights."""
+        await self._do(self._engine.load_weights(Path(directory), version, probe))
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""

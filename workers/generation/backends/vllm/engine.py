@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.errors import EngineError, TornWeights
+from pipeline.errors import EngineError, TornWeights, WeightsError
 from workers.generation.backends.vllm.logs import EngineLog
 from workers.generation.backends.vllm.sequences import Sequences
 from workers.generation.backends.vllm.starting import StartedEngine, start_engine
-from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest
+from workers.generation.backends.vllm.swap import CoreWeights
+from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.guard.watch import GuardCost
 
 _CORE_STOP_S = 5.0
@@ -36,6 +37,7 @@ class Engine:
         self._version = version
         self._engine: StartedEngine | None = None
         self._sequences: Sequences | None = None
+        self._weights: CoreWeights | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
 
@@ -63,6 +65,7 @@ class Engine:
         sequences = Sequences(self._engine, self._version, self._why_dead)
         # vLLM asks its core once; from then on requests are sent without a wait.
         await sequences.or_dead(self._engine.llm.get_supported_tasks())
+        self._weights = CoreWeights(self._engine, Path(self._settings[0].path), sequences)
         self._sequences = sequences
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
@@ -85,9 +88,9 @@ class Engine:
         """Of all steps since the last call."""
         return await self._tracked(self._running().guard.cost())
 
-    async def load_weights(self, directory: Path, version: int) -> None:
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
         """See `contracts.Backend`."""
-        await self._tracked(self._load(directory, version))
+        await self._tracked(self._load(directory, version, probe))
 
     async def close(self) -> None:
         """End the core; whoever waits gets an EngineError."""
@@ -105,23 +108,20 @@ class Engine:
         """Monotonic seconds of the last output, or of now while idle or starting."""
         return time.monotonic() if self._sequences is None else self._sequences.progress()
 
-    async def _load(self, directory: Path, version: int) -> None:
-        assert self._engine is not None
-        llm, sequences = self._engine.llm, self._running()
-        names = await asyncio.to_thread(self._engine.checkpoint.names_for, directory)
-        async with sequences.between():
-            sequences.torn = f"loading {directory} was broken off"
+    async def _load(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
+        assert self._weights is not None
+        names = await self._weights.checked(directory)
+        sequences = self._running()
+        async with sequences.paused():
+            sequences.torn = TornWeights(f"loading {directory} was broken off; load a version again")
             try:
-                await sequences.or_dead(llm.collective_rpc("sluice_load_weights", args=(str(directory), names)))
-                # What was computed with the old weights must not be read.
-                await sequences.or_dead(llm.reset_prefix_cache())
-                await sequences.or_dead(llm.reset_encoder_cache())
-            except Exception as error:  # vLLM hands on a worker's error as a bare Exception
-                if isinstance(error, EngineError):
-                    raise
-                raise TornWeights(
-                    f"{directory}: loading the weights failed halfway: {error}; load a version again"
-                ) from error
+                await self._weights.load(directory, names, probe)
+            except TornWeights as error:
+                sequences.torn = error
+                raise
+            except WeightsError:
+                sequences.torn = None
+                raise
             sequences.torn = None
             self._version = sequences.version = version
 

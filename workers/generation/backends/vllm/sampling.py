@@ -12,11 +12,11 @@ _DELTA_TOKENS = 16
 """Tokens that vLLM may hold back; bounds how late a deadline, a report and `progress` see them."""
 
 
-def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None) -> Any:
+def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None, *, scores: bool = False) -> Any:
     """`vllm.SamplingParams` for what is left of the sequence.
 
     Ends by ids and length are found by vLLM as well, so that it stops in the same step; all else is found by us.
-    The repeat guard's reserved id is one of those.
+    The repeat guard's reserved id is one of those. With `scores` the logprobs of the whole prompt come as well.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -42,6 +42,7 @@ def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None
         allowed_token_ids=list(request.allowed_token_ids) or None,
         ignore_eos=True,
         logprobs=0,
+        prompt_logprobs=0 if scores else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

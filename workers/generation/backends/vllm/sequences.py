@@ -2,22 +2,23 @@
 
 | waits | unblocked by |
 |---|---|
-| a decode | its tokens, its abort, the core's death; before it is sent, its image and the end of a weight load |
-| a weight load | the end of every sequence that was sent, or the core's death |
-| a score | its answer, or the core's death |
+| a decode | its tokens, its abort, a weight load, the core's death; before it is sent, its image, the end of a load |
+| a weight load | the core's answer to its aborts, the end of scores, or the core's death |
+| a score | its answer, or the core's death; before it is sent, the end of a weight load |
+
+- What a weight load takes out of the core is sent again with its tokens as prompt: one prefill under the new weights
+  that gives the proximal logprobs of the old version's tokens as well.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar
 
-from pipeline.errors import EngineError, RequestError, SluiceError
+from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
+from workers.generation.backends.vllm.entries import Entries, Entry
 from workers.generation.backends.vllm.guard import CoreGuard
 from workers.generation.backends.vllm.sampling import vllm_sampling, vllm_scoring
 from workers.generation.backends.vllm.starting import StartedEngine
@@ -30,32 +31,16 @@ _Result = TypeVar("_Result")
 _LOOK_S = 0.5
 
 
-class _Entry:
-    """One `decode` call: `request_id` is None until vLLM has it."""
-
-    __slots__ = ("aborted", "request_id", "reserved", "seq_key")
-
-    def __init__(self, seq_key: str) -> None:
-        self.seq_key = seq_key
-        self.request_id: str | None = None
-        self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id came
-        self.aborted = False
-
-
 class Sequences:
     """Decodes, aborts and scores; `why_dead` says why the core is gone."""
 
     def __init__(self, engine: StartedEngine, version: int, why_dead: Callable[[], str]) -> None:
         self.version = version
-        self.torn: str | None = None  # why the weights are neither the old ones nor the new
+        self.torn: TornWeights | None = None  # why the weights are neither the old ones nor the new
         self._engine = engine
         self._llm = engine.llm
         self._why_dead = why_dead
-        self._ids = itertools.count()
-        self._entries: set[_Entry] = set()
-        self._changed = asyncio.Condition()
-        self._loading = False
-        self._progress = time.monotonic()
+        self._entries = Entries(self._llm.abort, self.or_dead)
         self._guard: CoreGuard | None = None
         if engine.guard is not None:
             self._guard = CoreGuard(engine.guard, engine.tokenizer, engine.facts.vocab_size, self._call)
@@ -72,44 +57,41 @@ class Sequences:
         facts = self._engine.facts
         request_type = "text" if request.image is None else "vlm"
         check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
-        async with self._entered(request.seq_key) as entry:
+        async with self._entries.entered(request.seq_key, pausable=True) as entry:
             prompt = await self._prompt(request)
             sequence = self._begun(request, prompt["prompt_token_ids"])
+            await self._follow(sequence, entry, prompt)
             if sequence.finish_reason is None:
-                await self._admitted(entry)
-                if not entry.aborted:
-                    await self._follow(sequence, entry, prompt)
-                if sequence.finish_reason is None:
-                    sequence.end("cancelled")
+                sequence.end("cancelled")
         return sequence.output()
 
     async def abort(self, seq_key: str) -> None:
         """End the sequences of this key; one that is not here is no error."""
-        entries = [entry for entry in self._entries if entry.seq_key == seq_key]
-        for entry in entries:
-            entry.aborted = True
-        sent = [entry.request_id for entry in entries if entry.request_id is not None]
-        if sent:
-            await self._llm.abort(sent)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._entries.abort(seq_key)
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob of tokens 1.. . Raises EngineError."""
+        facts = self._engine.facts
         if len(token_ids) < 2:
             raise EngineError(f"a score needs at least 2 tokens, got {len(token_ids)}")
-        facts = self._engine.facts
         check_token_ids("score", token_ids, facts.vocab_size)
         if len(token_ids) >= facts.context_length:
             raise EngineError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
-        async with self._entered("") as entry:
+        async with self._entries.entered("") as entry:
             await self._admitted(entry)
-            entry.request_id = self._next_id()
-            prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
-            async with aclosing(self._outputs(prompt, vllm_scoring(), entry.request_id)) as outputs:
-                async for output in outputs:
-                    if output.prompt_logprobs is not None:
-                        return sum(output.prompt_logprobs.logprobs)
+            async with self._entries.sent(entry) as request_id:
+                return await self._score(token_ids, request_id)
+
+    async def score_in_pause(self, token_ids: Sequence[int]) -> float:
+        """The same for who holds the pause."""
+        return await self._score(token_ids, "sluice-probe")
+
+    async def _score(self, token_ids: Sequence[int], request_id: str) -> float:
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
+        async with aclosing(self._outputs(prompt, vllm_scoring(), request_id)) as outputs:
+            async for output in outputs:
+                if scores := _prompt_scores(output):
+                    return sum(scores)
         raise EngineError("vLLM gave no score")
 
     def _begun(self, request: SequenceRequest, prompt: Sequence[int]) -> RunningSequence:
@@ -120,20 +102,9 @@ class Sequences:
         except Exception as error:  # of the tokenizer: this request's, not the engine's
             raise RequestError(f"{request.seq_key}: cannot be decoded: {error!r}") from error
 
-    @contextlib.asynccontextmanager
-    async def between(self) -> AsyncIterator[None]:
-        """A time in which nothing runs: running sequences have ended, new ones wait."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._loading)
-            self._loading = True
-        try:
-            await self.or_dead(self._idle())
-            yield
-        finally:
-            self._loading = False
-            self._progress = time.monotonic()
-            async with self._changed:
-                self._changed.notify_all()
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """A time in which nothing runs: what does is taken out of the core, new ones wait."""
+        return self._entries.paused()
 
     async def or_dead(self, awaitable: Awaitable[_Result]) -> _Result:
         """Wait for it, but no longer than the core lives; vLLM itself would wait for ever. Raises EngineError."""
@@ -148,34 +119,13 @@ class Sequences:
 
     def progress(self) -> float:
         """Monotonic seconds of the newest output, or of now while nothing runs."""
-        return self._progress if self._entries else time.monotonic()
+        return self._entries.progress()
 
-    async def _idle(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: all(entry.request_id is None for entry in self._entries))
-
-    @contextlib.asynccontextmanager
-    async def _entered(self, seq_key: str) -> AsyncIterator[_Entry]:
-        """An entry that an abort can find."""
-        if not self._entries:
-            self._progress = time.monotonic()
-        entry = _Entry(seq_key)
-        self._entries.add(entry)
-        try:
-            yield entry
-        finally:
-            self._entries.discard(entry)
-            if self._loading:
-                async with self._changed:
-                    self._changed.notify_all()
-
-    async def _admitted(self, entry: _Entry) -> None:
-        """Return when it may be sent, or was aborted while it waited for a weight load; send it without a wait."""
-        if self._loading:
-            async with self._changed:
-                await self._changed.wait_for(lambda: entry.aborted or not self._loading)
+    async def _admitted(self, entry: Entry) -> None:
+        """Return when it may be sent, or was aborted in a pause. Raises TornWeights."""
+        await self._entries.admitted(entry)
         if self.torn is not None and not entry.aborted:
-            raise EngineError(f"the weights are half loaded: {self.torn}; load a version again")
+            raise TornWeights(str(self.torn))
 
     async def _prompt(self, request: SequenceRequest) -> Any:
         """The prompt as vLLM takes it, an image expanded. Raises RequestError."""
@@ -190,37 +140,44 @@ class Sequences:
         try:
             return await vision.expand(self._llm, request)
         finally:
-            self._progress = time.monotonic()
+            self._entries.beat()
 
-    async def _follow(self, sequence: RunningSequence, entry: _Entry, prompt: Any) -> None:
+    async def _follow(self, sequence: RunningSequence, entry: Entry, prompt: Any) -> None:
         """Send it and take its tokens until it ends."""
-        while sequence.finish_reason is None and not entry.aborted:
-            await self._send(sequence, entry, prompt)
-            if entry.reserved is not None and sequence.finish_reason is None:
-                await self._after_reserved(sequence, entry)
+        while sequence.finish_reason is None:
+            await self._admitted(entry)
+            if entry.aborted:
+                return
+            version = self.version
+            async with self._entries.sent(entry) as request_id:
+                await self._send(sequence, entry, prompt, request_id, version)
+                if entry.reserved is not None and sequence.finish_reason is None:
+                    await self._after_reserved(sequence, entry, request_id, version)
 
-    async def _after_reserved(self, sequence: RunningSequence, entry: _Entry) -> None:
+    async def _after_reserved(self, sequence: RunningSequence, entry: Entry, request_id: str, version: int) -> None:
         """vLLM ended it by the reserved id: ask the guard why. A model that chose that id by itself goes on."""
         assert self._guard is not None
-        assert entry.request_id is not None
         assert entry.reserved is not None
         (token, logprob), entry.reserved = entry.reserved, None
-        trigger = await self._guard.why(entry.request_id)
+        trigger = await self._guard.why(request_id)
         if trigger is not None:
             sequence.end_loop(trigger)
         else:
-            sequence.push(token, logprob, self.version)
+            sequence.push(token, logprob, version)
 
-    async def _send(self, sequence: RunningSequence, entry: _Entry, prompt: Any) -> None:
+    async def _send(self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, version: int) -> None:
         """One request to vLLM; a sequence that ends here before it ends there is aborted there."""
-        entry.request_id = self._next_id()
-        version, final = self.version, None
-        guard = self._guard.arguments(sequence, entry.request_id) if self._guard is not None else None
+        final, unscored = None, sequence.unscored(version)
+        guard = self._guard.arguments(sequence, request_id) if self._guard is not None else None
         # The tokens so far come after the expansion: an image token among them is no placeholder.
         prompt = {**prompt, "prompt_token_ids": sequence.context}
-        outputs = self._outputs(prompt, vllm_sampling(sequence, guard), entry.request_id)
+        outputs = self._outputs(prompt, vllm_sampling(sequence, guard, scores=bool(unscored)), request_id)
         async with aclosing(outputs):
             async for output in outputs:
+                if unscored and (scores := _prompt_scores(output)):
+                    begin = len(sequence.prompt) - 1
+                    sequence.score(version, unscored, [scores[begin + token] for token in unscored])
+                    unscored = []
                 completion = output.outputs[0]
                 final = completion.finish_reason
                 for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
@@ -229,7 +186,7 @@ class Sequences:
                         return
                     if sequence.push(token, logprob, version):
                         return
-        if not entry.aborted:
+        if not (entry.aborted or entry.interrupted):
             raise EngineError(
                 f"{entry.seq_key}: vLLM ended the sequence by itself ({final}) after {len(sequence.tokens)} tokens"
             )
@@ -242,7 +199,7 @@ class Sequences:
         try:
             async with aclosing(self._llm.generate(prompt, sampling, request_id)) as outputs:
                 async for output in outputs:
-                    self._progress = time.monotonic()
+                    self._entries.beat()
                     yield output
         except EngineDeadError as error:
             raise EngineError(self._why_dead()) from error
@@ -254,5 +211,7 @@ class Sequences:
     async def _call(self, method: str, *args: Any) -> list[Any]:
         return await self.or_dead(self._llm.collective_rpc(method, args=args))
 
-    def _next_id(self) -> str:
-        return f"sluice-{next(self._ids)}"
+
+def _prompt_scores(output: Any) -> list[float]:
+    """Logprobs of the prompt's tokens 1.. ; only the first output after the prefill's end has them."""
+    return output.prompt_logprobs.logprobs if output.prompt_logprobs else []

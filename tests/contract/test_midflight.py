@@ -1,0 +1,117 @@
+"""Weights that change in the middle of sequences, over both engines: every number against plain forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.messages import SamplingParams
+from tests.contract.engine_fixtures import request, run, started
+from tests.contract.versions import Updates, Versions, assert_right, decode_amid, random_prompt
+from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+
+PROMPT = list(b"the abc of it")
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    return Versions.made(tmp_path_factory.mktemp("versions"), 5)
+
+
+def endless(prompt: Sequence[int], tokens: int, seed: int = 0, **options: object) -> SequenceRequest:
+    """Sampled, and ended by its length alone."""
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=tokens)
+    return SequenceRequest(f"s{seed}", tuple(prompt), sampling, seed, eos_token_ids=(), **options)  # type: ignore[arg-type]
+
+
+def test_the_timeline_of_the_source(backend: Backend, versions: Versions) -> None:
+    """One token under v0, two under v1, one under v2: (seed 002)."""
+    held = SequenceSoFar(0, [97], versions.logprobs(0, PROMPT, [97]), [0])
+    asyncio.run(backend.load_weights(versions.directories[1], 1))
+    two = run(backend, endless(PROMPT, 3, so_far=held))[0]
+    assert two.versions == [0, 1, 1]
+    assert two.proximal_versions == [1, -1, -1]
+    output = decode_amid(backend, versions, [(1, 1), (3, 2)], [endless(PROMPT, 200)])[0]
+    assert_right(output, versions)
+    assert set(output.versions) == {0, 1, 2}
+    assert output.proximal_versions == [v + 1 if v < 2 else -1 for v in output.versions]
+
+
+def test_tokens_before_and_after_are_those_of_one_run_each(backend: Backend, versions: Versions) -> None:
+    """A seed belongs to a position: what follows an update is what that version samples there."""
+    output = decode_amid(backend, versions, [(5, 1)], [endless(PROMPT, 120, seed=3)])[0]
+    cut = output.versions.index(1)
+    asyncio.run(backend.load_weights(versions.directories[0], 0))
+    old = run(backend, endless(PROMPT, 120, seed=3))[0]
+    assert output.token_ids[:cut] == old.token_ids[:cut]
+    asyncio.run(backend.load_weights(versions.directories[1], 1))
+    held = SequenceSoFar(0, output.token_ids[:cut], output.logprobs[:cut], [0] * cut)
+    resumed = run(backend, endless(PROMPT, 120, seed=3, so_far=held))[0]
+    assert resumed.token_ids == output.token_ids
+    assert_right(resumed, versions)
+
+
+schedules = st.lists(st.integers(1, 25), min_size=1, max_size=4, unique=True).map(sorted)
+lengths = st.lists(st.integers(1, 30), min_size=0, max_size=7)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moments=schedules, others=lengths, seed=st.integers(0, 2**16))
+def test_every_number_is_that_of_a_plain_forward_pass(
+    backend: Backend, versions: Versions, moments: list[int], others: list[int], seed: int
+) -> None:
+    """Updates land anywhere, any number of them; sequences end at any time, and some wait for a row."""
+    requests = [endless(random_prompt(seed), 30, seed)]
+    requests += [endless(random_prompt(seed + at), count, seed + at) for at, count in enumerate(others, 1)]
+    schedule = [(moment, version) for version, moment in enumerate(moments, 1)]
+    outputs = decode_amid(backend, versions, schedule, requests)
+    for output in outputs:
+        assert_right(output, versions)
+    assert outputs[0].versions == sorted(outputs[0].versions)
+
+
+def test_a_skipped_version_leaves_its_tokens_marked(backend: Backend, versions: Versions) -> None:
+    output = decode_amid(backend, versions, [(4, 2), (10, 3)], [endless(PROMPT, 200)])[0]
+    assert_right(output, versions)
+    by_version = dict(zip(output.versions, output.proximal_versions, strict=True))
+    assert by_version == {0: -1, 2: 3, 3: -1}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_batch_goes_on_with_tied_and_untied_heads(tmp_path: Path, tied: bool) -> None:
+    versions = Versions.made(tmp_path, 3, tied=tied)
+    requests = [endless(random_prompt(seed), 30, seed) for seed in range(9)]
+    with started(versions.directories[0], max_batch=4) as backend:
+        outputs = decode_amid(backend, versions, [(3, 1), (9, 2)], requests)
+    for output in outputs:
+        assert_right(output, versions)
+    assert {len(set(output.versions)) for output in outputs} >= {1, 3}
+
+
+def test_a_sequence_may_be_aborted_or_stopped_amid_updates(backend: Backend, versions: Versions) -> None:
+    async def whole() -> list[SequenceOutput]:
+        await backend.load_weights(versions.directories[0], 0)
+        waiting = asyncio.ensure_future(backend.decode(endless(PROMPT, 240, seed=9)))
+        updates = asyncio.ensure_future(
+            Updates(backend, versions, [(3, 1), (6, 2)]).decode([endless(PROMPT, 30, seed=1)])
+        )
+        done = await updates
+        backend.abort("s9")
+        return [*done, await waiting]
+
+    done, aborted = asyncio.run(whole())
+    assert aborted.finish_reason == "cancelled"
+    for output in (done, aborted):
+        assert_right(output, versions)
+
+
+def test_a_greedy_sequence_that_ended_before_an_update_has_no_proximal(backend: Backend, versions: Versions) -> None:
+    asyncio.run(backend.load_weights(versions.directories[0], 0))
+    output = run(backend, request(PROMPT, max_new_tokens=4))[0]
+    assert output.proximal_logprobs == []
+    assert output.proximal_versions == []

@@ -1,0 +1,108 @@
+"""Several weight versions of one tiny model, updates amid sequences, and the oracle that judges what came out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.engine_fixtures import reference, reference_logprobs
+from tests.tiny_models import save_tiny_model
+from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+
+TOLERANCE = 1e-4  # nats, fp32
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Directory and plain transformers model of each version."""
+
+    directories: Mapping[int, Path]
+    models: Mapping[int, Any]
+
+    @classmethod
+    def made(cls, root: Path, count: int, *, tied: bool = False) -> Versions:
+        """Versions 0 .. count - 1, all different."""
+        directories = {v: save_tiny_model(root / f"v{v}", seed=v + 1, tied=tied) for v in range(count)}
+        return cls(directories, {v: reference(directory) for v, directory in directories.items()})
+
+    def logprobs(self, version: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Of all tokens under one version, by one plain forward pass."""
+        return reference_logprobs(self.models[version], prompt, tokens).tolist()
+
+
+def assert_right(output: SequenceOutput, versions: Versions) -> None:
+    """Every number is that of a plain forward pass; every token whose next version decoded the sequence is scored."""
+    by_version = {v: versions.logprobs(v, output.prompt_token_ids, output.token_ids) for v in versions.models}
+    proximal = output.proximal_logprobs or output.logprobs
+    marks = output.proximal_versions or [-1] * len(output.token_ids)
+    for at, version in enumerate(output.versions):
+        where = f"token {at} of {output.seq_key}, versions {output.versions}"
+        assert output.logprobs[at] == pytest.approx(by_version[version][at], abs=TOLERANCE), where
+        expected = version + 1 if version + 1 in output.versions[at:] else -1
+        assert marks[at] == expected, where
+        under = by_version[version if expected < 0 else expected][at]
+        assert proximal[at] == pytest.approx(under, abs=TOLERANCE), where
+
+
+class Updates:
+    """Loads versions while sequences run: the next one once the sequence that leads has so many tokens.
+
+    The engine is held in the leader's report until the load has been asked for, so that it does not run away from it.
+    """
+
+    def __init__(self, backend: Backend, versions: Versions, schedule: Sequence[tuple[int, int]]) -> None:
+        """`schedule`: (tokens, version), both rising; what is not due when the leader ends never is."""
+        self._backend, self._versions, self._schedule = backend, versions, deque(schedule)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loads: list[asyncio.Task[None]] = []
+
+    async def decode(self, requests: Sequence[SequenceRequest]) -> list[SequenceOutput]:
+        """All at once, the first one leads."""
+        self._loop = asyncio.get_running_loop()
+        leader = replace(requests[0], report_every=1, report=self._saw)
+        async with asyncio.timeout(WAIT_S):
+            outputs = await asyncio.gather(*(self._backend.decode(one) for one in [leader, *requests[1:]]))
+            await asyncio.gather(*self._loads)
+        return list(outputs)
+
+    def _saw(self, so_far: SequenceSoFar) -> None:
+        """In the engine's thread."""
+        assert self._loop is not None
+        if self._schedule and so_far.offset + len(so_far.token_ids) >= self._schedule[0][0]:
+            version = self._schedule.popleft()[1]
+            asyncio.run_coroutine_threadsafe(self._ask(version), self._loop).result(WAIT_S)
+
+    async def _ask(self, version: int) -> None:
+        self._loads.append(asyncio.ensure_future(self._load(version)))
+        await asyncio.sleep(0)  # it is in the engine's hands then
+
+    async def _load(self, version: int) -> None:
+        await self._backend.load_weights(self._versions.directories[version], version)
+
+
+def decode_amid(
+    backend: Backend, versions: Versions, schedule: Sequence[tuple[int, int]], requests: Sequence[SequenceRequest]
+) -> list[SequenceOutput]:
+    """From version 0 on, which is loaded first."""
+
+    async def whole() -> list[SequenceOutput]:
+        if backend.version != 0:
+            await backend.load_weights(versions.directories[0], 0)
+        return await Updates(backend, versions, schedule).decode(requests)
+
+    return asyncio.run(whole())
+
+
+def random_prompt(seed: int, longest: int = 30) -> list[int]:
+    """Byte tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    length = int(torch.randint(1, longest, (), generator=generator))
+    return torch.randint(0, 256, (length,), generator=generator).tolist()

@@ -1,0 +1,148 @@
+"""New weights reach a queue worker amid its sequences: real engine, real broker, real version directories."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.config.types import BrokerConfig, Config
+from pipeline.errors import TornWeights
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, WeightVersion, decode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.tokens import TokenArray
+from pipeline.weights import WeightsRegistry, write_version
+from tests.contract.engine_fixtures import reference, reference_logprobs
+from tests.integration.test_decode_worker import enqueue, over, results, working
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_models import save_tiny_model
+from workers.decode import DecodeWorker
+from workers.generation.backends.hf import HfBackend
+from workers.job_prompts import JobPrompts
+
+LONG = SamplingParams(max_new_tokens=200)
+
+
+class Published:
+    """Version directories of one run, each a model of its own."""
+
+    def __init__(self, client: Any, keys: Keys, run_dir: Path) -> None:
+        self.models: dict[int, Any] = {}
+        self._owner, self._registry = Ownership(client, keys, "trainer"), WeightsRegistry(client, keys)
+        self._run_dir = run_dir
+
+    async def publish(self, version: int, **changes: Any) -> Path:
+        if version == 0:
+            assert await self._owner.try_acquire()
+        model = save_tiny_model(self._run_dir / f"model-{version}", seed=version + 1)
+        self.models[version] = reference(model)
+        probe = list(range(3, 12))
+        score = float(reference_logprobs(self.models[version], probe[:1], probe[1:]).sum())
+        manifest = WeightVersion(
+            version=version, path="", digest="", probe_token_ids=TokenArray(probe), probe_score=score
+        )
+        full = write_version(model, self._run_dir / "weights", manifest)
+        full = msgspec.structs.replace(full, **changes)
+        await self._registry.register(full, self._owner.key, self._owner.nonce, 4)
+        return Path(full.path)
+
+    def assert_right(self, result: SequenceResult) -> None:
+        versions = result.versions.expand()
+        marks = result.proximal_versions.expand() or [-1] * len(versions)
+        proximal = list(result.proximal_logprobs) or list(result.logprobs)
+        plain = {
+            version: reference_logprobs(model, result.prompt_token_ids, result.token_ids).tolist()
+            for version, model in self.models.items()
+        }
+        for at, version in enumerate(versions):
+            assert marks[at] == (version + 1 if version + 1 in versions[at:] else -1)
+            for value, under in ((result.logprobs[at], version), (proximal[at], max(version, marks[at]))):
+                assert value == pytest.approx(plain[under][at], abs=1e-4)
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Config:
+    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 2, "drain_s": 10.0}
+    return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(run_dir / "model-0")})
+
+
+@contextlib.asynccontextmanager
+async def engine(config: Config) -> AsyncIterator[HfBackend]:
+    backend = HfBackend(config.model, max_batch=2)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+
+
+@contextlib.asynccontextmanager
+async def worker_at_zero(config: Config, name: str) -> AsyncIterator[None]:
+    async with engine(config) as backend, working(config, backend, name):
+        yield
+
+
+async def test_sequences_go_on_under_new_weights(config: Config, client: Any, keys: Keys, run_dir: Path) -> None:
+    published = Published(client, keys, run_dir)
+    await published.publish(0)
+    await enqueue(client, keys, *"abcdef", sampling=LONG)
+    async with worker_at_zero(config, "w"):
+        for version in (1, 2):
+            await over(client, keys, version)
+            await published.publish(version)
+        await over(client, keys, 6)
+    found = (await results(client, keys)).values()
+    for result in found:
+        published.assert_right(result)
+    assert {version for result in found for version in result.versions} == {0, 1, 2}
+    assert any(len(set(result.versions)) > 1 for result in found), "no update came amid a sequence"
+
+
+async def test_a_job_for_older_weights_is_not_decoded(config: Config, client: Any, keys: Keys, run_dir: Path) -> None:
+    published = Published(client, keys, run_dir)
+    for version in (0, 1):
+        await published.publish(version)
+    async with worker_at_zero(config, "w"):
+        await enqueue(client, keys, "early", min_weight_version=1)
+        await over(client, keys, 1)
+        await enqueue(client, keys, "late", max_weight_version=0)
+        await over(client, keys, 2)
+    assert set((await results(client, keys))["early:0"].versions) == {1}
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
+    assert [(letter.reason, letter.seq_id) for letter in letters] == [("stale", f"{keys.run}:late:0")]
+
+
+async def test_a_worker_without_whole_weights_hands_its_jobs_back(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    await published.publish(0)
+    await enqueue(client, keys, *"abc", sampling=LONG)
+    async with engine(config) as backend, role_of(config, "worker", "w") as role:
+        running = asyncio.create_task(DecodeWorker(role, backend, JobPrompts(config.model)).run())
+
+        async def claimed() -> bool:
+            return bool(await client.hget(f"{keys.job_state}{keys.run}:a", "owner"))
+
+        await eventually(claimed, "a claim")
+        shutil.move(run_dir / "model-0", run_dir / "retired")
+        await published.publish(1, probe_score=1.0)
+        async with asyncio.timeout(30):
+            with pytest.raises(TornWeights, match="cannot be loaded back"):
+                await running
+    shutil.move(run_dir / "retired", run_dir / "model-0")
+    now = await snapshot(client, keys)
+    assert now.dead == 0
+    await published.publish(2)
+    async with worker_at_zero(config, "next"):
+        await over(client, keys, 3)
+    assert len(await results(client, keys)) == 3
+    assert (await snapshot(client, keys)).dead == 0
