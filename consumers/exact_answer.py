@@ -4,6 +4,8 @@ Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds th
 wrote (last match; group 1 when there is one). Both sides are compared without white space around them.
 
 - Right: reward 1, trained on the sampled tokens. Wrong: reward 0, trained on the truth's answer.
+- With a policy loss both keep what was sampled, all of it and nothing else; `policy.ce_weight` is the
+  cross-entropy weight of what is right.
 - Refusing nested quantifiers would leave the polynomial patterns, so the search itself is bounded: the last
   2000 characters, and a deadline that the `regex` engine keeps. A search that hits it counts as wrong.
 """
@@ -64,8 +66,30 @@ def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
 
 
 def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
-    """Sampled tokens or the truth's answer, then the turn terminator; every token has weight 1."""
+    """Sampled tokens or the truth's answer, then the turn terminator, all of weight 1; see above for a policy loss."""
     parsed, verdict = matched.parsed, matched.value
+    response = _sampled(parsed, verdict, ctx) if ctx.policy.enabled else _taught(parsed, verdict, ctx)
+    metrics = parsed.metrics | matched.metrics
+    return training_sample(parsed.result, response, metrics, reward=float(verdict.right))
+
+
+def _sampled(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
+    """Every token of the result; where one was not sampled, its mask says so and its weight becomes 0."""
+    ids = list(parsed.result.token_ids)
+    if not verdict.right:
+        _encode(verdict.answer.text, parsed.result.seq_id, ctx)  # a truth that cannot be written is never right
+    code = Segment.matched_desc if verdict.right else Segment.false_positive
+    stops = set(ctx.codec.eos_token_ids)
+    return Response(
+        token_ids=ids,
+        labels=ids,
+        weights=[ctx.policy.ce_weight if verdict.right else 0.0] * len(ids),
+        segments=[int(Segment.closing if token in stops else code) for token in ids],
+        kept=len(ids),
+    )
+
+
+def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
     if verdict.right:
         kept, code = parsed.prefix_len, Segment.matched_desc
         ids, stop = list(parsed.result.token_ids[:kept]), list(parsed.result.token_ids[kept : kept + 1])
@@ -74,15 +98,13 @@ def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
         kept, code = 0, Segment.appended_desc
         ids, stop = _encode(verdict.answer.text, parsed.result.seq_id, ctx), []
     token_ids = ids + (stop or [ctx.codec.eos_token_ids[0]])
-    response = Response(
+    return Response(
         token_ids=token_ids,
         labels=token_ids,
         weights=[1.0] * len(token_ids),
         segments=[*[int(code)] * len(ids), int(Segment.closing)],
         kept=kept,
     )
-    metrics = parsed.metrics | matched.metrics
-    return training_sample(parsed.result, response, metrics, reward=float(verdict.right))
 
 
 def read_answer(truth: Any, where: str) -> Answer:

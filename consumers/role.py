@@ -20,7 +20,7 @@ async def consume(config: Config, partition: int | None) -> None:
         raise ConfigError(f"--partition {partition}: consumer.count is {config.consumer.count}; give 0 to count-1")
     task = load_task(config.rollout_matching)
     codec = HFTextCodec(Path(config.model.path))
-    context = TaskContext(codec=codec, options=config.rollout_matching, seed=config.seed)
+    context = TaskContext(codec=codec, options=config.rollout_matching, seed=config.seed, policy=config.policy)
     check_options(task, context)
     choices = range(config.consumer.count) if partition is None else [partition]
     async with role_process(config, "consumer", default_name("consumer")) as role:

@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipeline.config.types import RolloutMatchingConfig
+from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
 from pipeline.messages import SequenceResult, TrainingSample
 
 
@@ -42,6 +42,7 @@ class TaskContext:
     codec: TextCodec
     options: RolloutMatchingConfig
     seed: int = 0
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,13 @@ def load_task(options: RolloutMatchingConfig) -> Task:
 
 
 def check_options(task: Task, ctx: TaskContext) -> None:
-    """Raises ConfigError at start when the task's options do not go with the tokenizer."""
+    """Raises ConfigError at start when the task's options do not go with the tokenizer or the policy loss."""
     if task.target is detection_target.target:
+        if ctx.policy.enabled:
+            raise ConfigError(
+                "policy.enabled: the target of the detection task gives no reward, so nothing would train the policy;"
+                " give rollout_matching.target a function of your own that sets it, or switch the policy loss off"
+            )
         detection_target.check_options(ctx)
 
 

@@ -57,6 +57,8 @@ def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
         roles[f"consumer-{index}"] = sluice_command("consume", *with_file, "--partition", str(index))
     for index in range(config.worker.count):
         roles[f"worker-{index}"] = sluice_command("worker", *with_file)
+    for index in range(config.scorer.count if config.policy.enabled else 0):
+        roles[f"scorer-{index}"] = sluice_command("score", *with_file)
     return roles
 
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pipeline.heartbeat import forget_dead
-from pipeline.keys import BATCH_GROUP, RESULT_GROUP, Keys
+from pipeline.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
 from pipeline.status import Snapshot, snapshot
 from pipeline.status_parts import Depth, Lag, Lease
 from pipeline.status_words import waits
@@ -83,7 +83,7 @@ def _lease(job_id: bytes, score: float, state: list[bytes | None], now_ms: float
 
 async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: float) -> list[Lag]:
     streams = [(f"{keys.results}{number}", RESULT_GROUP) for number in range(partitions)]
-    streams.append((keys.batches, BATCH_GROUP))
+    streams += [(keys.batches, BATCH_GROUP), (keys.score_jobs, SCORE_GROUP)]
     pipe: Any = client.pipeline(transaction=False)
     for stream, group in streams:
         pipe.xlen(stream)
@@ -96,6 +96,8 @@ async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: fl
         for answer in (length, first):
             if isinstance(answer, Exception):
                 raise answer
+        if stream == keys.score_jobs and not length:  # only a policy loss has any
+            continue
         if isinstance(pending, ResponseError):  # nobody has read from it yet
             pending = {"pending": 0}
         if isinstance(pending, Exception):

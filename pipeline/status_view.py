@@ -15,7 +15,7 @@ from pipeline.status_inspect import inspect
 from pipeline.status_parts import Lag, Lease, Process
 from pipeline.status_words import condition, credit, findings, guard, length
 
-_ROLES = ("producer", "worker", "consumer", "trainer")
+_ROLES = ("producer", "worker", "consumer", "scorer", "trainer")
 _LEASES = 8  # lines
 _HIDDEN = {"owner"}  # facts that are for other processes
 

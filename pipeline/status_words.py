@@ -67,10 +67,12 @@ def guard_counts(now: Snapshot) -> tuple[int, int]:
 def _nobody(now: Snapshot) -> list[str]:
     """Roles with work and without a live process."""
     results = sum(lag.entries for lag in now.lag if lag.stream.startswith("results"))
+    scores = sum(lag.entries for lag in now.lag if lag.stream.startswith("score"))
     work = {
         "producer": "" if now.exhausted else "there are rows to read",
         "worker": _waiting(now.queued_jobs, "job"),
         "consumer": _waiting(results, "result"),
+        "scorer": _waiting(scores, "score job"),
         "trainer": _waiting(now.waiting_batches, "batch", "batches"),
     }
     return [f"no {role} is alive, and {what}" for role, what in work.items() if what and not _is_played(now, role)]

@@ -1,4 +1,4 @@
-"""Teacher-forced losses. Each returns a sum and what to divide it by.
+"""Teacher-forced losses, each a sum and what to divide it by; log-probabilities of given tokens.
 
 - Micro-batches are combined by adding sums and totals over the optimiser batch; the loss is sum / total, so
   the split into micro-batches and rows has no effect on it.
@@ -17,6 +17,7 @@ from torch import Tensor
 from consumers.pack import IGNORED
 
 _EPS = 1e-7
+_SCORED_AT_ONCE = 1 << 25  # logits: 128 MiB in float32
 
 
 class Weighed(NamedTuple):
@@ -38,6 +39,24 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> W
     weight = weight[on].to(picked.dtype)
     losses = F.cross_entropy(picked, target[on], reduction="none")
     return Weighed((losses * weight).sum(), weight.sum())
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """log p in nats of `token_ids` int64 [N] under `logits` float [N, V]; float [N], float32 at least."""
+    return -F.cross_entropy(_at_least_float32(logits), token_ids, reduction="none")
+
+
+def row_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """log p in nats of each of `token_ids` int64 [R, L] given those before it in its row; 0 in the first column.
+
+    `logits` float [R, L, V]; float [R, L], float32 at least. In pieces: a float32 copy of all logits would not fit.
+    """
+    flat, targets = logits.flatten(0, 1), token_ids.roll(-1, dims=1).flatten()
+    most = max(1, _SCORED_AT_ONCE // logits.shape[-1])
+    pieces = zip(flat.split(most), targets.split(most), strict=True)
+    scores = torch.cat([token_logprobs(*piece) for piece in pieces]).view(token_ids.shape).roll(1, dims=1)
+    scores[:, :1] = 0.0
+    return scores
 
 
 def expected_coordinates(logits: Tensor, rows: Tensor, positions: Tensor, coord_ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """One optimiser step over a list of samples: packed micro-batches, one loss over all of them.
 
-- loss = Σ w·CE / Σ w  (+ Σ geometry / boxes), the sums over the whole optimiser batch, so that the split into
-  micro-batches does not change it.
+- loss = Σ w·CE / Σ w + Σ geometry / boxes + Σ m·pg·w / max(1, Σ m), the sums over the whole optimiser batch, so
+  that the split into micro-batches does not change it. A sample may have any of the three.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from consumers.pack import PackedRows, attention_mask, collate, pack_rows
-from consumers.training.losses import expected_coordinates, geometry_loss, weighted_cross_entropy
-from pipeline.config.types import TrainerConfig
+from consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
+from consumers.training.policy_term import PolicyTerm
+from pipeline.config.types import PolicyConfig, TrainerConfig
 from pipeline.errors import ModelError
 from pipeline.messages import TrainingSample
 
@@ -33,8 +34,10 @@ class TrainStep:
         pad_id: int,
         row_tokens: int,
         coord_ids: Sequence[int] = (),
+        policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
     ) -> None:
-        self.model, self._config, self._pad_id, self._row_tokens = model, config, pad_id, row_tokens
+        self.model, self._config, self._policy = model, config, policy
+        self._pad_id, self._row_tokens = pad_id, row_tokens
         if model.config._attn_implementation not in _KEEP_SAMPLES_APART:
             raise ModelError(
                 f"model.attn_implementation {model.config._attn_implementation!r} ignores the mask that keeps packed "
@@ -49,35 +52,59 @@ class TrainStep:
             fused=True,
         )
 
-    def run(self, samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
-        """Train once on the samples; returns loss, gradient norm and learning rate under `train/` keys.
+    def run(self, samples: Sequence[TrainingSample], step: int, *, version: int | None = None) -> dict[str, float]:
+        """Train once on the samples; returns numbers under `train/` keys, and `policy/` ones with a policy loss.
 
-        A gradient that is not finite skips the update and is counted.
+        `train/loss` is the cross-entropy alone, `version` that of the weights before this step, None when they
+        have none. A gradient that is not finite skips the update and is counted.
         """
         total = max(sum(sum(sample.weights) for sample in samples), 1e-8)
         boxes = max(1, sum(len(sample.geometry) for sample in samples))
         learning_rate = self._learning_rate(step)
         ce_sum = geometry_sum = 0.0
-        for packed, members in self._micro_batches(samples):
-            ce, geometry = self._losses(packed, members)
-            loss = ce / total + geometry / boxes
+        policy = PolicyTerm(samples, self._policy, version) if self._policy.enabled else None
+        for packed in self._micro_batches(samples):
+            ce, geometry, of_policy = self._losses(packed, samples, policy)
+            loss = ce / total + geometry / boxes + of_policy
             if loss.requires_grad:
                 loss.backward()
             ce_sum += float(ce.detach())
             geometry_sum += float(geometry.detach())
+        record = {
+            "train/loss": ce_sum / total,
+            "train/geometry_loss": geometry_sum / boxes,
+            "train/learning_rate": learning_rate,
+            "train/tokens": float(sum(len(sample.token_ids) for sample in samples)),
+        }
+        return record | self._update() | ({} if policy is None else policy.record())
+
+    def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
+        """Per sample the log-probability (nats) of each token given those before it under the weights of now.
+
+        Shape (len(token_ids),), the first 0. The same packed micro-batches as `run`, in evaluation mode.
+        """
+        scores: list[list[float]] = [[] for _ in samples]
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for packed in self._micro_batches(samples):
+                    token_ids = torch.from_numpy(packed.input_ids).to(self.model.device)
+                    logprobs = row_logprobs(self._logits(packed), token_ids).tolist()
+                    for place in packed.places:
+                        found = logprobs[place.row][place.start : place.start + place.length]
+                        scores[place.sample] = [0.0, *found[1:]] if found else []
+        finally:
+            self.model.train(training)
+        return scores
+
+    def _update(self) -> dict[str, float]:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm))
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {
-            "train/loss": ce_sum / total,
-            "train/geometry_loss": geometry_sum / boxes,
-            "train/grad_norm": norm if finite else 0.0,
-            "train/skipped_updates": float(not finite),
-            "train/learning_rate": learning_rate,
-            "train/tokens": float(sum(len(sample.token_ids) for sample in samples)),
-        }
+        return {"train/grad_norm": norm if finite else 0.0, "train/skipped_updates": float(not finite)}
 
     def _learning_rate(self, step: int) -> float:
         rate = self._config.learning_rate * min(1.0, step / max(1, self._config.warmup_steps))
@@ -85,7 +112,7 @@ class TrainStep:
             group["lr"] = rate
         return rate
 
-    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[tuple[PackedRows, list[TrainingSample]]]:
+    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[PackedRows]:
         rows = pack_rows([len(sample.token_ids) for sample in samples], self._row_tokens)
         chunk: list[list[int]] = []
         width = 0
@@ -93,25 +120,30 @@ class TrainStep:
             length = sum(len(samples[index].token_ids) for index in row)
             wider = max(width, length)
             if chunk and wider * (len(chunk) + 1) > self._config.micro_batch_tokens:
-                yield collate(samples, chunk, self._pad_id), list(samples)
+                yield collate(samples, chunk, self._pad_id)
                 chunk, wider = [], length
             chunk.append(row)
             width = wider
         if chunk:
-            yield collate(samples, chunk, self._pad_id), list(samples)
+            yield collate(samples, chunk, self._pad_id)
 
-    def _losses(self, packed: PackedRows, samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logits(self, packed: PackedRows) -> torch.Tensor:
         device = self.model.device
-        logits = self.model(
+        return self.model(
             input_ids=torch.from_numpy(packed.input_ids).to(device),
             position_ids=torch.from_numpy(packed.position_ids).to(device),
             attention_mask=self._mask(packed.segment_ids),
             use_cache=False,
         ).logits
-        labels = torch.from_numpy(packed.labels).to(device)
-        weights = torch.from_numpy(packed.weights).to(device)
+
+    def _losses(
+        self, packed: PackedRows, samples: Sequence[TrainingSample], policy: PolicyTerm | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self._logits(packed)
+        labels, weights = (torch.from_numpy(part).to(logits.device) for part in (packed.labels, packed.weights))
         ce = weighted_cross_entropy(logits, labels, weights).sum
-        return ce, self._geometry(logits, packed, samples)
+        of_policy = logits.new_zeros(()) if policy is None else policy.loss(logits, packed)
+        return ce, self._geometry(logits, packed, samples), of_policy
 
     def _mask(self, segment_ids: np.ndarray) -> torch.Tensor:
         """sdpa takes what may be seen as bools; eager adds its mask to the scores, where True would hide nothing."""
@@ -121,7 +153,7 @@ class TrainStep:
         dtype = self.model.dtype
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
-    def _geometry(self, logits: torch.Tensor, packed: PackedRows, samples: list[TrainingSample]) -> torch.Tensor:
+    def _geometry(self, logits: torch.Tensor, packed: PackedRows, samples: Sequence[TrainingSample]) -> torch.Tensor:
         rows: list[int] = []
         positions: list[list[int]] = []
         boxes: list[tuple[int, ...]] = []

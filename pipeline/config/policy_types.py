@@ -30,4 +30,5 @@ class ScorerConfig(Section, frozen=True, kw_only=True):
     count: int = 1
     pass_tokens: int = 8192  # padded tokens of one forward pass
     torch_threads: int = 1
+    claim_gpu: bool = False  # lock a free GPU of the host; otherwise the scorer shares that of model.device
     lease_s: float = 30.0  # an unanswered job of a scorer that is silent for this long goes to another

@@ -59,7 +59,7 @@ def test_a_role_runs_a_real_command_on_a_shipped_config(name: str) -> None:
 
 
 def test_gpu_services_see_the_gpus_and_workers_share_the_locks() -> None:
-    for name in ("worker-gpu", "trainer-gpu"):
+    for name in ("worker-gpu", "scorer-gpu", "trainer-gpu"):
         (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
         assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
         assert (SERVICES[name]["image"], SERVICES[name]["build"]["target"]) == ("sluice:0.1.0-gpu", "gpu")

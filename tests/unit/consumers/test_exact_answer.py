@@ -1,8 +1,9 @@
-"""Right answers train on what was sampled, wrong ones on the truth."""
+"""Right answers train on what was sampled, wrong ones on the truth; with a policy loss both on what was sampled."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from consumers.segments import Segment
 from consumers.task import TaskContext
 from consumers.tasks import load_task
-from pipeline.config.types import RolloutMatchingConfig
+from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
 from pipeline.errors import TaskError
 from pipeline.messages import TrainingSample
 from pipeline.metrics import reduce
+from pipeline.tokens import FloatArray, Runs
 from tests.detection_rollouts import PROMPT, rollout
 from tests.tiny_tokenizer import tiny_codec
 
@@ -22,9 +24,9 @@ CTX = TaskContext(tiny_codec(), OPTIONS)
 EOS = CTX.codec.eos_token_ids[0]
 
 
-def run(ids: list[int], truth: Any) -> TrainingSample:
-    task = load_task(OPTIONS)
-    return task.target(task.match(task.parse(rollout(ids), CTX), truth, CTX), CTX)
+def run(ids: list[int], truth: Any, policy: PolicyConfig | None = None, **fields: Any) -> TrainingSample:
+    task, ctx = load_task(OPTIONS), replace(CTX, policy=policy or PolicyConfig())
+    return task.target(task.match(task.parse(rollout(ids, **fields), ctx), truth, ctx), ctx)
 
 
 def ids_of(text: str, *, ended: bool = True) -> list[int]:
@@ -51,6 +53,57 @@ def test_a_wrong_answer_trains_on_the_truth(text: str) -> None:
     assert set(sample.weights[len(PROMPT) :]) == {1.0}
     assert sum(sample.response_mask) == 0
     assert set(sample.logprobs) == {0.0}
+
+
+PROMPT_LEN = len(PROMPT)
+POLICY = PolicyConfig(enabled=True, ce_weight=0.25)
+
+
+def scored(ids: list[int]) -> dict[str, Any]:
+    """The proximal arrays of a result, the first token scored."""
+    return {
+        "proximal_logprobs": FloatArray([-0.25, *(-0.5 - at / 64 for at in range(1, len(ids)))]),
+        "proximal_versions": Runs.of([4] + [-1] * (len(ids) - 1)),
+    }
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize(("text", "reward"), [(" seven\n", 1.0), ("nine", 0.0)])
+def test_with_a_policy_loss_everything_sampled_is_kept_and_nothing_else(text: str, reward: float, ended: bool) -> None:
+    ids = ids_of(text, ended=ended)
+    sample = run(ids, "seven", POLICY, **scored(ids))
+    result = rollout(ids, **scored(ids))
+    assert sample.reward == reward
+    assert list(sample.token_ids) == list(sample.labels) == [*PROMPT, *ids]
+    assert list(sample.weights) == [0.0] * PROMPT_LEN + [0.25 * reward] * len(ids)
+    assert list(sample.response_mask) == [0] * PROMPT_LEN + [1] * len(ids)
+    assert list(sample.logprobs[PROMPT_LEN:]) == list(result.logprobs)
+    assert list(sample.versions)[PROMPT_LEN:] == list(result.versions)
+    assert list(sample.proximal_logprobs[PROMPT_LEN:]) == list(result.proximal_logprobs)
+    assert list(sample.proximal_versions)[PROMPT_LEN:] == list(result.proximal_versions)
+    assert (list(sample.segments)[-1] == Segment.closing) == ended
+    assert sample.metrics["rollout/append_len"] == 0.0
+
+
+def test_with_a_policy_loss_what_was_not_sampled_stays_off() -> None:
+    """Tool output between two turns, and a terminator that a guard forced."""
+    first, tool, second = ids_of("seven"), CTX.codec.encode("tool says"), ids_of("so")
+    ids = first + tool + second
+    mask = [1] * len(first) + [0] * len(tool) + [1] * (len(second) - 1) + [0]
+    sample = run(ids, "seven", POLICY, response_mask=Runs.of(mask), finish_reason="repeat_terminated")
+    assert list(sample.token_ids[PROMPT_LEN:]) == ids
+    assert list(sample.response_mask)[PROMPT_LEN:] == mask
+    assert list(sample.weights)[PROMPT_LEN:] == [0.25 * on for on in mask]
+
+
+def test_with_a_policy_loss_a_truth_that_cannot_be_written_is_still_refused() -> None:
+    with pytest.raises(TaskError, match="terminator"):
+        run(ids_of("b"), "a<|im_end|>", POLICY)
+
+
+def test_an_empty_answer_has_no_token_to_train() -> None:
+    sample = run([], "seven", POLICY)
+    assert (list(sample.token_ids), sum(sample.response_mask), sample.reward) == (PROMPT, 0, 0.0)
 
 
 def test_the_last_match_of_the_pattern_counts() -> None:

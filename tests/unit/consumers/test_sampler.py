@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
+
+import pytest
+from msgspec import structs
 
 from consumers import exact_answer
 from consumers.group import Group
 from consumers.sampler import Sampler
-from consumers.task import Parsed, Task, TaskContext
-from pipeline.config.types import ConsumerConfig, RolloutMatchingConfig
-from pipeline.messages import DeadLetter, SequenceResult
+from consumers.task import Matched, Parsed, Task, TaskContext
+from pipeline.config.types import ConsumerConfig, PolicyConfig, RolloutMatchingConfig
+from pipeline.messages import DeadLetter, SequenceResult, TrainingSample
+from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 
@@ -56,3 +61,63 @@ def test_letters_of_the_queue_are_not_recorded_again() -> None:
     samples, letters = sampler(on_incomplete_group="drop").samples_of(whole)
     assert samples == []
     assert [letter.reason for letter in letters] == ["malformed_result", "incomplete_group"]
+
+
+def rewarding(*rewards: float | None, advantage: float | None = None, **options: object) -> Sampler:
+    """A sampler with a policy loss whose task gives these rewards, by index of the member."""
+
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        sample = exact_answer.target(matched, ctx)
+        return structs.replace(sample, reward=rewards[matched.parsed.result.index], advantage=advantage)
+
+    context = replace(CONTEXT, policy=PolicyConfig(enabled=True, advantage="group_mean"))
+    return Sampler(replace(TASK, target=target), context, ConsumerConfig(**options))  # type: ignore[arg-type]
+
+
+def advantages(samples: list[TrainingSample]) -> list[float | None]:
+    return [sample.advantage for sample in samples]
+
+
+def test_advantages_compare_the_members_that_have_a_reward() -> None:
+    members = [result(at, 4) for at in range(4)]
+    samples, letters = rewarding(1.0, None, 0.0, 0.5).samples_of(group(*members))
+    assert advantages(samples) == [0.5, None, -0.5, 0.0]
+    assert letters == []
+    assert advantages(rewarding(None, None).samples_of(group(*members[:2]))[0]) == [None, None]
+
+
+def test_a_right_answer_beside_a_wrong_one() -> None:
+    right = TokenArray(CONTEXT.codec.encode("seven"))
+    arrays = {"logprobs": FloatArray([-1.0] * len(right)), "versions": Runs.of([0] * len(right))}
+    context = replace(CONTEXT, policy=PolicyConfig(enabled=True))
+    both = group(result(0, 2, token_ids=right, **arrays), result(1, 2))
+    samples, _ = Sampler(TASK, context, ConsumerConfig()).samples_of(both)
+    assert [sample.reward for sample in samples] == [1.0, 0.0]
+    assert advantages(samples) == pytest.approx([1.0, -1.0], rel=1e-5)
+
+
+def test_an_incomplete_group_is_compared_over_who_is_there() -> None:
+    whole = group(result(0, 3), DeadLetter(seq_id="g:1", reason="expired"), result(2, 3))
+    samples, _ = rewarding(1.0, 7.0, 0.0, on_incomplete_group="train_partial").samples_of(whole)
+    assert advantages(samples) == [0.5, -0.5]
+    assert rewarding(1.0, 7.0, 0.0, on_incomplete_group="drop").samples_of(whole)[0] == []
+
+
+def test_an_advantage_of_the_task_stays() -> None:
+    samples, _ = rewarding(1.0, 0.0, advantage=3.0).samples_of(group(result(0, 2), result(1, 2)))
+    assert advantages(samples) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("reward", [nan, inf, -inf, 1e31, "1"])
+def test_a_reward_that_is_no_usable_number_is_a_drop_that_says_so(reward: float) -> None:
+    members = group(result(0, 2), result(1, 2))
+    samples, [letter] = rewarding(reward, 1.0, on_incomplete_group="train_partial").samples_of(members)
+    assert advantages(samples) == [0.0]
+    assert (letter.seq_id, letter.reason) == ("g:0", "task_failed")
+    assert f"reward {reward}" in letter.detail
+
+
+def test_without_a_policy_loss_there_are_no_advantages() -> None:
+    samples, _ = sampler().samples_of(group(result(0, 2), result(1, 2)))
+    assert [sample.reward for sample in samples] == [0.0, 0.0]
+    assert advantages(samples) == [None, None]

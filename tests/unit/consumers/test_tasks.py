@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from consumers import exact_answer
 from consumers.tasks import TASKS, check_options, load_task
-from pipeline.config.types import RolloutMatchingConfig
+from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
 from pipeline.errors import ConfigError
 from tests.detection_rollouts import context
 from tests.tiny_tokenizer import tiny_codec
@@ -53,3 +54,12 @@ def test_options_are_checked_at_start() -> None:
     with pytest.raises(ConfigError, match="coord_0"):
         check_options(TASKS["detection"], ctx)
     check_options(TASKS["exact_answer"], ctx)
+
+
+def test_a_policy_loss_needs_a_task_that_gives_rewards() -> None:
+    ctx = replace(context(tiny_codec()), policy=PolicyConfig(enabled=True))
+    with pytest.raises(ConfigError, match=r"no reward.*rollout_matching\.target"):
+        check_options(load_task(RolloutMatchingConfig()), ctx)
+    check_options(load_task(RolloutMatchingConfig(target="consumers.exact_answer:target")), ctx)
+    check_options(TASKS["exact_answer"], ctx)
+    check_options(TASKS["detection"], context(tiny_codec()))

@@ -1,0 +1,87 @@
+"""Logprobs by plain forward passes of a stored version: fp32, eval, no cache, no padding, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from consumers.audit.stored import Stored
+from pipeline.config.types import ModelConfig
+from pipeline.errors import DataError, ModelError, WeightsError
+from pipeline.weights import read_manifest, verify
+
+_ROWS = 256  # positions whose softmax is taken at a time: (rows, vocab) in fp32
+
+
+def open_version(root: Path, version: int, config: ModelConfig) -> Any | None:
+    """The model of `root/v000012`, its digest checked; None when it is not there (any more).
+
+    Raises WeightsError (damaged) or ModelError (transformers cannot load it).
+    """
+    directory = root / f"v{version:06d}"
+    if not directory.is_dir():
+        return None
+    try:
+        manifest = read_manifest(directory)
+        if manifest.version != version:
+            raise WeightsError(f"{directory}: its manifest is that of version {manifest.version}; was it renamed?")
+        verify(msgspec.structs.replace(manifest, path=str(directory)))  # the run's directory may have been moved
+        return _load(directory, config)
+    except (WeightsError, ModelError):
+        if directory.is_dir():
+            raise
+        return None  # retired by its run while it was read
+
+
+def logprobs_of(model: Any, sequence: Stored, positions: NDArray[np.intp]) -> NDArray[np.float32]:
+    """Logprob (nats) of each token at `positions` given all tokens before it, shape (positions,); NaN at position 0."""
+    found = np.full(len(positions), np.nan, dtype=np.float32)
+    wanted = np.flatnonzero(positions > 0)
+    if not len(wanted):
+        return found
+    last = int(positions.max())
+    _check_vocabulary(model, sequence, last)
+    ids = torch.tensor(sequence.token_ids[: last + 1], dtype=torch.long, device=model.device)
+    places = torch.tensor(positions[wanted], device=model.device)
+    with torch.inference_mode():
+        logits = model(input_ids=ids[None, :last], use_cache=False).logits[0]
+        parts = [
+            logits[rows - 1].float().log_softmax(-1).gather(1, ids[rows, None]).squeeze(1)
+            for rows in places.split(_ROWS)
+        ]
+    found[wanted] = torch.cat(parts).cpu().numpy()
+    return found
+
+
+def _load(directory: Path, config: ModelConfig) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    attention = config.attn_implementation if config.attn_implementation in ("eager", "sdpa") else None
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{directory}: cannot be loaded ({error})") from error
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    return model.to(torch.device(name)).eval()
+
+
+def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:
+    size = model.get_input_embeddings().weight.shape[0]
+    worst = int(sequence.token_ids[: last + 1].max())
+    if worst >= size or sequence.token_ids[: last + 1].min() < 0:
+        raise DataError(
+            f"step {sequence.step}, {sequence.seq_id}: a token id is outside the model's vocabulary of {size}; "
+            "are weights and rollouts of one run?"
+        )

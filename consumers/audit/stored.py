@@ -1,0 +1,96 @@
+"""Stored sequences, as numpy arrays over the whole sequence (prompt and response).
+
+- A sampled token has `versions` >= 0; what the trainer masked later stays in the audit.
+- What was not stamped is NaN (logprobs) or -1 (versions), so it can never pass for a number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from consumers.audit.run_files import step_bounds
+from consumers.training.rollouts import read_rollouts
+from pipeline.errors import DataError
+from pipeline.messages import TrainingSample
+from pipeline.tokens import FloatArray, Runs
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """One sequence; every array has shape (tokens,)."""
+
+    step: int
+    seq_id: str
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.int32]  # 1 = sampled and trained
+    versions: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # nats
+    proximal_versions: NDArray[np.int32]
+    proximal_logprobs: NDArray[np.float32]  # nats
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """Where the policy sampled the token."""
+        return self.versions >= 0
+
+    @property
+    def scored(self) -> NDArray[np.bool_]:
+        """Where a proximal logprob is claimed, of the version that it must have."""
+        return self.sampled & (self.proximal_versions == self.versions + 1)
+
+    def needed(self) -> set[int]:
+        """The versions whose forward pass this sequence needs."""
+        return {*self.versions[self.sampled].tolist(), *self.proximal_versions[self.scored].tolist()}
+
+
+def read_sequences(folder: Path, steps: str | None = None) -> Iterator[Stored]:
+    """Every stored sequence of those steps, in order; raises DataError where there is none or a file is damaged."""
+    first, last = step_bounds(steps)
+    held: list[int] = []
+    for step, batch in read_rollouts(folder):
+        held.append(step)
+        if first <= step <= last:
+            yield from (_stored(step, sample) for sample in batch.samples)
+    if not held:
+        raise DataError(f"{folder}: no stored rollouts; run with trainer.keep_rollouts (a number of steps; null: all)")
+    if not any(first <= step <= last for step in held):
+        raise DataError(f"{folder}: no step of {steps}; it holds steps {held[0]} to {held[-1]}")
+
+
+def choose(sequences: Iterable[Stored], limit: int | None, seed: int) -> tuple[list[Stored], int]:
+    """(a seeded random sample of at most `limit` in their order, how many there were)."""
+    draw, chosen, seen = random.Random(seed), list[tuple[int, Stored]](), 0
+    for seen, sequence in enumerate(sequences, 1):
+        if limit is None or seen <= limit:
+            chosen.append((seen, sequence))
+        elif (place := draw.randrange(seen)) < limit:
+            chosen[place] = (seen, sequence)
+    return [sequence for _, sequence in sorted(chosen, key=lambda pair: pair[0])], seen
+
+
+def _stored(step: int, sample: TrainingSample) -> Stored:
+    size = len(sample.token_ids)
+    return Stored(
+        step=step,
+        seq_id=sample.seq_id,
+        token_ids=np.array(sample.token_ids, dtype=np.int32),
+        mask=_ints(sample.response_mask, size, 0),
+        versions=_ints(sample.versions, size, -1),
+        logprobs=_floats(sample.logprobs, size),
+        proximal_versions=_ints(sample.proximal_versions, size, -1),
+        proximal_logprobs=_floats(sample.proximal_logprobs, size),
+    )
+
+
+def _ints(values: Runs, size: int, empty: int) -> NDArray[np.int32]:
+    return np.array(values.expand(), dtype=np.int32) if len(values) else np.full(size, empty, dtype=np.int32)
+
+
+def _floats(values: FloatArray, size: int) -> NDArray[np.float32]:
+    return np.array(values, dtype=np.float32) if len(values) else np.full(size, np.nan, dtype=np.float32)

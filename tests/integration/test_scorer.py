@@ -1,0 +1,265 @@
+"""Scorers on a real broker with a real tiny model and its published versions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import yaml
+
+from pipeline.config.policy_types import PolicyConfig, ScorerConfig
+from pipeline.config.types import BrokerConfig, Config, ModelConfig
+from pipeline.keys import SCORE_GROUP, Keys
+from pipeline.messages import ScoreJob, ScoreResult, WeightVersion
+from pipeline.ownership import Ownership
+from pipeline.scores import Scores
+from pipeline.tokens import TokenArray
+from pipeline.weights import WeightsRegistry, retire, write_version
+from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs
+from tests.e2e.processes import BIN, Process, environment, launch
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_models import CONTEXT, save_tiny_model
+from tests.tiny_vlms import save_tiny_llava
+from workers.generation.chat_template import load_tokenizer
+from workers.score.role import serve_scores
+from workers.score.scorer import Scorer
+from workers.score.versioned import VersionedModel
+
+EXACT = 1e-5
+WAIT_S = 60.0
+PROBE = list(b"a probe")
+PROMPT, TOKENS = list(b"the prompt "), list(b"and an answer of some length")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [save_tiny_model(root / f"m{seed}", seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def plain(sources: list[Path]) -> list[Any]:
+    return [reference(source) for source in sources]
+
+
+@pytest.fixture(scope="module")
+def model(sources: list[Path]) -> Iterator[VersionedModel]:
+    threads = torch.get_num_threads()
+    yield VersionedModel(Config(model=ModelConfig(path=str(sources[0]), device="cpu")))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, sources: list[Path]) -> Config:
+    sections = {"policy": PolicyConfig(enabled=True, advantage="reward"), "scorer": ScorerConfig(lease_s=1.0)}
+    return run_config(broker_config, keys, run_dir, model={"path": str(sources[0]), "device": "cpu"}, **sections)
+
+
+class Run:
+    """A run's published versions, and its trainer's questions."""
+
+    def __init__(self, client: Any, config: Config, sources: list[Path], plain: list[Any]) -> None:
+        self.client, self.config, self.keys, self.plain = client, config, Keys(config.run), plain
+        self.root = Path(config.run_dir) / config.run / "weights"
+        self._sources = sources
+        self._owner, self._registry = Ownership(client, self.keys, "trainer"), WeightsRegistry(client, self.keys)
+
+    async def publish(self, version: int, *, retention: int = 4, score: float | None = None) -> WeightVersion:
+        """Version v has the weights of source v."""
+        if score is None:
+            score = reference_logprobs(self.plain[version], PROBE[:1], PROBE[1:]).sum().item()
+        manifest = WeightVersion(
+            version=version, path="", digest="", probe_token_ids=TokenArray(PROBE), probe_score=score
+        )
+        full = write_version(self._sources[version], self.root, manifest)
+        assert await self._owner.try_acquire()
+        await self._registry.register(full, self._owner.key, self._owner.nonce, retention)
+        return full
+
+    async def ask(self, *jobs: ScoreJob) -> dict[tuple[str, int], ScoreResult]:
+        found = await Scores(self.client, self.keys, "t").ask(jobs, WAIT_S)
+        assert len(found) == len(jobs)
+        assert await self.client.xlen(self.keys.score_jobs) == 0
+        return {(one.seq_id, one.scored_version): one for one in found}
+
+    def assert_right(self, answer: ScoreResult, job: ScoreJob) -> None:
+        """The numbers of one plain forward pass of that version."""
+        assert (answer.error, answer.scored_version, list(answer.positions)) == ("", job.version, list(job.positions))
+        expected = reference_logprobs(self.plain[job.version], list(job.prompt_token_ids), list(job.token_ids))
+        expected = expected[list(job.positions)]
+        torch.testing.assert_close(torch.tensor(list(answer.logprobs)), expected, atol=EXACT, rtol=0)
+
+
+@pytest.fixture
+def run(client: Any, config: Config, sources: list[Path], plain: list[Any]) -> Run:
+    return Run(client, config, sources, plain)
+
+
+@contextlib.asynccontextmanager
+async def scoring(config: Config, model: VersionedModel, name: str = "s") -> AsyncIterator[Any]:
+    """A scorer that serves until the block ends; its model has served other runs before."""
+    model.version = None
+    async with role_of(config, "scorer", name) as role:
+        running = asyncio.create_task(Scorer(role, model).run())
+        yield role
+        assert not running.done(), running.exception()
+        role.stop.set()
+        await running
+
+
+def job(seq_id: str, version: int, **changes: Any) -> ScoreJob:
+    fields: dict[str, Any] = {
+        "run": "r",
+        "seq_id": seq_id,
+        "prompt_token_ids": TokenArray(PROMPT),
+        "token_ids": TokenArray(TOKENS),
+        "positions": TokenArray(range(len(TOKENS))),
+        "version": version,
+    }
+    return ScoreJob(**{**fields, **changes})
+
+
+async def test_scores_are_those_of_a_plain_pass_of_the_version_asked_for(
+    run: Run, config: Config, model: VersionedModel
+) -> None:
+    for version in (0, 1, 2):
+        await run.publish(version)
+    jobs = [
+        job(f"a:{number}", number % 3, prompt_token_ids=TokenArray([7, *prompt]), positions=TokenArray(positions))
+        for number, prompt in enumerate(ragged_prompts(12))
+        for positions in [([3, 1, 9], [0], range(20, 28))[number // 3 % 3]]
+    ]
+    async with scoring(config, model) as role:
+        answers = await run.ask(*jobs)
+        await eventually(lambda: _idle(role), "the scorer to wait")
+        assert role.status.row.facts == {"version": model.version, "scored": 12}
+    for one in jobs:
+        run.assert_right(answers[one.seq_id, one.version], one)
+
+
+async def _idle(role: Any) -> bool:
+    return "score jobs" in (role.status.row.waiting_for or "")
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "an empty prompt": ({"prompt_token_ids": TokenArray()}, "prompt"),
+    "no positions": ({"positions": TokenArray()}, "positions"),
+    "a position below 0": ({"positions": TokenArray([-1, 0])}, "outside 0..27"),
+    "a position past the end": ({"positions": TokenArray([28])}, "outside 0..27"),
+    "a token out of the vocabulary": ({"token_ids": TokenArray([5, 10**6]), "positions": TokenArray([0])}, "1000000"),
+    "a negative token": ({"prompt_token_ids": TokenArray([-5])}, "-5"),
+    "more than the context": ({"prompt_token_ids": TokenArray([5] * (CONTEXT - 27))}, f"context of {CONTEXT}"),
+}
+
+
+async def test_a_job_that_cannot_be_scored_is_answered_with_the_reason(
+    run: Run, config: Config, model: VersionedModel
+) -> None:
+    await run.publish(1)
+    good = job("good:0", 1, prompt_token_ids=TokenArray([5] * (CONTEXT - 28)))
+    async with scoring(config, model):
+        answers = await run.ask(good, *(job(name, 1, **changes) for name, (changes, _) in BAD.items()))
+    run.assert_right(answers["good:0", 1], good)
+    for name, (_, why) in BAD.items():
+        assert why in answers[name, 1].error, name
+        assert not answers[name, 1].logprobs
+
+
+def test_a_prompt_with_an_image_is_not_scored_as_text(tmp_path: Path) -> None:
+    source = save_tiny_llava(tmp_path)
+    config = Config(model=ModelConfig(path=str(source), device="cpu"))
+    model = VersionedModel(config)
+    model.load(write_version(source, tmp_path / "weights", WeightVersion(version=1, path="", digest="")))
+    image = load_tokenizer(str(source)).convert_tokens_to_ids("<image>")
+    text, seen = model.score([job("text:0", 1), job("seen:0", 1, prompt_token_ids=TokenArray([5, image, image, 6]))])
+    assert (text.error, len(text.logprobs)) == ("", len(TOKENS))
+    assert "image" in seen.error
+
+
+async def test_versions_that_cannot_be_had_end_no_scorer_and_are_never_mixed_up(
+    run: Run, config: Config, model: VersionedModel, tmp_path: Path
+) -> None:
+    """Retired, unknown, damaged, of another model, not what the trainer measured: then a whole one again."""
+    await run.publish(0)
+    damaged = await run.publish(1)
+    await run.publish(2, score=-1.0)
+    file = Path(damaged.path) / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()  # a hard link to the source
+    file.write_bytes(content[:-4] + b"\1\2\3\4")
+    other = save_tiny_model(tmp_path / "other", groups=1)
+    run._sources.append(other)
+    await run.publish(3, score=0.0)
+    run._sources.pop()
+    reasons = {9: "not registered", 1: "digest", 2: "probe", 3: "shape"}
+    async with scoring(config, model):
+        for _ in range(2):
+            answers = await run.ask(job("a:0", 0), *(job("b:0", version) for version in reasons))
+            run.assert_right(answers["a:0", 0], job("a:0", 0))
+            for version, why in reasons.items():
+                assert why in answers["b:0", version].error
+        retire(run.root, 4, 4)
+        later = await run.ask(job("c:0", 0), job("c:0", 1))
+        run.assert_right(later["c:0", 0], job("c:0", 0))  # still loaded
+        assert "not there" in later["c:0", 1].error or "digest" in later["c:0", 1].error
+
+
+async def test_a_scorer_that_is_killed_with_a_job_in_hand_is_replaced(
+    run: Run, config: Config, model: VersionedModel, tmp_path: Path
+) -> None:
+    await run.publish(0)
+    file = Path((await run.publish(1)).path) / "model.safetensors"
+    aside = file.rename(tmp_path / "aside")
+    os.mkfifo(file)  # whoever loads this version is stuck
+    asking = asyncio.create_task(run.ask(job("a:0", 1)))
+    victim = start_scorer(config, tmp_path, "victim")
+    try:
+        await eventually(lambda: _holds(run, victim), "the victim to hold the job", WAIT_S)
+    finally:
+        victim.kill()
+    file.unlink()
+    aside.rename(file)
+    async with scoring(config, model, "heir"):
+        answers = await asking
+    run.assert_right(answers["a:0", 1], job("a:0", 1))
+
+
+def start_scorer(config: Config, directory: Path, name: str) -> Process:
+    """A real process on this configuration."""
+    file = directory / "config.yaml"
+    file.write_text(yaml.safe_dump(msgspec.to_builtins(config)))
+    own = environment(config.run, REDIS_URL=config.broker.url or "", SLUICE_PROCESS_NAME=name)
+    command = [str(BIN / "sluice"), "score", "-c", str(file)]
+    return launch(command, name=name, log=directory / "scorer.log", env=own, cwd=directory)
+
+
+async def _holds(run: Run, victim: Process) -> bool:
+    assert not victim.failed, victim.tail()
+    if not await run.client.exists(run.keys.score_jobs):
+        return False
+    groups = await run.client.xinfo_groups(run.keys.score_jobs)
+    rows = await run.client.xpending_range(run.keys.score_jobs, SCORE_GROUP, "-", "+", 1) if groups else []
+    return [row["consumer"].decode() for row in rows] == [victim.name]
+
+
+async def test_the_role_serves_until_it_is_asked_to_stop(run: Run, config: Config) -> None:
+    await run.publish(2)
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve_scores(config, stop))
+    answers = await run.ask(job("a:0", 2))
+    stop.set()
+    await serving
+    run.assert_right(answers["a:0", 2], job("a:0", 2))
+    assert not await run.client.hlen(run.keys.processes)
+
+
+async def test_without_a_policy_loss_a_scorer_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await serve_scores(Config(broker=BrokerConfig(embedded_dir=str(tmp_path / "none"))))
+    assert "policy.enabled is false" in capsys.readouterr().err

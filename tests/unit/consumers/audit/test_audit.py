@@ -1,0 +1,174 @@
+"""What the audit says of true numbers, and of each way in which one can be false."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers.audit.report import Report
+from consumers.audit.run import audit_run
+from pipeline.config.types import Config, ModelConfig
+from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change, write_rollouts, write_weights
+
+Arrays = dict[str, list[Any]]
+
+
+def look(run: Path, tolerance: float = 1e-4, **options: Any) -> Report:
+    return audit_run(run, Config(model=ModelConfig(device="cpu")), tolerance=tolerance, **options)
+
+
+def put(field: str, offset: int, value: Any) -> Callable[[Arrays], None]:
+    """Set one token's entry, counted from the first token after the prompt."""
+
+    def edit(arrays: Arrays) -> None:
+        arrays[field][PROMPT + offset] = value
+
+    return edit
+
+
+def add(field: str, offset: int, value: float) -> Callable[[Arrays], None]:
+    def edit(arrays: Arrays) -> None:
+        arrays[field][PROMPT + offset] += value
+
+    return edit
+
+
+def test_true_numbers_are_right_or_marked(whole_run: Path) -> None:
+    found = look(whole_run)
+    assert (found.tokens, found.right, found.marked) == (TOKENS, TOKENS - MARKED, MARKED)
+    assert (found.wrong, found.unchecked, found.worst) == (0, 0, [])
+    assert found.compared == TOKENS + (TOKENS - MARKED)
+    assert 0 < found.max_error < 1e-4, "computed twice, in two precisions: close, and not the same"
+    assert found.max_error == max(found.max_behaviour_error, found.max_proximal_error)
+    assert found.told_apart == found.right, "these versions have nothing in common"
+    assert found.versions_per_sequence == {1: 3, 2: 2, 3: 1}
+    assert (found.versions, found.missing_versions) == ([0, 1, 2], [])
+    assert (found.steps, found.sequences, found.stored_sequences) == ([3, 4], 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("seq_id", "edit", "kind", "offset"),
+    [
+        ("two", add("logprobs", 3, 2e-4), "behaviour", 3),
+        ("two", add("logprobs", 0, -0.5), "behaviour", 0),
+        ("newest", put("logprobs", 1, float("nan")), "behaviour", 1),
+        ("newest", put("logprobs", 1, float("-inf")), "behaviour", 1),
+        ("worked", add("proximal_logprobs", 1, -2e-4), "proximal", 1),
+        ("one", put("proximal_logprobs", 2, float("nan")), "proximal", 2),
+        ("one", put("proximal_versions", 3, 2), "proximal_version", 3),
+        ("one", put("proximal_versions", 3, 0), "proximal_version", 3),  # version 0 taken for "not set"
+        ("two", put("proximal_versions", 3, 1), "proximal_version", 3),
+        ("two", put("proximal_versions", 3, -2), "proximal_version", 3),
+        ("tool", put("proximal_versions", 3, 0), "proximal_version", 3),  # -1 + 1, of a token nobody sampled
+        ("newest", put("versions", 0, 1), "behaviour", 0),
+        ("one", put("versions", 1, -1), "version", 1),  # the mask says that it was sampled
+        ("one", put("versions", 1, -2), "version", 1),
+    ],
+)
+def test_one_false_number_is_one_wrong_token(
+    run: Path, seq_id: str, edit: Callable[[Arrays], None], kind: str, offset: int
+) -> None:
+    change(run, seq_id, edit)
+    found = look(run)
+    assert found.wrong == 1
+    assert found.right + found.marked + found.wrong == found.tokens
+    fault = next(fault for fault in found.worst if fault.kind == kind)
+    assert (fault.seq_id, fault.position) == (seq_id, PROMPT + offset)
+    assert found.faults[fault.kind] == 1
+
+
+def test_the_largest_error_is_the_largest_number(run: Path) -> None:
+    change(run, "two", add("logprobs", 0, 0.25))
+    change(run, "one", add("proximal_logprobs", 0, -0.5))
+    change(run, "newest", put("logprobs", 0, float("nan")))
+    found = look(run)
+    assert found.wrong == 3
+    assert found.max_error == found.max_proximal_error == pytest.approx(0.5, abs=1e-4)
+    assert found.max_behaviour_error == pytest.approx(0.25, abs=1e-4)
+    assert look(run, tolerance=0.3).wrong == 2
+
+
+def test_a_shift_by_one_position_is_seen_everywhere(run: Path) -> None:
+    def shift(arrays: Arrays) -> None:
+        values = arrays["proximal_logprobs"]
+        arrays["proximal_logprobs"] = [0.0, *values[:-1]]
+
+    change(run, "one", shift)
+    assert look(run).faults["proximal"] == 4
+
+
+def test_tokens_rescored_at_every_update_are_wrong(run: Path) -> None:
+    """The known fault: a resume overwrites the proximal scores of all earlier tokens by those of the newest version."""
+
+    def rescore(arrays: Arrays) -> None:
+        arrays["proximal_versions"] = [2 if version >= 0 else -1 for version in arrays["proximal_versions"]]
+
+    change(run, "two", rescore)
+    found = look(run)
+    assert (found.wrong, found.faults["proximal_version"]) == (2, 2), "the tokens of version 0"
+
+
+def test_a_token_that_the_trainer_masked_is_audited(run: Path) -> None:
+    def mask(arrays: Arrays) -> None:
+        arrays["response_mask"] = [0] * len(arrays["response_mask"])
+
+    change(run, "one", mask)
+    assert (look(run).right, look(run).wrong) == (TOKENS - MARKED, 0)
+    change(run, "one", add("logprobs", 1, 0.1))
+    assert look(run).wrong == 1
+
+
+def test_a_score_that_was_never_made_is_marked(run: Path) -> None:
+    def drop(arrays: Arrays) -> None:
+        arrays["proximal_logprobs"], arrays["proximal_versions"] = [], []
+
+    change(run, "one", drop)
+    change(run, "two", put("proximal_versions", 0, -1))
+    found = look(run)
+    assert (found.marked, found.right, found.wrong) == (MARKED + 5, TOKENS - MARKED - 5, 0)
+
+
+def test_a_claimed_score_without_a_number_is_wrong(run: Path) -> None:
+    def drop(arrays: Arrays) -> None:
+        arrays["proximal_logprobs"] = []
+
+    change(run, "one", drop)
+    assert look(run).faults["proximal"] == 4
+
+
+def test_what_a_retired_version_would_say_is_unchecked(run: Path) -> None:
+    shutil.rmtree(run / "weights" / "v000000")
+    found = look(run)
+    of_version_0 = 4 + 2 + 1 + 2
+    assert (found.unchecked, found.wrong, found.missing_versions) == (of_version_0, 0, [0])
+    assert (found.marked, found.right) == (MARKED, TOKENS - MARKED - of_version_0)
+
+
+def test_a_missing_proximal_version_excuses_no_wrong_behaviour(run: Path) -> None:
+    shutil.rmtree(run / "weights" / "v000002")
+    change(run, "two", add("logprobs", 3, 0.1))
+    change(run, "tool", put("proximal_versions", 0, 2))
+    found = look(run)
+    assert found.wrong == 2
+    assert found.unchecked == (2 + 2 + 2) + (1 + 2), "version 1 with a proximal but for the wrong one, version 2"
+
+
+def test_steps_and_a_seeded_draw_narrow_the_work(whole_run: Path) -> None:
+    assert look(whole_run, steps="4").sequences == 3
+    assert look(whole_run, steps="3:").steps == look(whole_run, steps=":9").steps == [3, 4]
+    found = [look(whole_run, limit=2, seed=seed) for seed in range(6)]
+    assert {(report.sequences, report.stored_sequences, report.wrong) for report in found} == {(2, 6, 0)}
+    assert len({report.tokens for report in found}) > 1, "another seed draws others"
+    assert look(whole_run, limit=2, seed=5) == found[5]
+    assert look(whole_run, limit=6) == look(whole_run)
+
+
+def test_versions_of_equal_weights_cannot_be_told_apart(tmp_path: Path) -> None:
+    """Right numbers then say nothing about versions, and the report has to say so."""
+    write_rollouts(tmp_path / "rollouts", write_weights(tmp_path, seeds=(7, 7, 7)))
+    found = look(tmp_path)
+    assert (found.right, found.told_apart) == (TOKENS - MARKED, 0)

@@ -1,0 +1,21 @@
+"""`sluice score`."""
+
+from __future__ import annotations
+
+from pipeline.cli.options import ConfigPath, Overrides
+
+
+def score(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
+    """Score finished sequences under the weight version that the trainer asks for, until Ctrl-C.
+
+    Start as many of these as you like. Without a policy loss (`policy.enabled`) nothing is asked for, and this ends
+    at once.
+
+    Example: `sluice score -c configs/text.yaml`
+    """
+    import asyncio
+
+    from pipeline.config import load_config
+    from workers.score.role import serve_scores
+
+    asyncio.run(serve_scores(load_config(config, overrides)))

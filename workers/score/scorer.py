@@ -1,0 +1,87 @@
+"""Takes score jobs, version by version, and answers each.
+
+| waits for      | unblocked by                                    |
+|----------------|-------------------------------------------------|
+| score jobs     | the trainer's ask; a stop                       |
+| weights, a pass| the model's thread; the leases are renewed on   |
+
+- Every job is answered: with scores under exactly the version it names, or with the reason why there are none.
+- A version that cannot be had ends no scorer. A device that fails does; its jobs go to another scorer.
+- On a stop the jobs in work are answered, the others are given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from pipeline.errors import WeightsError
+from pipeline.lifecycle import Role
+from pipeline.logs import get_logger
+from pipeline.score_jobs import ScoreJobs, TakenJob, refusal
+from pipeline.weights import WeightsRegistry
+from workers.score.versioned import VersionedModel
+
+_TAKE = 16  # jobs at a time: what a scorer that dies holds up for a lease
+_BLOCK_S = 0.5
+
+
+class Scorer:
+    """One model on the score jobs of a run."""
+
+    def __init__(self, role: Role, model: VersionedModel) -> None:
+        self._role, self._model = role, model
+        self._jobs = ScoreJobs(role.client, role.keys, role.name, role.config.scorer.lease_s)
+        self._registry = WeightsRegistry(role.client, role.keys)
+        # A longer wait would look like an outage.
+        self._block_ms = int(min(_BLOCK_S, role.config.broker.socket_timeout_s / 2) * 1000)
+        self._scored = 0
+
+    async def run(self) -> None:
+        """Serve until asked to stop."""
+        self._role.spawn(self._jobs.keep())
+        while not self._role.stop.is_set():
+            self._role.status.waiting("score jobs (none is ready)")
+            taken = await self._jobs.take(_TAKE, self._block_ms)
+            for version, group in _by_version(taken, self._model.version):
+                if self._role.stop.is_set():
+                    break
+                await self._serve(version, group)
+        await self._jobs.release()
+
+    async def _serve(self, version: int, group: Sequence[TakenJob]) -> None:
+        error = "" if all(taken.has_expired for taken in group) else await self._switch_to(version)
+        wanted = [taken for taken in group if not taken.has_expired]
+        self._role.status.waiting(None)
+        if error:
+            results = [refusal(taken.job.seq_id, version, error) for taken in wanted]
+        else:
+            results = await asyncio.to_thread(self._model.score, [taken.job for taken in wanted])
+        in_time = {taken.entry_id for taken in wanted}
+        late = [(taken, None) for taken in group if taken.entry_id not in in_time]
+        await self._jobs.answer([*zip(wanted, results, strict=True), *late])
+        self._scored += sum(not result.error for result in results)
+        self._role.status.fact(version=self._model.version, scored=self._scored)
+
+    async def _switch_to(self, version: int) -> str:
+        """Load a version; why it cannot be had, or nothing."""
+        if self._model.version == version:
+            return ""
+        self._role.status.waiting(f"weights v{version} to load")
+        try:
+            manifest = await self._registry.get(version)
+            if manifest is None:
+                return f"weights v{version} are not registered: they are retired, or were never published"
+            await asyncio.to_thread(self._model.load, manifest)
+        except WeightsError as error:
+            get_logger().error("no scores under this version", version=version, error=str(error))
+            return str(error)
+        get_logger().info("weights loaded", version=version)
+        return ""
+
+
+def _by_version(taken: Sequence[TakenJob], loaded: int | None) -> Iterator[tuple[int, list[TakenJob]]]:
+    """Groups of one version, the loaded one first."""
+    versions = {one.job.version for one in taken}
+    for version in sorted(versions, key=lambda version: (version != loaded, version)):
+        yield version, [one for one in taken if one.job.version == version]

@@ -1,0 +1,120 @@
+"""One model in memory, whose weights are those of the version that was loaded last.
+
+- `version` is None whenever the weights are not known to be those of one version: before the first load, and after
+  one that failed halfway.
+- Scores are those of plain forward passes over the tokens alone; a prompt with an image has more than its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pipeline.config.types import Config
+from pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
+from pipeline.messages import ScoreJob, ScoreResult, WeightVersion
+from pipeline.score_jobs import refusal
+from pipeline.tokens import FloatArray
+from pipeline.weights import verify
+from workers.generation.backends.hf.model import load_model
+from workers.generation.backends.hf.scoring import token_logprobs
+from workers.generation.backends.hf.swap import Weights
+from workers.generation.contracts import EngineFacts
+from workers.generation.limits import check_token_ids
+from workers.probe import probe_of
+
+
+class VersionedModel:
+    """Used from one thread at a time."""
+
+    def __init__(self, config: Config) -> None:
+        """Load the model of `config.model`. Raises ModelError."""
+        if config.scorer.torch_threads:
+            torch.set_num_threads(config.scorer.torch_threads)
+        self._pass_tokens, self._tolerance = config.scorer.pass_tokens, config.weights.probe_tolerance
+        self._model = load_model(config.model)
+        self._weights = Weights(self._model.module, Path(config.model.path), self._total)
+        self.version: int | None = None
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the model is."""
+        return self._model.facts
+
+    @torch.inference_mode()
+    def load(self, manifest: WeightVersion) -> None:
+        """Verify, load and prove a version. Raises WeightsError; `version` then says what is loaded, if anything."""
+        directory = verify(manifest)
+        before, self.version = self.version, None
+        try:
+            self._weights.load(directory, probe_of(manifest, self.facts.dtype, self._tolerance))
+        except TornWeights:
+            raise
+        except WeightsError:
+            self.version = before
+            raise
+        self.version = manifest.version
+
+    def score(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
+        """An answer for each job, all of the loaded version; one that cannot be scored gets an error.
+
+        Raises EngineError when the device fails.
+        """
+        refused = {index: why for index, job in enumerate(jobs) if (why := self._why_not(job))}
+        good = [index for index in range(len(jobs)) if index not in refused]
+        found = dict(zip(good, self._logprobs([jobs[index] for index in good]), strict=True))
+        return [
+            refusal(job.seq_id, job.version, refused[index]) if index in refused else _answer(job, found[index])
+            for index, job in enumerate(jobs)
+        ]
+
+    def _logprobs(self, jobs: Sequence[ScoreJob]) -> list[list[float]]:
+        """Of each job's positions."""
+        lows = [min(job.positions) for job in jobs]
+        sequences = [[*job.prompt_token_ids, *job.token_ids[: max(job.positions) + 1]] for job in jobs]
+        firsts = [len(job.prompt_token_ids) + low for job, low in zip(jobs, lows, strict=True)]
+        try:
+            found = token_logprobs(self._model, sequences, firsts, self._pass_tokens)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"no memory to score {len(jobs)} sequences ({error}); lower scorer.pass_tokens"
+            ) from error
+        return [
+            [logprobs[position - low] for position in job.positions]
+            for job, low, logprobs in zip(jobs, lows, found, strict=True)
+        ]
+
+    def _why_not(self, job: ScoreJob) -> str:
+        """Why this job cannot be scored, or nothing."""
+        if job.version != self.version:
+            return f"weights v{job.version} are not loaded"
+        if not job.prompt_token_ids or not job.positions:
+            return "a prompt and positions are needed"
+        if min(job.positions) < 0 or max(job.positions) >= len(job.token_ids):
+            return f"positions outside 0..{len(job.token_ids) - 1}"
+        length, limit = len(job.prompt_token_ids) + max(job.positions) + 1, self.facts.context_length
+        if length > limit:
+            return f"{length} tokens are longer than the context of {limit}"
+        vision = self._model.vision
+        if vision is not None and vision.image_token_id in job.prompt_token_ids:
+            return "the prompt has an image, and a score job has tokens alone"
+        try:
+            check_token_ids(job.seq_id, [*job.prompt_token_ids, *job.token_ids], self.facts.vocab_size)
+        except RequestError as error:
+            return str(error)
+        return ""
+
+    def _total(self, token_ids: Sequence[int]) -> float:
+        """Summed logprob (nats) of tokens 1.. ."""
+        return math.fsum(token_logprobs(self._model, [list(token_ids)], [1], self._pass_tokens)[0])
+
+
+def _answer(job: ScoreJob, logprobs: list[float]) -> ScoreResult:
+    if not all(map(math.isfinite, logprobs)):
+        return refusal(job.seq_id, job.version, "scores that are not finite; are the weights?")
+    return ScoreResult(
+        seq_id=job.seq_id, scored_version=job.version, positions=job.positions, logprobs=FloatArray(logprobs)
+    )
