@@ -31,8 +31,9 @@ class Keys:
         # shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress)
         self.job_state = f"{self.prefix}job:"
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
-        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …; also bytes (in
-        # flight), tokens, called, redelivered, replays, last:<stream>
+        # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by
+        # the trainer from steps that made a version); also bytes (in flight), tokens, called, redelivered, replays,
+        # last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -164,13 +164,27 @@ async def hand_off(
 
 
 async def ack_batches(
-    scripts: Scripts, keys: Keys, owner_key: str, nonce: str, batches: Sequence[tuple[str, int]]
+    scripts: Scripts,
+    keys: Keys,
+    owner_key: str,
+    nonce: str,
+    batches: Sequence[tuple[str, int]],
+    drops: Mapping[str, Sequence[DeadLetter]] | None = None,
+    *,
+    stepped: bool = True,
 ) -> int:
-    """Ack (stream id, number of samples) pairs; returns the samples counted. Raises LeaseLost if fenced."""
-    args: list[Any] = [nonce, BATCH_GROUP]
+    """Ack (stream id, number of samples) pairs; returns the samples counted as trained. Raises LeaseLost if fenced.
+
+    `drops`: by stream id, letters of the samples that the trainer dropped from that batch; they count as dropped.
+    `stepped`: whether an optimiser step, and so a version, came of these batches.
+    """
+    args: list[Any] = [nonce, BATCH_GROUP, int(stepped)]
     for stream_id, samples in batches:
-        args += [stream_id, samples]
-    counted = int(await scripts.run("ack", [keys.batches, keys.counts, owner_key], args))
+        letters = (drops or {}).get(stream_id, ())
+        args += [stream_id, samples, len(letters)]
+        for letter in letters:
+            args += [letter.reason, encode(letter)]
+    counted = int(await scripts.run("ack", [keys.batches, keys.counts, owner_key, keys.dropped], args))
     if counted < 0:
         raise LeaseLost("another trainer took over; this one stops")
     return counted

@@ -10,7 +10,7 @@ import torch
 
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
-from pipeline.config.types import ModelConfig, TrainerConfig
+from pipeline.config.types import ModelConfig, PolicyConfig, TrainerConfig
 from pipeline.messages import TrainingSample
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
@@ -34,13 +34,26 @@ def random_sample(name: str, length: int, seed: int = 0) -> TrainingSample:
 
 
 def train_step(
-    source: Path, *, row_tokens: int = 64, coord_ids: tuple[int, ...] = (), attention: str | None = None, **options: Any
+    source: Path,
+    *,
+    row_tokens: int = 64,
+    coord_ids: tuple[int, ...] = (),
+    attention: str | None = None,
+    policy: PolicyConfig | None = None,
+    **options: Any,
 ) -> TrainStep:
     """A step on the tiny model of a directory."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = load_policy(source, ModelConfig(path=str(source), device="cpu", attn_implementation=attention))
-    return TrainStep(model, TrainerConfig(**options), pad_id=258, row_tokens=row_tokens, coord_ids=coord_ids)
+    return TrainStep(
+        model,
+        TrainerConfig(**options),
+        pad_id=258,
+        row_tokens=row_tokens,
+        coord_ids=coord_ids,
+        policy=policy or PolicyConfig(),
+    )
 
 
 def weights_of(step: TrainStep) -> dict[str, torch.Tensor]:

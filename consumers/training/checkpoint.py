@@ -2,14 +2,16 @@
 
     checkpoints/step-000012/   model.safetensors config.json …   trainer/{optimizer.safetensors, state.json}
 
-The state names the batches whose effect the weights hold. They are acked only after the rename, so a trainer that
-is killed anywhere trains each batch once: acked twice is harmless, trained twice impossible.
+The state names the batches whose effect the weights hold, and what was dropped from them. They are acked only after
+the rename, so a trainer that is killed anywhere trains each batch once: acked twice is harmless, trained twice
+impossible.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, load_model, save_file
 from consumers.training.model import write_model
 from pipeline.errors import ModelError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
+from pipeline.messages import DeadLetter
 
 _STATE = Path("trainer/state.json")
 _OPTIMIZER = Path("trainer/optimizer.safetensors")
@@ -34,7 +37,9 @@ class TrainerState(msgspec.Struct, kw_only=True):
     step: int = 0
     version: int = 0
     unacked: list[tuple[str, int]] = []  # (stream id, samples) inside these weights, ack perhaps not yet sent
+    unacked_drops: dict[str, list[DeadLetter]] = {}  # stream id -> letters of those of its samples that were dropped
     recent: list[str] = []  # newest trained sequence ids
+    dropped: dict[str, str] = {}  # newest dropped sequence ids -> why
     samples: int = 0
     tokens: int = 0
     totals: dict[str, float] = {}  # of the run: the published counters in `_TOTALLED`, summed over its steps
@@ -46,9 +51,21 @@ class TrainerState(msgspec.Struct, kw_only=True):
                 self.totals[key] = self.totals.get(key, 0.0) + record[key]
         return {f"total/{key}": value for key, value in self.totals.items()}
 
+    def take(self, batches: Iterable[tuple[str, int, list[DeadLetter]]]) -> None:
+        """Their effect is in the weights: (stream id, samples, letters of those that were dropped)."""
+        for entry_id, samples, letters in batches:
+            self.unacked.append((entry_id, samples))
+            if letters:
+                self.unacked_drops[entry_id] = letters
+
     def remember(self, seq_ids: list[str]) -> None:
         """Keep the newest ids, to discard a batch that a broker brings again after a power loss."""
         self.recent = (self.recent + seq_ids)[-_RECENT_IDS:]
+
+    def remember_dropped(self, letters: Iterable[DeadLetter]) -> None:
+        """The same for samples that the trainer dropped."""
+        known = self.dropped | {letter.seq_id: letter.reason for letter in letters}
+        self.dropped = dict(list(known.items())[-_RECENT_IDS:])
 
 
 def save(

@@ -14,9 +14,11 @@ from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from consumers.training.trainer import Trainer
 from pipeline import provenance
+from pipeline.config.policy_rules import policy_warnings
 from pipeline.config.types import Config
 from pipeline.gpu import use_free_gpu
 from pipeline.lifecycle import default_name, role_process
+from pipeline.logs import get_logger
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 
@@ -46,7 +48,10 @@ async def _train(config: Config) -> None:
             pad_id=pad_id,
             row_tokens=config.consumer.row_tokens,
             coord_ids=codec.coord_token_ids,
+            policy=config.policy,
         )
+        for warning in policy_warnings(config):
+            get_logger().warning("policy loss", known=warning)
         await Trainer(role, owner, step, source).run()
         if (await snapshot(role.client, role.keys)).complete:
             await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))

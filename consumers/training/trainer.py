@@ -1,13 +1,17 @@
 """The trainer: batches → optimiser steps → checkpoint → ack → new weight version.
 
-    batches ─▶ samples_per_version samples ─▶ TrainStep ─▶ checkpoint durable ─▶ ack ─▶ write_version ─▶ register
+    batches ─▶ samples_per_version samples ─▶ Filler ─▶ TrainStep ─▶ checkpoint ─▶ ack ─▶ write_version ─▶ register
+                                  (with a policy loss)                durable
 
-| waits for            | unblocked by            |
-|----------------------|-------------------------|
-| the trainer's role   | its last holder's end   |
-| batches              | consumers               |
+| waits for            | unblocked by                       |
+|----------------------|------------------------------------|
+| the trainer's role   | its last holder's end              |
+| batches              | consumers                          |
+| score jobs           | scorers, or `policy.score_wait_s`  |
 
 - Exactly once: acks follow the checkpoint that holds their effect; what a dead trainer had read is read again.
+- A sample that is dropped here is counted, with its letter, by the ack of its batch; where all of a step are dropped
+  the weights have nothing of it, and the ack waits for no checkpoint.
 - A version is registered only from a durable checkpoint that holds exactly those weights.
 """
 
@@ -17,28 +21,41 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
 
+from consumers.sampler import letter
 from consumers.training import checkpoint
+from consumers.training.fill import Filler
 from consumers.training.ledger import StepLog
 from consumers.training.model import probe_score, probe_tokens
+from consumers.training.rollouts import Rollouts
 from consumers.training.step import TrainStep
 from pipeline import metrics, weights
 from pipeline.errors import DeadlineExceeded, MessageError
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
-from pipeline.messages import TrainingBatch, TrainingSample, WeightVersion, decode
+from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
 from pipeline.ownership import Ownership
+from pipeline.scores import Scores
 from pipeline.status import snapshot
 from pipeline.streams import Entry, ack_batches, batch_reader
 from pipeline.tokens import TokenArray
 
 T = TypeVar("T")
-# A batch as it was read, and those of its samples that these weights do not hold yet.
-Taken = tuple[str, TrainingBatch, list[TrainingSample]]
+
+
+@dataclass
+class Taken:
+    """A batch as it was read."""
+
+    entry_id: str
+    num_samples: int
+    fresh: list[TrainingSample]  # those that these weights do not hold yet
+    letters: list[DeadLetter] = field(default_factory=list)  # of those that are dropped
 
 
 class Trainer:
@@ -50,12 +67,16 @@ class Trainer:
         run_dir = Path(role.config.run_dir) / role.config.run
         self._checkpoints, self._versions = run_dir / "checkpoints", run_dir / "weights"
         self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / "trained.jsonl")
+        self._rollouts = Rollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
         self._registry = weights.WeightsRegistry(role.client, role.keys)
         self._unread: deque[Entry] = deque()
         self._state = checkpoint.TrainerState()
         vocab = int(self._step.model.config.vocab_size)
         self._probe = probe_tokens(vocab, role.config.weights.probe_tokens, role.config.seed)
+        self._filler: Filler | None = None
+        if role.config.policy.enabled:
+            self._filler = Filler(role, step, Scores(role.client, role.keys, owner.nonce))
 
     async def run(self) -> None:
         """Train until the run is complete, `max_versions` is reached, or a stop is asked for."""
@@ -85,8 +106,8 @@ class Trainer:
             await self._ack()
             await self._publish(found)
             get_logger().info("resumed", step=self._state.step, version=self._state.version)
-        self._metrics.cut_after(self._state.step)
-        self._trained.cut_after(self._state.step)
+        for kept in (self._metrics, self._trained, self._rollouts):
+            kept.cut_after(self._state.step)
 
     async def _next_batches(self) -> list[Taken]:
         """Batches worth one optimiser step; fewer at the end of the run; none when it is over or stopped."""
@@ -94,7 +115,7 @@ class Trainer:
         taken: list[Taken] = []
         until = time.monotonic() + self._config.trainer.batch_wait_s
         dry = False
-        while sum(len(fresh) for _, _, fresh in taken) < wanted:
+        while sum(len(each.fresh) for each in taken) < wanted:
             if self._role.stop.is_set():
                 return []
             if not self._unread:
@@ -130,33 +151,56 @@ class Trainer:
         except (MessageError, KeyError) as error:
             # Nothing but our consumer writes here: losing samples silently is worse than stopping.
             raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
-        known = set(self._state.recent)
-        fresh = [sample for sample in batch.samples if sample.seq_id not in known]
+        known, dropped = set(self._state.recent), self._state.dropped
+        fresh = [sample for sample in batch.samples if sample.seq_id not in known and sample.seq_id not in dropped]
+        again = [sample.seq_id for sample in batch.samples if sample.seq_id in dropped]
+        letters = [letter(seq_id, dropped[seq_id], "dropped by the trainer before") for seq_id in again]
+        taken = Taken(entry.entry_id, len(batch.samples), fresh, letters)
         if batch.samples and not fresh:
             get_logger().warning("batch was trained before; acked only", batch=batch.batch_id)
-            pairs = [(entry.entry_id, len(batch.samples))]  # the broker undid the first count with the ack
-            await self._ack_pairs(pairs)
+            await self._ack_now([taken])  # the broker undid the first count with the ack
             return []
-        return [(entry.entry_id, batch, fresh)]
+        return [taken]
 
     async def _train(self, batches: list[Taken]) -> None:
-        samples = [sample for _, _, fresh in batches for sample in fresh]
+        samples = await self._fill(batches)
+        if samples is None:
+            return
+        if not samples:
+            get_logger().warning("all samples of a step were dropped; no update", batches=len(batches))
+            await self._ack_now(batches, stepped=False)
+            return
         state = self._state
         state.step += 1
         started = time.monotonic()
-        record = await asyncio.to_thread(self._step.run, samples, state.step)
+        record = await asyncio.to_thread(self._step.run, samples, state.step, version=state.version)
         record["train/step_s"] = time.monotonic() - started
         await self._owner.confirm()
-        state.unacked += [(entry_id, len(batch.samples)) for entry_id, batch, _ in batches]
+        await self._write(self._rollouts.save, state.step, samples)
+        state.take([(each.entry_id, each.num_samples, each.letters) for each in batches])
         state.samples += len(samples)
         state.tokens += int(record["train/tokens"])
         state.remember([sample.seq_id for sample in samples])
         record |= _combined(samples)
         record |= state.count(record)
+        record |= self._filler.record() if self._filler else {}
         self._log(samples, record)
         if state.step % self._config.trainer.checkpoint_every == 0 or await self._was_the_last():
             await self._checkpoint()
         await self._show(record)
+
+    async def _fill(self, batches: list[Taken]) -> list[TrainingSample] | None:
+        """What is trained of them, with its proximal logprobs; None when asked to stop meanwhile."""
+        samples = [sample for each in batches for sample in each.fresh]
+        if self._filler is None:
+            return samples
+        ready = await self._filler.fill(samples, self._state.version)
+        if ready is None:
+            return None
+        for each in batches:
+            each.letters += [ready.letters[sample.seq_id] for sample in each.fresh if sample.seq_id in ready.letters]
+        self._state.remember_dropped(ready.letters.values())
+        return ready.samples
 
     def _log(self, samples: list[TrainingSample], record: dict[str, float]) -> None:
         """Before the checkpoint: a restart cuts lines of steps that it will redo, and misses none."""
@@ -189,13 +233,20 @@ class Trainer:
             raise
 
     async def _ack(self) -> None:
-        pairs = self._state.unacked
-        if pairs:
-            await self._ack_pairs(pairs)
-        self._state.unacked = []
+        state = self._state
+        if state.unacked:
+            await self._ack_pairs(state.unacked, state.unacked_drops)
+        state.unacked, state.unacked_drops = [], {}
 
-    async def _ack_pairs(self, pairs: list[tuple[str, int]]) -> None:
-        await ack_batches(self._role.scripts, self._role.keys, self._owner.key, self._owner.nonce, pairs)
+    async def _ack_now(self, batches: list[Taken], *, stepped: bool = True) -> None:
+        pairs = [(each.entry_id, each.num_samples) for each in batches]
+        await self._ack_pairs(pairs, {each.entry_id: each.letters for each in batches}, stepped=stepped)
+
+    async def _ack_pairs(
+        self, pairs: list[tuple[str, int]], drops: dict[str, list[DeadLetter]], *, stepped: bool = True
+    ) -> None:
+        scripts, keys, owner = self._role.scripts, self._role.keys, self._owner
+        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops, stepped=stepped)
         self._reader.release([entry_id for entry_id, _ in pairs])
 
     async def _publish(self, directory: Path) -> None:

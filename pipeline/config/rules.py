@@ -6,13 +6,15 @@ import re
 from ipaddress import IPv6Address
 from math import inf
 
+from pipeline.config.policy_rules import policy_checks
 from pipeline.config.types import Config, RepeatTerminateConfig
 from pipeline.errors import ConfigError
 
 
 def check(config: Config, origin: str) -> None:
     """Raise ConfigError at the first rule that does not hold."""
-    for holds, complaint in (*_identity(config), *_numbers(config), *_images(config), *_flow(config)):
+    checks = (*_identity(config), *_numbers(config), *_images(config), *_flow(config), *policy_checks(config))
+    for holds, complaint in checks:
         if not holds:
             raise ConfigError(f"{origin}: {complaint}")
     check_guard(config.rollout_matching.repeat_terminate, origin, "rollout_matching.repeat_terminate")

@@ -1,17 +1,29 @@
--- needs: owns
+-- needs: owns drop
 -- The trainer's ack, after its checkpoint is durable; counts each batch once however often it is repeated.
--- KEYS batches counts owner   ARGV nonce group then per batch: stream_id samples
--- Returns the number of samples counted, -1 when another trainer took over.
+-- Samples that the trainer dropped are not trained, and no part of a batch any more. Where a version came out of the
+-- others, it stands for fewer samples (`thinned`), or each drop would let decoding run further ahead for good.
+-- KEYS batches counts owner dropped
+-- ARGV nonce group stepped(1: trained, 0: all was dropped and no version comes of it)
+--      then per batch: stream_id samples num_drops, then per drop: reason letter
+-- Returns the number of samples counted as trained, -1 when another trainer took over.
 if not owns(KEYS[3], ARGV[1]) then return -1 end
-local trained, bytes = 0, 0
-for i = 3, #ARGV, 2 do
+local trained, lost, bytes, i = 0, 0, 0, 4
+while i <= #ARGV do
+  local drops = tonumber(ARGV[i + 2])
   local entry = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i], 'COUNT', 1)[1]
   if redis.call('XACK', KEYS[1], ARGV[2], ARGV[i]) == 1 then
     redis.call('XDEL', KEYS[1], ARGV[i])
-    trained = trained + tonumber(ARGV[i + 1])
+    trained = trained + tonumber(ARGV[i + 1]) - drops
     if entry then bytes = bytes + #entry[2][2] end
+    for k = i + 3, i + 1 + 2 * drops, 2 do drop(KEYS[2], KEYS[4], ARGV[k], ARGV[k + 1]) end
+    lost = lost + drops
   end
+  i = i + 3 + 2 * drops
 end
 redis.call('HINCRBY', KEYS[2], 'trained', trained)
 redis.call('HINCRBY', KEYS[2], 'bytes', -bytes)
+if lost > 0 then
+  redis.call('HINCRBY', KEYS[2], 'accepted', -lost)
+  if ARGV[3] == '1' then redis.call('HINCRBY', KEYS[2], 'thinned', lost) end
+end
 return trained

@@ -20,11 +20,12 @@ if before ~= '' then
   if behind(stored, before) then return { 'rewound', stored } end
 end
 
-local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes')
+local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes', 'thinned')
 local enqueued, trained = tonumber(c[1] or 0), tonumber(c[2] or 0)
 local lost, bytes = tonumber(c[3] or 0) + tonumber(c[4] or 0), tonumber(c[5] or 0)
--- Batches may run over samples_per_version (groups stay whole): what was trained counts as it is.
-local so_far = math.max(tonumber(redis.call('GET', latest) or 0) * per_version, trained)
+-- Batches may run over samples_per_version (groups stay whole), or lose samples in the trainer: what was trained
+-- counts as it is.
+local so_far = math.max(tonumber(redis.call('GET', latest) or 0) * per_version - tonumber(c[6] or 0), trained)
 local ahead = (staleness + 1) * per_version + so_far
 local limited, now = max_in_flight > 0, now_ms()
 local total = (#ARGV - FIRST - 4) / 8

@@ -1,10 +1,9 @@
--- needs: owns
+-- needs: owns drop
 -- A consumer's effect, whole or not at all: batch out, drops recorded, results acked and deleted.
 -- KEYS results batches counts owner dropped
 -- ARGV nonce group reader batch_id batch samples result_bytes num_results num_drops,
 --      the result ids, then per drop: reason letter
 -- Returns ok | dup | fenced | lost: a result is not this reader's any more, nothing was done
-local DROPPED_KEPT = 10000
 if not owns(KEYS[4], ARGV[1]) then return 'fenced' end
 if redis.call('HGET', KEYS[3], 'last:' .. KEYS[1]) == ARGV[4] then return 'dup' end
 local samples, results, drops = tonumber(ARGV[6]), tonumber(ARGV[8]), tonumber(ARGV[9])
@@ -24,9 +23,7 @@ for i = 10, 9 + results do
   redis.call('XDEL', KEYS[1], ARGV[i])
 end
 for i = 10 + results, 9 + results + 2 * drops, 2 do
-  redis.call('XADD', KEYS[5], 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', ARGV[i + 1])
-  redis.call('HINCRBY', KEYS[3], 'dropped', 1)
-  redis.call('HINCRBY', KEYS[3], 'dropped:' .. ARGV[i], 1)
+  drop(KEYS[3], KEYS[5], ARGV[i], ARGV[i + 1])
 end
 redis.call('HINCRBY', KEYS[3], 'bytes', bytes)
 return 'ok'

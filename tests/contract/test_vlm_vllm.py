@@ -17,7 +17,10 @@ from pipeline.config.engine_types import ModelConfig, VllmEngineOptions, VlmPrep
 from pipeline.errors import ModelError, RequestError
 from pipeline.messages import SamplingParams
 from tests.contract.engine_fixtures import run, started
+from tests.contract.test_midflight_images import assert_seen_right
+from tests.contract.versions import Updates, Versions
 from tests.contract.vllm_fixtures import vlm_options
+from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import VLM_CONTEXT, picture, save_tiny_llava, save_tiny_qwen_vl
 from workers.generation.backends.hf import HfBackend
 from workers.generation.backends.vllm import VllmBackend
@@ -154,6 +157,18 @@ def test_other_weights_see_other_things(pair: Pair, tmp_path: Path) -> None:
         _load(pair, pair.directory, 0)
     assert all(one.token_ids != other.token_ids for one, other in zip(before, after, strict=True))
     assert [one.token_ids for one in pair.assert_equal(*asked)] == [one.token_ids for one in before]
+
+
+def test_an_update_amid_a_sequence_shows_the_image_again(pair: Pair, tmp_path: Path) -> None:
+    versions = Versions({0: pair.directory, 1: save_tiny_llava(tmp_path, seed=2)}, {})
+    asked = pair.request(PICTURES[1], temperature=1.0, max_new_tokens=100)
+    try:
+        output = asyncio.run(Updates(pair.vllm, versions, [(2, 1)]).decode([asked]))[0]
+    finally:
+        _load(pair, pair.directory, 0)
+    assert set(output.versions) == {0, 1}
+    plain = [PlainVlm(directory, do_resize=False) for directory in versions.directories.values()]
+    assert_seen_right(output, plain, asked.prompt_token_ids, PICTURES[1])
 
 
 def _load(pair: Pair, directory: Path, version: int) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
 
 from pipeline.broker import Scripts
 from pipeline.errors import DeadlineExceeded, LeaseLost
+from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, TrainingBatch, decode, encode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
-from tests.factories import sequence_result, training_sample
+from tests.factories import decode_job, sequence_result, training_sample
 
 
 async def fill(client: Redis, keys: Keys, count: int) -> None:
@@ -129,6 +131,52 @@ async def test_acks_count_once_and_only_for_the_owner(client: Redis, keys: Keys)
     assert (await snapshot(client, keys)).trained == 2
     with pytest.raises(LeaseLost):
         await ack_batches(scripts, keys, owner.key, "another nonce", pairs)
+
+
+async def test_what_the_trainer_drops_counts_as_dropped_and_once(client: Redis, keys: Keys) -> None:
+    ids = [
+        (await client.xadd(keys.batches, {"b": encode(batch(name, f"{name}:0", f"{name}:1"))})).decode()
+        for name in "ab"
+    ]
+    owner, raw, scripts = await owner_of(client, keys, "trainer"), cast(Any, client), Scripts(client)
+    await raw.hset(keys.counts, "accepted", 4)
+    reader = batch_reader(client, keys, "t", owner)
+    await reader.open()
+    await reader.read(2, block_ms=10)
+    letters = [DeadLetter(seq_id=f"b:{index}", reason=why, state="dropped") for index, why in ((0, "stale"), (1, "x"))]
+    drops = {ids[0]: [DeadLetter(seq_id="a:1", reason="stale", state="dropped")], ids[1]: letters}
+
+    async def ack(entry_id: str, *, stepped: bool) -> int:
+        return await ack_batches(scripts, keys, owner.key, owner.nonce, [(entry_id, 2)], drops, stepped=stepped)
+
+    for expected in (1, 0):
+        assert await ack(ids[0], stepped=True) == expected
+        assert await ack(ids[1], stepped=False) == 0
+    now = await snapshot(client, keys)
+    assert (now.trained, now.dropped, now.accepted) == (1, 3, 1)
+    assert now.reasons == {"dropped:stale": 2, "dropped:x": 1}
+    found = [decode(DeadLetter, fields[b"d"]) for _, fields in await raw.xrange(keys.dropped)]
+    assert found == [*drops[ids[0]], *letters]
+    assert await raw.hget(keys.counts, "thinned") == b"1"
+
+
+async def test_drops_of_the_trainer_let_decoding_run_no_further_ahead(client: Redis, keys: Keys) -> None:
+    """After version 1 of one sample out of two, and a step of two that gave none: as many wait as before."""
+    queue, credit = JobQueue(client, keys, worker="w"), Credit(100, samples_per_version=2, max_staleness=1)
+    jobs = [decode_job(f"{keys.run}:{index}") for index in range(9)]
+    assert (await queue.enqueue(jobs, credit)).count("enqueued") == 4
+    for name, stepped, dropped in (("a", True, 1), ("b", False, 2)):
+        entry_id = (await client.xadd(keys.batches, {"b": encode(batch(name, f"{name}:0", f"{name}:1"))})).decode()
+        owner = await owner_of(client, keys, f"trainer {name}")
+        reader = batch_reader(client, keys, name, owner)
+        await reader.open()
+        await reader.read(1, block_ms=10)
+        drops = {entry_id: [DeadLetter(seq_id=f"{name}:{index}", reason="stale") for index in range(dropped)]}
+        await ack_batches(Scripts(client), keys, owner.key, owner.nonce, [(entry_id, 2)], drops, stepped=stepped)
+    await client.set(keys.latest, 1)
+    now = await snapshot(client, keys)
+    assert (now.enqueued, now.trained, now.dropped) == (4, 1, 3)
+    assert (await queue.enqueue(jobs[4:], credit)).count("enqueued") == 4
 
 
 async def test_one_owner_at_a_time_and_the_wait_names_its_cause(client: Redis, keys: Keys) -> None:

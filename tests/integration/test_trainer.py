@@ -11,6 +11,7 @@ import pytest
 
 from consumers.training import checkpoint
 from consumers.training.ledger import read_steps
+from consumers.training.rollouts import read_rollouts
 from consumers.training.trainer import Trainer
 from pipeline.broker import Scripts
 from pipeline.config.types import BrokerConfig, Config
@@ -152,6 +153,35 @@ async def test_max_versions_ends_it(
     await assert_each_once(client, keys, config, 3)
 
 
+@pytest.mark.parametrize(("keep", "steps"), [(0, []), (2, [2, 3]), (None, [1, 2, 3])])
+async def test_the_newest_steps_samples_stay_on_disk(
+    keep: int | None,
+    steps: list[int],
+    broker_config: BrokerConfig,
+    client: Any,
+    keys: Keys,
+    run_dir: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that is redone after a kill, without a policy loss too."""
+    config = config_of(broker_config, keys, run_dir, keep_rollouts=keep)
+    await hand_on(client, keys, 0, 3)
+    folder = Path(config.run_dir) / config.run / "rollouts"
+
+    def cut(root: Path, *_: Any) -> None:
+        assert folder.joinpath("step-000001.msgpack").exists() == (keep != 0)
+        raise CutOff
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", cut)
+        with pytest.raises(ExceptionGroup):
+            await train(config, source)
+    await train(config, source)
+    found = {step: [sample.seq_id for sample in batch.samples] for step, batch in read_rollouts(folder)}
+    assert found == {step: [f"{step - 1}-0:0", f"{step - 1}-1:0"] for step in steps}
+
+
 async def test_a_wait_without_batches_names_its_cause(
     broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path
 ) -> None:
@@ -186,7 +216,8 @@ async def test_a_loss_that_is_not_finite_stops_nobody(
 
     async def poisoned(self: Trainer, batches: Any) -> None:
         run = self._step.run
-        self._step.run = lambda *args: run(*args) | {"train/loss": math.nan}  # pyright: ignore[reportAttributeAccessIssue]
+        lost = {"train/loss": math.nan}
+        self._step.run = lambda *args, **options: run(*args, **options) | lost  # pyright: ignore[reportAttributeAccessIssue]
         await real(self, batches)
 
     monkeypatch.setattr(Trainer, "_train", poisoned)

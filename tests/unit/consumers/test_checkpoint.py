@@ -14,6 +14,7 @@ from consumers.training.checkpoint import TrainerState
 from consumers.training.ledger import StepLog, read_steps
 from consumers.training.step import TrainStep
 from pipeline.errors import ModelError
+from pipeline.messages import DeadLetter
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 
@@ -115,6 +116,33 @@ def test_remembered_ids_are_bounded() -> None:
         state.remember([f"{number}:{index}" for index in range(1000)])
     assert len(state.recent) == 8192
     assert state.recent[-1] == "19:999"
+
+
+def test_what_was_dropped_is_part_of_a_batch_and_survives_a_restart(tmp_path: Path, source: Path) -> None:
+    step, state = train_step(source), TrainerState(step=1)
+    letters = [DeadLetter(seq_id="a:0", reason="stale", state="dropped", detail="old", at=1.5)]
+    state.take([("1-0", 2, letters), ("2-0", 2, [])])
+    state.remember_dropped(letters)
+    directory = checkpoint.save(tmp_path, step.model, step.optimizer, state, source)
+    again = checkpoint.load(directory, step.model, step.optimizer)
+    assert (again.unacked, again.unacked_drops) == ([("1-0", 2), ("2-0", 2)], {"1-0": letters})
+    assert again.dropped == {"a:0": "stale"}
+
+
+def test_a_state_of_an_earlier_release_loads(tmp_path: Path, source: Path) -> None:
+    step = train_step(source)
+    directory = save(tmp_path, step, source)
+    (directory / "trainer/state.json").write_text('{"step": 1, "version": 1, "unacked": [["1-0", 2]], "recent": ["a"]}')
+    state = checkpoint.load(directory, step.model, step.optimizer)
+    assert (state.unacked, state.unacked_drops, state.dropped) == ([("1-0", 2)], {}, {})
+
+
+def test_remembered_drops_are_bounded() -> None:
+    state = TrainerState()
+    for number in range(20):
+        state.remember_dropped(DeadLetter(seq_id=f"{number}:{index}", reason="stale") for index in range(1000))
+    assert len(state.dropped) == 8192
+    assert list(state.dropped)[-1] == "19:999"
 
 
 def test_the_step_log_is_cut_to_the_checkpoint(tmp_path: Path) -> None:

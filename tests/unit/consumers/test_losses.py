@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from consumers.pack import IGNORED
+from consumers.training import losses
 from consumers.training.losses import (
     complete_iou,
     expected_coordinates,
     geometry_loss,
+    row_logprobs,
     weighted_cross_entropy,
 )
 
@@ -71,6 +73,21 @@ def test_gradients_only_reach_supervised_positions() -> None:
     weighted_cross_entropy(logits, labels, torch.tensor([[0.0, 0.0, 1.0, 0.0]])).sum.backward()
     assert logits.grad is not None
     assert (logits.grad.abs().sum(dim=-1) > 0).tolist() == [[False, True, False, False]]
+
+
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("at_once", [1, 5 * 11, 1 << 25])
+def test_logprobs_of_rows(dtype: torch.dtype, rel: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_SCORED_AT_ONCE", at_once)
+    logits, _, _ = batch()
+    token_ids = np.random.default_rng(1).integers(0, 11, size=(3, 7))
+    wanted = np.zeros((3, 7))
+    for row in range(3):
+        for at in range(1, 7):
+            wanted[row, at] = log_softmax(logits[row, at - 1])[token_ids[row, at]]
+    got = row_logprobs(torch.tensor(logits, dtype=dtype), torch.tensor(token_ids))
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=rel, atol=rel)
 
 
 def test_expected_coordinates() -> None:

@@ -1,0 +1,214 @@
+"""What each sampled token of a sample is trained against: planned, then filled in. Pure: no torch, no broker.
+
+    plan(sample, v) ─▶ score_jobs(…) and places to recompute ─▶ fill(plan, scores) ─▶ sample, or why it is dropped
+
+`v` is the version whose weights the trainer holds. A token is one with `response_mask` 1; the first line that fits:
+
+| token                                            | the loss uses                                        |
+|--------------------------------------------------|------------------------------------------------------|
+| no version, no finite logprob, before the answer | nothing: masked, counted as foreign                  |
+| v - versions[i] > max_token_staleness            | nothing: masked, or its sample is dropped (on_stale) |
+| versions[i] = v                                  | its behaviour logprob: on-policy, w = 1              |
+| proximal_versions[i] = versions[i] + 1           | that score, whoever made it                          |
+| versions[i] = v - 1                              | the trainer's own score under v, before its update   |
+| versions[i] <= v - 2                             | a score job's, under versions[i] + 1                 |
+| versions[i] > v, or none of these came           | what on_missing_proximal says                        |
+
+- Version 0 is a version; -1 is none. A proximal version that is neither -1 nor versions[i] + 1 is never used.
+- Afterwards `proximal_versions` is true or -1 at every token that is trained, and where it is -1 the value is the
+  behaviour logprob; where the mask is 0 they are 0 and -1.
+- The sample that came in, and the batch that it is stored in, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from consumers.training.proximal_counts import Counts
+from pipeline.config.types import PolicyConfig
+from pipeline.errors import MessageError
+from pipeline.messages import ScoreJob, ScoreResult, TrainingSample
+from pipeline.tokens import FloatArray, Runs, TokenArray
+
+Mask = NDArray[np.bool_]
+DropReason = Literal["stale", "missing_proximal"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where each token of a sample stands; every array has shape (len(token_ids),)."""
+
+    sample: TrainingSample
+    version: int  # v
+    versions: NDArray[np.int64]
+    tokens: Mask
+    foreign: Mask  # masked, as nobody knows what sampled them
+    mislabelled: Mask  # their proximal version was wrong and is not used
+    stale: Mask
+    on_policy: Mask
+    kept: Mask  # they came with a valid proximal logprob
+    recompute: Mask
+    ask: Mask
+    is_lost: bool  # the sample will be dropped as stale: nothing needs to be scored
+
+
+def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
+    """Sort the tokens of one sample; raises MessageError where a per-token array is missing altogether."""
+    tokens = _ints(sample, "response_mask") == 1
+    versions = _ints(sample, "versions") if tokens.any() else np.full(len(tokens), -1, dtype=np.int64)
+    behaviour = _floats(sample.logprobs, len(tokens))
+    claimed = np.array(sample.proximal_versions.expand() or [-1] * len(tokens), dtype=np.int64)
+    if tokens.any() and not len(sample.logprobs):
+        raise _missing(sample, "logprobs")
+    behind = np.arange(len(tokens)) >= max(1, sample.prompt_len)  # the very first position follows nothing
+    usable = tokens & behind & (versions >= 0) & np.isfinite(behaviour)
+    true = (claimed == versions + 1) & np.isfinite(_floats(sample.proximal_logprobs, len(tokens)))
+    lag = version - versions
+    stale = usable & (lag > options.max_token_staleness)
+    on_policy = usable & ~stale & (lag == 0)
+    kept = usable & ~on_policy & true
+    unscored = usable & ~stale & ~on_policy & ~kept
+    is_lost = options.on_stale == "drop" and bool(stale.any())
+    return Plan(
+        sample=sample,
+        version=version,
+        versions=versions,
+        tokens=tokens,
+        foreign=tokens & ~usable,
+        mislabelled=usable & (claimed != -1) & ~true,
+        stale=stale,
+        on_policy=on_policy,
+        kept=kept,
+        recompute=unscored & (lag == 1) & (not is_lost),
+        ask=unscored & (lag >= 2) & (not is_lost),
+        is_lost=is_lost,
+    )
+
+
+def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
+    """One per version that has to score tokens of this sample; positions count from the end of the prompt."""
+    sample, start = plan.sample, plan.sample.prompt_len
+    wanted = plan.versions + 1
+    return [
+        ScoreJob(
+            run=run,
+            seq_id=sample.seq_id,
+            prompt_token_ids=TokenArray(sample.token_ids[:start]),
+            token_ids=TokenArray(sample.token_ids[start:]),
+            positions=TokenArray((np.flatnonzero(plan.ask & (wanted == version)) - start).tolist()),
+            version=version,
+        )
+        for version in sorted(set(wanted[plan.ask].tolist()))
+    ]
+
+
+def scores_by_place(plan: Plan, results: Iterable[ScoreResult]) -> dict[int, float]:
+    """Index into the sample's `token_ids` → logprob, for what was asked and is a number; all else is left out."""
+    found: dict[int, float] = {}
+    for result in results:
+        if result.seq_id != plan.sample.seq_id or result.error:
+            continue
+        for position, logprob in zip(result.positions, result.logprobs, strict=True):
+            at = position + plan.sample.prompt_len
+            asked = position >= 0 and at < len(plan.ask) and bool(plan.ask[at])
+            if asked and plan.versions[at] + 1 == result.scored_version and np.isfinite(logprob):
+                found[at] = logprob
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """A sample that can be trained, or None and the reason; what happened to its tokens."""
+
+    sample: TrainingSample | None
+    counts: Counts
+    reason: DropReason | None = None
+    detail: str = ""
+
+
+def fill(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float], options: PolicyConfig) -> Filled:
+    """Join the scores.
+
+    `recomputed`: shape (len(token_ids),), logprobs under the trainer's weights, read where `plan.recompute` is set
+    (empty if it is set nowhere); `asked`: those of `scores_by_place`.
+    """
+    values, known = _known(plan, recomputed, asked)
+    own, jobs = known & plan.recompute, known & plan.ask
+    missing = plan.tokens & ~plan.foreign & ~plan.stale & ~plan.on_policy & ~known
+    off = plan.foreign | plan.stale | (missing if options.on_missing_proximal == "mask" else False)
+    trained = plan.tokens & ~off
+    reason = _reason(plan, missing, options)
+    counts = Counts(
+        stale=_count(plan.stale),
+        foreign=_count(plan.foreign | plan.mislabelled),
+        recomputed=_count(own),
+        scored=_count(jobs),
+        dropped=int(reason is not None),
+    )
+    if reason != "stale":
+        older = plan.tokens & ~plan.foreign & ~plan.stale & (plan.versions < plan.version)
+        counts.missing, counts.older, counts.valid = _count(missing), _count(older), _count(older & known)
+    if reason:
+        detail = (
+            f"{counts.stale} tokens over the bound, {_count(missing)} without a proximal logprob, at v{plan.version}"
+        )
+        return Filled(None, counts, reason, detail)
+    counts.take_lags((plan.version - plan.versions)[trained].tolist())
+    sample = replace(
+        plan.sample,
+        proximal_logprobs=FloatArray(np.where(trained, values, 0.0).tolist()),
+        proximal_versions=Runs.of(np.where(known & trained, plan.versions + 1, -1).tolist()),
+        response_mask=Runs.of(trained.astype(int).tolist()),
+    )
+    return Filled(sample, counts)
+
+
+def _known(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float]) -> tuple[NDArray[np.float64], Mask]:
+    """What the loss shall use at each token, and where that is a proximal logprob."""
+    length = len(plan.tokens)
+    values = _floats(plan.sample.logprobs, length)
+    known = plan.kept.copy()
+    values[known] = _floats(plan.sample.proximal_logprobs, length)[known]
+    if plan.recompute.any():
+        own = np.array(recomputed, dtype=np.float64)
+        good = plan.recompute & np.isfinite(own)
+        values[good] = own[good]
+        known |= good
+    for at, logprob in asked.items():
+        values[at], known[at] = logprob, True
+    return values, known
+
+
+def _reason(plan: Plan, missing: Mask, options: PolicyConfig) -> DropReason | None:
+    if plan.is_lost:
+        return "stale"
+    return "missing_proximal" if options.on_missing_proximal == "drop" and missing.any() else None
+
+
+def _ints(sample: TrainingSample, name: str) -> NDArray[np.int64]:
+    values = getattr(sample, name)
+    if len(values) != len(sample.token_ids):
+        raise _missing(sample, name)
+    return np.array(values.expand(), dtype=np.int64)
+
+
+def _missing(sample: TrainingSample, name: str) -> MessageError:
+    return MessageError(
+        f"{sample.seq_id} has an advantage, and no {name}: a policy loss needs it; the task has to hand on that array "
+        "of the sequence's result"
+    )
+
+
+def _floats(values: FloatArray, length: int) -> NDArray[np.float64]:
+    """NaN where nothing was stamped."""
+    return np.array(values, dtype=np.float64) if len(values) else np.full(length, np.nan)
+
+
+def _count(mask: Mask) -> int:
+    return int(mask.sum())

@@ -1,0 +1,16 @@
+"""A task whose reward a tiny random model can earn: the share of its sampled tokens below 128."""
+
+from __future__ import annotations
+
+import msgspec
+
+from consumers import exact_answer
+from consumers.task import Matched, TaskContext
+from pipeline.messages import TrainingSample
+
+
+def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+    """That of exact_answer with another reward."""
+    tokens = matched.parsed.result.token_ids
+    sample = exact_answer.target(matched, ctx)
+    return msgspec.structs.replace(sample, reward=sum(token < 128 for token in tokens) / max(1, len(tokens)))

@@ -1,0 +1,66 @@
+"""A run with a policy loss while its processes are killed: each sequence trained once, and every number right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers.training.ledger import read_steps
+from tests.e2e.fixtures import MakeStack, text_rows
+from tests.e2e.processes import BIN, Process, environment
+from tests.e2e.stack import Stack
+
+pytestmark = pytest.mark.chaos
+ROOT = Path(__file__).parents[2]
+GROUP = 4
+POLICY: dict[str, Any] = {
+    "policy": {"enabled": True},
+    "producer": {"group_size": GROUP, "samples_per_version": 8, "max_in_flight": 32, "max_staleness": 3},
+    "worker": {"checkpoint_tokens": 16, "lease_s": 2, "max_batch": 4},
+    "scorer": {"lease_s": 2},
+    "sampling": {"temperature": 1.0, "max_new_tokens": 120},
+    "trainer": {"learning_rate": 3e-3, "keep_rollouts": None},
+    "weights": {"retention": 1000},
+    "rollout_matching": {"task": "exact_answer", "target": "tests.chaos.policy_task:target"},
+}
+
+
+def start(stack: Stack, role: str) -> Process:
+    return stack.sluice(role, "-c", str(stack.config_file), PYTHONPATH=str(ROOT))
+
+
+def audit(stack: Stack) -> dict[str, Any]:
+    command = [str(BIN / "sluice"), "audit", str(stack.run_dir), "--json"]
+    done = subprocess.run(command, env=environment(stack.mark), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_number_is_right_whatever_is_killed(make_stack: MakeStack) -> None:
+    """Worker, scorer and trainer die; the audit recomputes every logprob that was trained on from the weights."""
+    stack = make_stack(text_rows(40), "exact_answer", **POLICY)
+    roles = {role: start(stack, role) for role in ("train", "score", "worker", "consume", "produce")}
+    for goal, victim in ((24, "worker"), (56, "train"), (80, "score")):
+        stack.wait(lambda now, least=goal: now.trained >= least, f"{goal} trained sequences")
+        roles[victim].kill()
+        roles[victim] = start(stack, victim)
+    stack.wait(lambda now: now.complete and now.state == "finished", "the end of the run")
+    roles["score"].terminate()
+    roles["score"].expendable = True
+    stack.finish()
+    stack.assert_exactly_once()
+    found = audit(stack)
+    assert (found["wrong"], found["unchecked"]) == (0, 0), found
+    assert found["right"] + found["marked"] == found["tokens"]
+    assert found["max_error"] < 1e-4
+    assert found["told_apart"] > 0.2 * found["tokens"], "the versions hardly differ, so that nothing was shown"
+    assert len(found["versions_per_sequence"]) > 1, "no update came amid a sequence"
+    steps = read_steps(stack.run_dir / "metrics.jsonl")
+    assert all(step["policy/tokens"] > 0 for step in steps)
+    assert (
+        max(step["policy/engine_logprob_gap_max"] for step in steps if "policy/engine_logprob_gap_max" in step) < 1e-3
+    )

@@ -1,0 +1,291 @@
+"""A trainer with a policy loss, on a real broker: proximal logprobs from itself and from a real scorer, and drops."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from consumers.training.ledger import read_steps
+from consumers.training.rollouts import read_rollouts
+from consumers.training.trainer import Trainer
+from pipeline.broker import Scripts
+from pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
+from pipeline.errors import first_cause
+from pipeline.keys import Keys
+from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
+from pipeline.ownership import Ownership
+from pipeline.status import snapshot
+from pipeline.tokens import FloatArray, Runs
+from tests.contract.engine_fixtures import reference, reference_logprobs
+from tests.roles import eventually, role_of, run_config
+from tests.tiny_models import save_tiny_model
+from tests.trainers import random_sample, train_step
+from workers.score.role import serve_scores
+
+PROMPT = 2
+
+
+class CutOff(Exception):
+    """Where a SIGKILL would have struck."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def config_of(broker: BrokerConfig, keys: Keys, run_dir: Path, source: Path, scorers: int = 1, **policy: Any) -> Config:
+    return run_config(
+        broker,
+        keys,
+        run_dir,
+        producer={"samples_per_version": 2, "max_in_flight": 64},
+        trainer={"batch_wait_s": 5.0, "keep_rollouts": None, "learning_rate": 1e-3},
+        model={"path": str(source), "device": "cpu"},
+        policy=PolicyConfig(enabled=True, **policy),
+        scorer=ScorerConfig(count=scorers),
+    )
+
+
+def rollout(name: str, versions: list[int]) -> TrainingSample:
+    """A token per version after the prompt; a version of -1 is a token that nobody sampled."""
+    length = PROMPT + len(versions)
+    mask = [int(version >= 0) for version in versions]
+    drawn = random.Random(name)
+    return replace(
+        random_sample(name, length),
+        logprobs=FloatArray([0.0] * PROMPT + [-5 * drawn.random() if on else 0.0 for on in mask]),
+        versions=Runs.of([-1] * PROMPT + versions),
+        response_mask=Runs.of([0] * PROMPT + mask),
+        advantage=1.0,
+    )
+
+
+async def hand_on(client: Any, keys: Keys, batches: list[list[list[int]]], first: int = 0) -> None:
+    """A batch per entry, a sample per list of versions, as a consumer leaves them."""
+    for number, members in enumerate(batches, first):
+        samples = [rollout(f"{number}-{member}", versions) for member, versions in enumerate(members)]
+        raw = encode(TrainingBatch(batch_id=str(number), samples=samples))
+        await client.xadd(keys.batches, {"b": raw})
+        for name, by in {"enqueued": len(samples), "accepted": len(samples), "bytes": len(raw)}.items():
+            await client.hincrby(keys.counts, name, by)
+    await client.hset(keys.source, "exhausted", 1)
+
+
+async def train(config: Config, source: Path, *, stop_at: str = "") -> None:
+    """Until the end; with `stop_at`, until it waits for that."""
+    async with role_of(config, "trainer", "trainer") as role:
+        owner = Ownership(role.client, role.keys, "trainer")
+        await owner.acquire(10, role.status.waiting)
+        step = train_step(source, learning_rate=1e-3, policy=config.policy)
+
+        async def waits() -> bool:
+            return stop_at in (role.status.row.waiting_for or "")
+
+        async def stop() -> None:
+            await eventually(waits, f"the trainer to wait for {stop_at}")
+            role.stop.set()
+
+        if stop_at:
+            role.spawn(stop())
+        try:
+            await Trainer(role, owner, step, source).run()
+        finally:
+            await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
+
+
+def directory(config: Config) -> Path:
+    return Path(config.run_dir) / config.run
+
+
+def trained(config: Config) -> Counter[str]:
+    return Counter(seq_id for line in read_steps(directory(config) / "trained.jsonl") for seq_id in line["seq_ids"])
+
+
+def record(config: Config, step: int) -> dict[str, float]:
+    [line] = [line for line in read_steps(directory(config) / "metrics.jsonl") if line["step"] == step]
+    return {key.removeprefix("policy/"): value for key, value in line.items() if key.startswith("policy/")}
+
+
+async def test_every_trained_token_is_right_or_on_policy(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """The scores of a trainer and a scorer are those of plain forward passes of the stored versions."""
+    config = config_of(broker_config, keys, run_dir, source)
+    long_turns = [0, 0, -1, -1, 1, 2]
+    await hand_on(client, keys, [[[0, 0, 0], [0]], [[0, 1], [0, 0]], [long_turns, [0, 1, 1]], [[1, 2, 3], [0, 3]]])
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_scores(config, stop))
+        await train(config, source)
+        stop.set()
+    found = [
+        (step, sample) for step, batch in read_rollouts(directory(config) / "rollouts") for sample in batch.samples
+    ]
+    assert [sample.seq_id for _, sample in found] == [
+        f"{number}-{member}:0" for number in range(4) for member in (0, 1)
+    ]
+    models = {v: reference(directory(config) / "weights" / f"v{v:06d}") for v in (1, 2, 3)}
+    for step, sample in found:
+        assert sample.response_mask.expand() == [int(version >= 0) for version in sample.versions]
+        for at, (version, claimed) in enumerate(zip(sample.versions, sample.proximal_versions, strict=True)):
+            if version < 0:
+                continue
+            assert claimed == (version + 1 if version < step - 1 else -1)
+            if claimed > 0:
+                expected = reference_logprobs(models[claimed], sample.token_ids[:at], sample.token_ids[at : at + 1])
+                assert sample.proximal_logprobs[at] == pytest.approx(expected.item(), abs=1e-4)
+    third, fourth = record(config, 3), record(config, 4)
+    assert (third["scored_tokens"], third["recomputed_tokens"], third["missing_proximal_tokens"]) == (3, 3, 0)
+    assert (fourth["scored_tokens"], fourth["recomputed_tokens"], fourth["valid_proximal_share"]) == (2, 1, 1.0)
+    assert (fourth["version_lag_max"], fourth["version_lag_mean"]) == (3, 6 / 5)
+    assert (await snapshot(client, keys)).complete
+
+
+DROPS = [[[0], [0]], [[0, 1], [1]], [[0], [1, 1]], [[2], [2]]]  # at v1 and v2 what is older is stale
+CUTS = {
+    "nowhere": ("consumers.training.trainer.Trainer._ack", 99),
+    "before the checkpoint": ("consumers.training.checkpoint.save", 2),
+    "after the checkpoint, before the ack": ("consumers.training.trainer.Trainer._ack", 2),
+    "after the ack, before the publication": ("consumers.training.trainer.Trainer._publish", 3),
+    "before the ack of a step that was dropped": ("consumers.training.trainer.Trainer._ack_now", 1),
+}
+
+
+@pytest.mark.parametrize("place", CUTS)
+async def test_drops_are_counted_once_wherever_the_trainer_was_cut_off(
+    place: str,
+    broker_config: BrokerConfig,
+    client: Any,
+    keys: Keys,
+    run_dir: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(broker_config, keys, run_dir, source, max_token_staleness=0, on_stale="drop")
+    await hand_on(client, keys, DROPS)
+    target, at_call = CUTS[place]
+    module, _, name = target.rpartition(".")
+    holder: Any = __import__("pkgutil").resolve_name(module)
+    real, calls = getattr(holder, name), [0]
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at_call:
+            raise CutOff
+        return real(*args, **kwargs)
+
+    if place != "nowhere":
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, cut)
+            with pytest.raises(ExceptionGroup) as caught:
+                await train(config, source)
+        assert isinstance(first_cause(caught.value), CutOff)
+    await train(config, source)
+    await assert_ended(client, keys, config, trained_ids=["0-0", "0-1", "1-1", "3-0", "3-1"], reason="stale")
+
+
+async def assert_ended(client: Any, keys: Keys, config: Config, trained_ids: list[str], reason: str) -> None:
+    """3 of 8 samples were dropped for one reason; one of them beside a trained one."""
+    now = await snapshot(client, keys)
+    assert trained(config) == Counter(f"{name}:0" for name in trained_ids)
+    assert (now.trained, now.dropped, now.reasons) == (5, 3, {f"dropped:{reason}": 3})
+    assert (now.accepted, now.waiting_batches, now.complete, now.latest_version) == (5, 0, True, 3)
+    assert now.credit.bytes == 0
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dropped)]
+    assert {(letter.seq_id, letter.reason, letter.state) for letter in letters} == {
+        (name, reason, "dropped") for name in ("1-0:0", "2-0:0", "2-1:0")
+    }
+    assert len(letters) == 3
+    kept = [sample.seq_id for _, batch in read_rollouts(directory(config) / "rollouts") for sample in batch.samples]
+    assert kept == [f"{name}:0" for name in trained_ids]
+    assert await client.hget(keys.counts, "thinned") == b"1"
+
+
+async def test_missing_scores_drop_samples_and_their_record_comes_with_the_next_step(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """No scorer is configured, so nobody is waited for."""
+    config = config_of(broker_config, keys, run_dir, source, 0, on_missing_proximal="drop", score_wait_s=1e6)
+    await hand_on(client, keys, [[[0], [0]], [[5], [1]], [[0], [0, 2]], [[2], [2]]])
+    await train(config, source)
+    await assert_ended(client, keys, config, ["0-0", "0-1", "1-1", "3-0", "3-1"], "missing_proximal")
+    assert (record(config, 3)["dropped_samples"], record(config, 3)["missing_proximal_tokens"]) == (2, 2)
+
+
+async def test_scores_that_do_not_come_in_time_leave_tokens_masked(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir, source, score_wait_s=0.05)
+    await hand_on(client, keys, [[[0], [0]], [[1], [1]], [[0, 1, 2], [2, 2]]])
+    await train(config, source)
+    [sample, _] = list(read_rollouts(directory(config) / "rollouts"))[2][1].samples
+    assert sample.response_mask.expand() == [0, 0, 0, 1, 1]
+    assert sample.proximal_versions.expand() == [-1, -1, -1, 2, -1]
+    third = record(config, 3)
+    assert (third["missing_proximal_tokens"], third["recomputed_tokens"], third["valid_proximal_share"]) == (1, 1, 0.5)
+    assert (await snapshot(client, keys)).trained == 6
+
+
+async def test_versions_that_are_retired_leave_tokens_masked_and_are_named_once(
+    broker_config: BrokerConfig,
+    client: Any,
+    keys: Keys,
+    run_dir: Path,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The answers are errors, and come long before the wait is over."""
+    config = replace(
+        config_of(broker_config, keys, run_dir, source, score_wait_s=600.0), weights=WeightsConfig(retention=2)
+    )
+    await hand_on(client, keys, [[[0], [0]], [[1], [1]], [[2], [2]], [[0, 3], [0, 3]]])
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_scores(config, stop))
+        await train(config, source)
+        stop.set()
+    assert (record(config, 4)["missing_proximal_tokens"], record(config, 4)["valid_proximal_share"]) == (2, 0)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if 'event="no scores"' in line]
+    assert "weights v1 are not registered" in line
+    assert "jobs=2" in line
+
+
+async def test_a_stop_ends_the_wait_for_scores_and_nothing_of_the_step(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir, source, score_wait_s=600.0)
+    await hand_on(client, keys, [[[0], [0]], [[1], [1]], [[0, 1, 2], [2, 2]]])
+    await train(config, source, stop_at="score jobs: 1 of 1 samples")
+    now = await snapshot(client, keys)
+    assert (now.trained, now.waiting_batches, now.latest_version) == (4, 1, 2)
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve_scores(config, stop))
+        await train(config, source)
+        stop.set()
+    assert (await snapshot(client, keys)).complete
+    assert (record(config, 3)["scored_tokens"], record(config, 3)["missing_proximal_tokens"]) == (1, 0)
+
+
+async def test_a_batch_of_drops_that_the_broker_brings_again_is_dropped_again(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """It lost the ack, with its counts, and the batch is there again: what was dropped stays dropped."""
+    config = config_of(broker_config, keys, run_dir, source, max_token_staleness=0, on_stale="drop")
+    await hand_on(client, keys, DROPS)
+    await train(config, source)
+    for name, by in {"trained": -1, "dropped": -1, "dropped:stale": -1, "enqueued": -2, "accepted": -1}.items():
+        await client.hincrby(keys.counts, name, by)
+    await client.hincrby(keys.counts, "thinned", -1)
+    await hand_on(client, keys, [DROPS[1]], first=1)
+    [first, *_] = await client.xrange(keys.dropped)
+    await client.xdel(keys.dropped, first[0])
+    await train(config, source)
+    await assert_ended(client, keys, config, ["0-0", "0-1", "1-1", "3-0", "3-1"], "stale")

@@ -1,0 +1,72 @@
+"""Settings of the policy loss that cannot work are refused by name; odd ones are told at the start."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config import load_config
+from pipeline.config.policy_rules import policy_warnings
+from pipeline.errors import ConfigError
+
+ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_version=8"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("trainer.checkpoint_every=2", "trainer.checkpoint_every 2 must be 1"),
+        ("producer.group_size=1", "producer.group_size 1 must be at least 2 with policy.advantage group_norm"),
+        ("policy.clip_eps=0", "policy.clip_eps 0.0 must be between"),
+        ("policy.clip_eps=1", "policy.clip_eps 1.0 must be between"),
+        ("policy.clip_eps=.nan", "policy.clip_eps nan"),
+        ("policy.clip_eps_high=0", "policy.clip_eps_high 0.0 must be above 0, or null"),
+        ("policy.dual_clip=1", "policy.dual_clip 1.0 must be above 1"),
+        ("policy.weight_floor=1", "policy.weight_floor 1.0 must be at least 0 and below 1"),
+        ("policy.weight_floor=-0.1", "policy.weight_floor -0.1"),
+        ("policy.weight_cap=0.5", "policy.weight_cap 0.5 must be at least 1"),
+        ("policy.max_token_staleness=-1", "policy.max_token_staleness -1 must be at least 0"),
+        ("policy.score_wait_s=0", "policy.score_wait_s 0.0 must be a number of seconds above 0"),
+        ("policy.ce_weight=-1", "policy.ce_weight -1.0 must be at least 0"),
+        ("scorer.count=-1", "scorer.count -1 must be at least 0"),
+        ("scorer.pass_tokens=0", "scorer.pass_tokens 0 must be at least 1"),
+        ("scorer.lease_s=0", "scorer.lease_s 0.0 must be above 0"),
+        ("trainer.keep_rollouts=-1", "trainer.keep_rollouts -1 must be at least 0"),
+        ("weights.retention=3", "weights.retention 3 must be >= producer.max_staleness + 2"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*ON, change], environ={})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["policy.advantage=reward", "producer.group_size=1"],
+        ["policy.dual_clip=3", "policy.clip_eps_high=1.5", "policy.weight_floor=0", "policy.max_token_staleness=0"],
+        ["policy.enabled=false", "trainer.checkpoint_every=2", "producer.group_size=1"],
+        ["scorer.count=0", "trainer.keep_rollouts=null"],
+    ],
+)
+def test_what_can_work_is_not(changes: list[str]) -> None:
+    assert load_config(None, [*ON, *changes], environ={}).run == "default"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([], []),
+        (["sampling.temperature=0.7"], ["sampling.temperature 0.7: logprobs are raw"]),
+        (["sampling.top_p=0.9", "sampling.top_k=50"], ["sampling.top_p 0.9, sampling.top_k 50: logprobs are raw"]),
+        (["sampling.repetition_penalty=1.1"], ["sampling.repetition_penalty 1.1: logprobs are raw"]),
+        (["scorer.count=0"], ["scorer.count 0 with producer.max_staleness 2"]),
+        (["scorer.count=0", "producer.max_staleness=1"], []),
+        (["policy.enabled=false", "sampling.temperature=0.7", "scorer.count=0"], []),
+    ],
+)
+def test_what_should_be_known_is_told(changes: list[str], words: list[str]) -> None:
+    told = policy_warnings(load_config(None, [*ON, *changes], environ={}))
+    assert len(told) == len(words)
+    for line, beginning in zip(told, words, strict=True):
+        assert line.startswith(beginning)
