@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -61,7 +62,6 @@ class Progress:
     def cells(self, now: Snapshot) -> dict[str, str]:
         """What is shown, name → text."""
         total = f"/{now.total}" if now.total is not None else ""
-        f1 = now.metrics.get("rollout/f1")
         cells = {
             "enqueued": f"{now.enqueued}{total}",
             "decoded": str(now.committed),
@@ -72,7 +72,7 @@ class Progress:
             "tokens/s": f"{self._rate(1):.0f}",
             "version": "-" if now.latest_version is None else str(now.latest_version),
             "lag": str(now.version_lag),
-            "rollout F1": "-" if f1 is None else f"{f1:.2f}",
+            **_quality(now.metrics),
             "triggers": f"{guard_counts(now)[0]}" if guard(now) else "-",
             "ETA": self._eta(now),
         }
@@ -107,3 +107,10 @@ class Progress:
         outer.add_row("")
         outer.add_row(rows)
         return Panel(outer, title=escape(self.title), border_style="blue")
+
+
+def _quality(metrics: Mapping[str, float]) -> dict[str, str]:
+    """How good the rollouts of the newest step are, by the number that its task has."""
+    shown = {"policy/reward_mean": "reward", "rollout/f1": "rollout F1", "rollout/reward_mean": "reward"}
+    name = next((name for name in shown if name in metrics), "rollout/f1")
+    return {shown[name]: f"{metrics[name]:.2f}" if name in metrics else "-"}

@@ -272,7 +272,9 @@ class Trainer:
         self._role.status.fact(step=state.step, version=state.version, samples=state.samples)
         line = msgspec.json.encode(record).decode()
         await cast("Awaitable[bool]", self._role.client.set(self._role.keys.metrics, line))
-        get_logger().info("step", step=state.step, loss=round(record["train/loss"], 4))
+        shown = {"loss": "train/loss", "policy_loss": "policy/loss"}
+        losses = {name: round(record[key], 4) for name, key in shown.items() if key in record}
+        get_logger().info("step", step=state.step, **losses)
 
 
 def _combined(samples: list[TrainingSample]) -> dict[str, float]:

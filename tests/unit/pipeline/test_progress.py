@@ -35,6 +35,12 @@ def test_without_a_terminal_it_prints_plain_lines_now_and_then() -> None:
     assert "\x1b" not in out.getvalue()
 
 
+def test_a_run_on_rewards_shows_them() -> None:
+    cells = Progress("title").cells(state(metrics={"rollout/reward_mean": 0.1, "policy/reward_mean": 0.25}))
+    assert cells["reward"] == "0.25"
+    assert "rollout F1" not in cells
+
+
 def test_in_a_terminal_it_draws_a_panel_with_every_process_and_its_cause() -> None:
     out = StringIO()
     with Progress("the title", Console(file=out, force_terminal=True, width=120)) as progress:
