@@ -165,6 +165,7 @@ def fill(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float], op
         proximal_logprobs=FloatArray(np.where(trained, values, 0.0).tolist()),
         proximal_versions=Runs.of(np.where(known & trained, plan.versions + 1, -1).tolist()),
         response_mask=Runs.of(trained.astype(int).tolist()),
+        weights=FloatArray(np.where(plan.stale, 0.0, plan.sample.weights).tolist()),  # nor by cross-entropy
     )
     return Filled(sample, counts)
 

@@ -34,6 +34,13 @@ def policy_warnings(config: Config) -> list[str]:
             f"no proximal logprob, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; set "
             "scorer.count to 1 or more to have them scored"
         )
+    bound, kept = config.policy.max_token_staleness, config.weights.retention
+    if bound > kept:
+        found.append(
+            f"policy.max_token_staleness {bound} is above weights.retention {kept}: the versions that would score the "
+            f"oldest tokens are gone, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; raise "
+            "weights.retention"
+        )
     return found
 
 

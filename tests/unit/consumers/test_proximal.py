@@ -171,8 +171,11 @@ def test_what_is_missing_drops_the_sample() -> None:
 
 def test_tokens_over_the_bound_are_masked_and_counted() -> None:
     options = PolicyConfig(enabled=True, max_token_staleness=1)
-    done = filled(scored([0, 1, 2], [-9.0, 0.0, 0.0], [1, -1, -1]), 2, options)
+    sample = replace(scored([0, 1, 2], [-9.0, 0.0, 0.0], [1, -1, -1]), weights=FloatArray([1.0] * 5))
+    done = filled(sample, 2, options)
     assert arrays(done)[2][2:] == [0, 1, 1]
+    assert done.sample is not None
+    assert list(done.sample.weights) == [1.0, 1.0, 0.0, 1.0, 1.0], "nor is it trained by cross-entropy"
     record = done.counts.record()
     assert (record["policy/stale_tokens"], record["policy/version_lag_max"]) == (1, 1)
     assert record["policy/version_lag_mean"] == 0.5

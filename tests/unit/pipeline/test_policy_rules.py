@@ -62,6 +62,7 @@ def test_what_can_work_is_not(changes: list[str]) -> None:
         (["sampling.repetition_penalty=1.1"], ["sampling.repetition_penalty 1.1: logprobs are raw"]),
         (["scorer.count=0"], ["scorer.count 0 with producer.max_staleness 2"]),
         (["scorer.count=0", "producer.max_staleness=1"], []),
+        (["policy.max_token_staleness=5"], ["policy.max_token_staleness 5 is above weights.retention 4"]),
         (["policy.enabled=false", "sampling.temperature=0.7", "scorer.count=0"], []),
     ],
 )
