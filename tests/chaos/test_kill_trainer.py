@@ -25,10 +25,10 @@ def start_all_but_the_trainer(stack: Stack) -> None:
 
 def test_killed_at_random_moments(make_stack: MakeStack) -> None:
     dice = seeded()
-    stack = make_stack(detection_rows(160))
+    stack = make_stack(detection_rows(104))
     start_all_but_the_trainer(stack)
     seen: dict[int, str] = {}
-    for goal in (8, 48, 96):
+    for goal in (8, 56):
         trainer = stack.start("train")
         stack.wait(lambda now, least=goal: now.trained >= least, f"{goal} trained sequences")
         time.sleep(dice.uniform(0, 0.1))
@@ -64,7 +64,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_stack: MakeStack) -> None:
-    stack = make_stack(detection_rows(120))
+    stack = make_stack(detection_rows(96))
     start_all_but_the_trainer(stack)
     checkpoint = die_between_checkpoint_and_publish(stack)
     version, expected = int(checkpoint.name.removeprefix("step-")), digest_of(checkpoint)
@@ -75,12 +75,12 @@ def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_sta
     assert before.items() <= stack.digests().items()
     stack.finish()
     assert set(stack.trained()) == stack.expected()
-    assert len(stack.trained()) == 120
+    assert len(stack.trained()) == 96
 
 
 @pytest.mark.parametrize("moment", ["midway", "at the end"])
 def test_a_paused_trainer_is_replaced_and_writes_nothing_when_it_comes_back(make_stack: MakeStack, moment: str) -> None:
-    stack = make_stack(detection_rows(96))
+    stack = make_stack(detection_rows(64))
     start_all_but_the_trainer(stack)
     paused = stack.start("train")
     stack.wait(lambda now: now.trained >= 8, "a first step")

@@ -22,7 +22,7 @@ POLICY: dict[str, Any] = {
     "producer": {"group_size": GROUP, "samples_per_version": 8, "max_in_flight": 32, "max_staleness": 3},
     "worker": {"checkpoint_tokens": 16, "lease_s": 2, "max_batch": 4},
     "scorer": {"lease_s": 2},
-    "sampling": {"temperature": 1.0, "max_new_tokens": 120},
+    "sampling": {"temperature": 1.0, "max_new_tokens": 80},
     "trainer": {"learning_rate": 3e-3, "keep_rollouts": None},
     "weights": {"retention": 1000},
     "rollout_matching": {"task": "exact_answer", "target": "tests.chaos.policy_task:target"},
@@ -42,9 +42,9 @@ def audit(stack: Stack) -> dict[str, Any]:
 
 def test_every_number_is_right_whatever_is_killed(make_stack: MakeStack) -> None:
     """Worker, scorer and trainer die; the audit recomputes every logprob that was trained on from the weights."""
-    stack = make_stack(text_rows(40), "exact_answer", **POLICY)
+    stack = make_stack(text_rows(28), "exact_answer", **POLICY)
     roles = {role: start(stack, role) for role in ("train", "score", "worker", "consume", "produce")}
-    for goal, victim in ((24, "worker"), (56, "train"), (80, "score")):
+    for goal, victim in ((16, "worker"), (40, "train"), (64, "score")):
         stack.wait(lambda now, least=goal: now.trained >= least, f"{goal} trained sequences")
         roles[victim].kill()
         roles[victim] = start(stack, victim)
