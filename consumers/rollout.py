@@ -70,6 +70,7 @@ def training_sample(
         prompt_len=start,
         geometry=[_shifted(target, start) for target in response.geometry],
         logprobs=FloatArray(spread(list(result.logprobs), 0.0) or [0.0] * length),
+        temperature=_temperature(result),
         versions=Runs.of(int(v) for v in spread(result.versions.expand(), -1) or [-1] * length),
         proximal_logprobs=FloatArray(spread(list(result.proximal_logprobs), 0.0)),
         proximal_versions=Runs.of(int(v) for v in spread(result.proximal_versions.expand(), -1)),
@@ -78,6 +79,11 @@ def training_sample(
         enqueued_at=result.timings.get("enqueued_at", 0.0),
         metrics=metrics | _lengths(start, response) | _rewards(reward),
     )
+
+
+def _temperature(result: SequenceResult) -> float:
+    """Of its logprobs; greedy tokens have those of temperature 1."""
+    return 1.0 if result.logprobs_mode == "raw_logprobs" else result.sampling.temperature or 1.0
 
 
 def _shifted(target: GeometryTarget, by: int) -> GeometryTarget:

@@ -130,7 +130,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
     timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s; enqueued_at is a Unix time
     truth: Any = None  # [P] carried through
@@ -171,6 +171,7 @@ class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
     token_ids: TokenArray
     positions: TokenArray  # indices into token_ids
     version: int
+    temperature: float = 1.0  # of the scores
     reply_to: str = ""  # the asking trainer's nonce
     expires_at: float = 0.0  # Unix time after which nobody waits for the answer; 0 = never
 
@@ -226,6 +227,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     prompt_len: int
     geometry: list[GeometryTarget] = []
     logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # behaviour; 0 outside the rollout
+    temperature: float = 1.0  # of every logprob here: not 1 where the worker's logprobs_mode is processed
     versions: Runs = Runs()  # -1 outside the rollout
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
     proximal_versions: Runs = Runs()

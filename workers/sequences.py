@@ -82,6 +82,7 @@ def result_of(
         versions=Runs.of(output.versions),
         text=output.text,
         raw_text=output.raw_text,
+        logprobs_mode=facts.logprobs_mode,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         proximal_logprobs=FloatArray(output.proximal_logprobs),

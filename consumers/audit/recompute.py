@@ -51,7 +51,7 @@ def logprobs_of(model: Any, sequence: Stored, positions: NDArray[np.intp]) -> ND
     with torch.inference_mode():
         logits = model(input_ids=ids[None, :last], use_cache=False).logits[0]
         parts = [
-            logits[rows - 1].float().log_softmax(-1).gather(1, ids[rows, None]).squeeze(1)
+            (logits[rows - 1].float() / sequence.temperature).log_softmax(-1).gather(1, ids[rows, None]).squeeze(1)
             for rows in places.split(_ROWS)
         ]
     found[wanted] = torch.cat(parts).cpu().numpy()

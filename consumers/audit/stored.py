@@ -33,6 +33,7 @@ class Stored:
     logprobs: NDArray[np.float32]  # nats
     proximal_versions: NDArray[np.int32]
     proximal_logprobs: NDArray[np.float32]  # nats
+    temperature: float  # of both logprobs
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
@@ -85,6 +86,7 @@ def _stored(step: int, sample: TrainingSample) -> Stored:
         logprobs=_floats(sample.logprobs, size),
         proximal_versions=_ints(sample.proximal_versions, size, -1),
         proximal_logprobs=_floats(sample.proximal_logprobs, size),
+        temperature=sample.temperature,
     )
 
 

@@ -41,20 +41,29 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> W
     return Weighed((losses * weight).sum(), weight.sum())
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """log p in nats of `token_ids` int64 [N] under `logits` float [N, V]; float [N], float32 at least."""
-    return -F.cross_entropy(_at_least_float32(logits), token_ids, reduction="none")
+def token_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """log p in nats of `token_ids` int64 [N] under `logits` float [N, V]; float [N], float32 at least.
+
+    `temperatures` float [N]: what the logits are divided by.
+    """
+    logits = _at_least_float32(logits)
+    if temperatures is not None:
+        logits = logits / temperatures.to(logits).unsqueeze(1)
+    return -F.cross_entropy(logits, token_ids, reduction="none")
 
 
-def row_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+def row_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:
     """log p in nats of each of `token_ids` int64 [R, L] given those before it in its row; 0 in the first column.
 
-    `logits` float [R, L, V]; float [R, L], float32 at least. In pieces: a float32 copy of all logits would not fit.
+    `logits` float [R, L, V]; `temperatures` float [R, L], of the tokens. Returns float [R, L], float32 at least. In
+    pieces: a float32 copy of all logits would not fit.
     """
     flat, targets = logits.flatten(0, 1), token_ids.roll(-1, dims=1).flatten()
+    heats = None if temperatures is None else temperatures.roll(-1, dims=1).flatten()
     most = max(1, _SCORED_AT_ONCE // logits.shape[-1])
-    pieces = zip(flat.split(most), targets.split(most), strict=True)
-    scores = torch.cat([token_logprobs(*piece) for piece in pieces]).view(token_ids.shape).roll(1, dims=1)
+    pieces = [slice(start, start + most) for start in range(0, len(flat), most)]
+    found = [token_logprobs(flat[piece], targets[piece], None if heats is None else heats[piece]) for piece in pieces]
+    scores = torch.cat(found).view(token_ids.shape).roll(1, dims=1)
     scores[:, :1] = 0.0
     return scores
 

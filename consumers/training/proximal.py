@@ -103,6 +103,7 @@ def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
             token_ids=TokenArray(sample.token_ids[start:]),
             positions=TokenArray((np.flatnonzero(plan.ask & (wanted == version)) - start).tolist()),
             version=version,
+            temperature=sample.temperature,
         )
         for version in sorted(set(wanted[plan.ask].tolist()))
     ]

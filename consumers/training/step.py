@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from consumers.pack import PackedRows, attention_mask, collate, pack_rows
+from consumers.training.distributed import whole
 from consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
-from consumers.training.policy_term import PolicyTerm
+from consumers.training.policy_term import PolicyTerm, temperature_rows
 from pipeline.config.types import PolicyConfig, TrainerConfig
 from pipeline.errors import ModelError
 from pipeline.messages import TrainingSample
@@ -81,7 +82,8 @@ class TrainStep:
     def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
         """Per sample the log-probability (nats) of each token given those before it under the weights of now.
 
-        Shape (len(token_ids),), the first 0. The same packed micro-batches as `run`, in evaluation mode.
+        At the sample's temperature; shape (len(token_ids),), the first 0. The same packed micro-batches as `run`, in
+        evaluation mode.
         """
         scores: list[list[float]] = [[] for _ in samples]
         training = self.model.training
@@ -90,7 +92,8 @@ class TrainStep:
             with torch.no_grad():
                 for packed in self._micro_batches(samples):
                     token_ids = torch.from_numpy(packed.input_ids).to(self.model.device)
-                    logprobs = row_logprobs(self._logits(packed), token_ids).tolist()
+                    heats = temperature_rows(samples, packed, self.model.device)
+                    logprobs = row_logprobs(self._logits(packed), token_ids, heats).tolist()
                     for place in packed.places:
                         found = logprobs[place.row][place.start : place.start + place.length]
                         scores[place.sample] = [0.0, *found[1:]] if found else []
@@ -99,7 +102,7 @@ class TrainStep:
         return scores
 
     def _update(self) -> dict[str, float]:
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)))
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()

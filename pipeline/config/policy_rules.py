@@ -22,11 +22,11 @@ def policy_warnings(config: Config) -> list[str]:
     changed = [
         f"sampling.{key} {getattr(sampling, key)}" for key, value in exact.items() if getattr(sampling, key) != value
     ]
-    if changed:
+    if changed and config.worker.logprobs_mode == "raw":
         found.append(
             f"{', '.join(changed)}: logprobs are raw, so importance ratios are those of the raw policy, not of the "
             "sampler that drew the tokens; for exact ratios set temperature and top_p to 1, top_k to 0 and "
-            "repetition_penalty to 1"
+            "repetition_penalty to 1, or for a temperature alone worker.logprobs_mode to processed (hf)"
         )
     if config.scorer.count == 0 and config.producer.max_staleness >= 2:
         found.append(
@@ -38,8 +38,8 @@ def policy_warnings(config: Config) -> list[str]:
     if bound > kept:
         found.append(
             f"policy.max_token_staleness {bound} is above weights.retention {kept}: the versions that would score the "
-            f"oldest tokens are gone, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; raise "
-            "weights.retention"
+            f"oldest tokens are gone, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; "
+            "raise weights.retention"
         )
     return found
 
@@ -73,7 +73,19 @@ def _counts(config: Config) -> list[tuple[bool, str]]:
 def _together(config: Config) -> list[tuple[bool, str]]:
     policy, every, size = config.policy, config.trainer.checkpoint_every, config.producer.group_size
     by_group = policy.advantage.startswith("group_")
+    processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
+    plain = sampling.top_p == 1 and sampling.top_k == 0 and sampling.repetition_penalty == 1
     return [
+        (
+            not processed or config.worker.backend == "hf",
+            "worker.logprobs_mode processed needs worker.backend hf: vLLM's decode and re-score agree on raw logprobs "
+            "alone; set it to raw",
+        ),
+        (
+            not processed or plain,
+            "worker.logprobs_mode processed takes a temperature alone: a token that top_p, top_k or a penalty leaves "
+            "out under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
+        ),
         (
             not policy.enabled or every == 1,
             f"trainer.checkpoint_every {every} must be 1 with policy.enabled: the trainer's weights have to be those "

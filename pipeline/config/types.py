@@ -53,6 +53,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     backend: Literal["hf", "vllm"] = "hf"  # hf: correctness first; vllm: fast
     fallback_backend: Literal["hf"] | None = None  # for jobs that `backend` cannot decode; None: they fail
     vllm: VllmEngineOptions = VllmEngineOptions()
+    logprobs_mode: Literal["raw", "processed"] = "raw"  # processed: at the sampling temperature; hf alone
     max_batch: int = 32  # sequences that one engine decodes at a time
     lease_s: float = 15.0
     renew_s: float = 5.0

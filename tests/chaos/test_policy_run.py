@@ -20,9 +20,9 @@ GROUP = 4
 POLICY: dict[str, Any] = {
     "policy": {"enabled": True},
     "producer": {"group_size": GROUP, "samples_per_version": 8, "max_in_flight": 32, "max_staleness": 3},
-    "worker": {"checkpoint_tokens": 16, "lease_s": 2, "max_batch": 4},
+    "worker": {"checkpoint_tokens": 16, "lease_s": 2, "max_batch": 4, "logprobs_mode": "processed"},
     "scorer": {"lease_s": 2},
-    "sampling": {"temperature": 1.0, "max_new_tokens": 80},
+    "sampling": {"temperature": 0.8, "max_new_tokens": 80},
     "trainer": {"learning_rate": 3e-3, "keep_rollouts": None},
     "weights": {"retention": 1000},
     "rollout_matching": {"task": "exact_answer", "target": "tests.chaos.policy_task:target"},

@@ -56,9 +56,11 @@ def reference(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def reference_logprobs(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+def reference_logprobs(
+    model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Logprob of each token by one plain forward pass, shape (len(tokens),)."""
     ids = torch.tensor([[*prompt, *tokens]])
     with torch.inference_mode():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+    return torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)

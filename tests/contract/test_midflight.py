@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import RequestError
 from pipeline.messages import SamplingParams
 from tests.contract.engine_fixtures import request, run, started
 from tests.contract.versions import Updates, Versions, assert_right, decode_amid, random_prompt
@@ -91,6 +93,22 @@ def test_a_whole_batch_goes_on_with_tied_and_untied_heads(tmp_path: Path, tied: 
     for output in outputs:
         assert_right(output, versions)
     assert {len(set(output.versions)) for output in outputs} >= {1, 3}
+
+
+def test_processed_logprobs_are_those_of_the_sampling_temperature(versions: Versions) -> None:
+    heats = [0.6, 1.3, 1.0, 0.0]
+    requests = [
+        replace(endless(PROMPT, 60, seed), sampling=SamplingParams(temperature=heat, max_new_tokens=60))
+        for seed, heat in enumerate(heats)
+    ]
+    with started(versions.directories[0], processed_logprobs=True) as backend:
+        outputs = decode_amid(backend, versions, [(3, 1), (9, 2)], requests)
+        truncated = replace(requests[0], sampling=SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=9))
+        with pytest.raises(RequestError, match="no top_p, top_k or repetition_penalty"):
+            run(backend, truncated)
+    assert set(outputs[0].versions) == {0, 1, 2}
+    for output, heat in zip(outputs, heats, strict=True):
+        assert_right(output, versions, heat or 1.0)
 
 
 def test_a_sequence_may_be_aborted_or_stopped_amid_updates(backend: Backend, versions: Versions) -> None:

@@ -33,14 +33,18 @@ class Versions:
         directories = {v: save_tiny_model(root / f"v{v}", seed=v + 1, tied=tied) for v in range(count)}
         return cls(directories, {v: reference(directory) for v, directory in directories.items()})
 
-    def logprobs(self, version: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    def logprobs(
+        self, version: int, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
+    ) -> list[float]:
         """Of all tokens under one version, by one plain forward pass."""
-        return reference_logprobs(self.models[version], prompt, tokens).tolist()
+        return reference_logprobs(self.models[version], prompt, tokens, temperature).tolist()
 
 
-def assert_right(output: SequenceOutput, versions: Versions) -> None:
+def assert_right(output: SequenceOutput, versions: Versions, temperature: float = 1.0) -> None:
     """Every number is that of a plain forward pass; every token whose next version decoded the sequence is scored."""
-    by_version = {v: versions.logprobs(v, output.prompt_token_ids, output.token_ids) for v in versions.models}
+    by_version = {
+        v: versions.logprobs(v, output.prompt_token_ids, output.token_ids, temperature) for v in versions.models
+    }
     proximal = output.proximal_logprobs or output.logprobs
     marks = output.proximal_versions or [-1] * len(output.token_ids)
     for at, version in enumerate(output.versions):

@@ -42,6 +42,7 @@ class EngineFacts:
     supports_vlm: bool = False  # decodes prompts with an image
     hooks: frozenset[Hook] = frozenset()  # plugin hooks that it can call
     repeat_terminate: bool = False  # the repeat guard is loaded
+    logprobs_mode: str = "raw_logprobs"  # or processed_logprobs: at the sampling temperature (1 where that is 0)
     flags: tuple[str, ...] = ()  # settings that a reader of the numbers wants to know, e.g. attention=sdpa
 
 

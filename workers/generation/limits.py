@@ -58,6 +58,14 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
             f"{key}: no end-of-sequence id (ignore_eos) together with repeat_terminate, which ends loops by one; "
             "leave eos_token_ids out, or switch the guard off"
         )
+    sampling = request.sampling
+    if facts.logprobs_mode != "raw_logprobs" and (
+        sampling.top_p < 1 or sampling.top_k or sampling.repetition_penalty != 1
+    ):
+        raise RequestError(
+            f"{key}: with {facts.logprobs_mode} a temperature may be set, and no top_p, top_k or repetition_penalty: "
+            "under other weights a token that they leave out has no logprob; leave them out, or use raw logprobs"
+        )
     if "" in request.sampling.stop:
         raise RequestError(f"{key}: an empty stop string would end every sequence at once; remove it")
     if request.so_far is not None:

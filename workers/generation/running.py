@@ -29,6 +29,7 @@ class RunningSequence:
         "_watch",
         "eos",
         "finish_reason",
+        "logprob_temperature",
         "logprobs",
         "prompt",
         "request",
@@ -49,6 +50,8 @@ class RunningSequence:
         check_request(request, facts, self.prompt)
         sampling = request.sampling
         self.request = request
+        processed = facts.logprobs_mode == "processed_logprobs"
+        self.logprob_temperature = (sampling.temperature or 1.0) if processed else 1.0
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []

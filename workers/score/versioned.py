@@ -77,7 +77,8 @@ class VersionedModel:
         sequences = [[*job.prompt_token_ids, *job.token_ids[: max(job.positions) + 1]] for job in jobs]
         firsts = [len(job.prompt_token_ids) + low for job, low in zip(jobs, lows, strict=True)]
         try:
-            found = token_logprobs(self._model, sequences, firsts, self._pass_tokens)
+            heats = [job.temperature for job in jobs]
+            found = token_logprobs(self._model, sequences, firsts, self._pass_tokens, heats)
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"no memory to score {len(jobs)} sequences ({error}); lower scorer.pass_tokens"
@@ -93,6 +94,8 @@ class VersionedModel:
             return f"weights v{job.version} are not loaded"
         if not job.prompt_token_ids or not job.positions:
             return "a prompt and positions are needed"
+        if not 0 < job.temperature < math.inf:
+            return f"temperature {job.temperature} is not above 0"
         if min(job.positions) < 0 or max(job.positions) >= len(job.token_ids):
             return f"positions outside 0..{len(job.token_ids) - 1}"
         length, limit = len(job.prompt_token_ids) + max(job.positions) + 1, self.facts.context_length

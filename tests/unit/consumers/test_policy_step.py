@@ -38,15 +38,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_logprobs(step: TrainStep, sample: TrainingSample) -> torch.Tensor:
-    """One sample alone, no packing: float [L], with gradient; 0 first."""
+    """One sample alone, no packing, at its temperature: float [L], with gradient; 0 first."""
     ids = torch.tensor([list(sample.token_ids)])
-    logprobs = step.model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+    logprobs = (step.model(input_ids=ids).logits[0, :-1].double() / sample.temperature).log_softmax(-1)
     return torch.cat([torch.zeros(1, dtype=torch.float64), logprobs.gather(1, ids[0, 1:, None])[:, 0]])
 
 
 def policy_sample(step: TrainStep, name: str, length: int, advantage: float | None, **changes: Any) -> TrainingSample:
     """Scores around the model's own, one token above the cap, one below the floor, one that was not sampled."""
-    sample = random_sample(name, length)
+    sample = replace(random_sample(name, length), temperature=changes.get("temperature", 1.0))
     logp, drawn = plain_logprobs(step, sample).tolist(), random.Random(name)
     proximal = [value + drawn.uniform(-0.5, 0.5) for value in logp]
     behaviour = [value + drawn.uniform(-0.4, 0.4) for value in proximal]
@@ -70,7 +70,7 @@ def batch(step: TrainStep) -> list[TrainingSample]:
     return [
         policy_sample(step, "good", 14, 1.2),
         random_sample("taught", 11),
-        policy_sample(step, "bad", 24, -0.8),
+        policy_sample(step, "bad", 24, -0.8, temperature=0.7),
         policy_sample(step, "both", 20, 0.5, weights=both),
         policy_sample(step, "unrewarded", 9, None),
     ]
@@ -228,6 +228,7 @@ def test_scores_are_those_of_plain_passes(source: Path, shape: dict[str, Any], m
     monkeypatch.setattr(losses, "_SCORED_AT_ONCE", 7 * 263)  # pieces that end inside rows
     step = train_step(source, **shape)
     samples = [random_sample(f"s{at}", length) for at, length in enumerate((9, 30, 17, 2, 24, 12))]
+    samples = [replace(sample, temperature=1.0 + at % 3) for at, sample in enumerate(samples)]
     got = step.score(samples)
     assert [len(scores) for scores in got] == [9, 30, 17, 2, 24, 12]
     for sample, scores in zip(samples, got, strict=True):

@@ -31,12 +31,14 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
         ("scorer.pass_tokens=0", "scorer.pass_tokens 0 must be at least 1"),
         ("scorer.lease_s=0", "scorer.lease_s 0.0 must be above 0"),
         ("trainer.keep_rollouts=-1", "trainer.keep_rollouts -1 must be at least 0"),
+        ("worker.logprobs_mode=processed worker.backend=vllm", "processed needs worker.backend hf"),
+        ("worker.logprobs_mode=processed sampling.top_p=0.9", "processed takes a temperature alone"),
         ("weights.retention=3", "weights.retention 3 must be >= producer.max_staleness + 2"),
     ],
 )
 def test_what_cannot_work_is_refused(change: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [*ON, change], environ={})
+        load_config(None, [*ON, *change.split()], environ={})
     assert words in str(caught.value)
 
 
@@ -60,6 +62,7 @@ def test_what_can_work_is_not(changes: list[str]) -> None:
         (["sampling.temperature=0.7"], ["sampling.temperature 0.7: logprobs are raw"]),
         (["sampling.top_p=0.9", "sampling.top_k=50"], ["sampling.top_p 0.9, sampling.top_k 50: logprobs are raw"]),
         (["sampling.repetition_penalty=1.1"], ["sampling.repetition_penalty 1.1: logprobs are raw"]),
+        (["sampling.temperature=0.7", "worker.logprobs_mode=processed"], []),
         (["scorer.count=0"], ["scorer.count 0 with producer.max_staleness 2"]),
         (["scorer.count=0", "producer.max_staleness=1"], []),
         (["policy.max_token_staleness=5"], ["policy.max_token_staleness 5 is above weights.retention 4"]),

@@ -48,9 +48,16 @@ def widths_of(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple
     return shapes
 
 
-def assert_exact(found: list[list[float]], plain: Any, sequences: list[list[int]], firsts: list[int]) -> None:
-    for logprobs, sequence, first in zip(found, sequences, firsts, strict=True):
-        expected = reference_logprobs(plain, sequence[:first], sequence[first:])
+def assert_exact(
+    found: list[list[float]],
+    plain: Any,
+    sequences: list[list[int]],
+    firsts: list[int],
+    heats: list[float] | None = None,
+) -> None:
+    heats = heats or [1.0] * len(sequences)
+    for logprobs, sequence, first, heat in zip(found, sequences, firsts, heats, strict=True):
+        expected = reference_logprobs(plain, sequence[:first], sequence[first:], heat)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=EXACT, rtol=0)
 
 
@@ -61,7 +68,8 @@ def test_ragged_sequences_score_as_each_does_alone(
     sequences = [[7, *prompt] for prompt in ragged_prompts(9)]
     firsts = [1 + index % (len(sequence) - 1) for index, sequence in enumerate(sequences)]
     shapes = widths_of(model, monkeypatch)
-    assert_exact(token_logprobs(model, sequences, firsts, pass_tokens), plain, sequences, firsts)
+    heats = [0.5 + index / 4 for index in range(9)]
+    assert_exact(token_logprobs(model, sequences, firsts, pass_tokens, heats), plain, sequences, firsts, heats)
     assert all(rows * width <= pass_tokens or rows == 1 for rows, width, _ in shapes)
     assert len(shapes) == {1: 9, 10_000: 1}.get(pass_tokens, len(shapes))
 

@@ -20,7 +20,12 @@ def make_backend(
         torch.set_num_threads(worker.torch_threads)
 
     def hf() -> Backend:
-        return HfBackend(model, max_batch=worker.max_batch, repeat_terminate=repeat_terminate)
+        return HfBackend(
+            model,
+            max_batch=worker.max_batch,
+            repeat_terminate=repeat_terminate,
+            processed_logprobs=worker.logprobs_mode == "processed",
+        )
 
     if worker.backend == "hf":
         return RoutedBackend(hf(), None, repeat_terminate)

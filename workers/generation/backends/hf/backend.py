@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import EngineError, RequestError
 from workers.generation.backends.hf.images import PreparedImages
+from workers.generation.backends.hf.model import load_model
 from workers.generation.backends.hf.thread import DecodeThread
 from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.guard.watch import GuardCost
@@ -28,10 +30,15 @@ class HfBackend:
         max_batch: int = 32,
         version: int = 0,
         repeat_terminate: RepeatTerminateConfig | None = None,
+        processed_logprobs: bool = False,
     ) -> None:
+        """`processed_logprobs`: at each sequence's own temperature."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
-        self._thread = DecodeThread(config, max_batch, version, repeat_terminate or RepeatTerminateConfig())
+        load = partial(
+            load_model, config, repeat_terminate or RepeatTerminateConfig(), processed_logprobs=processed_logprobs
+        )
+        self._thread = DecodeThread(load, Path(config.path), max_batch, version)
         self._facts: EngineFacts | None = None
         self._images: PreparedImages | None = None
         self._started = False

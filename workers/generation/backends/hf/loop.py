@@ -168,4 +168,5 @@ class Decoder:
             [(row.prompt, row.tokens) for row in rows],
             self.model.facts.vocab_size,
             self._device,
+            processed=self.model.facts.logprobs_mode == "processed_logprobs",
         )

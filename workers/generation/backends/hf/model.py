@@ -45,7 +45,9 @@ class LoadedModel:
     guard: GuardRules | None = None  # None: loops run on
 
 
-def load_model(config: ModelConfig, repeat_terminate: RepeatTerminateConfig = NO_GUARD) -> LoadedModel:
+def load_model(
+    config: ModelConfig, repeat_terminate: RepeatTerminateConfig = NO_GUARD, *, processed_logprobs: bool = False
+) -> LoadedModel:
     """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard that it cannot have."""
     check_directory(config.path)
     device = _device(config.device)
@@ -67,7 +69,11 @@ def load_model(config: ModelConfig, repeat_terminate: RepeatTerminateConfig = NO
     return LoadedModel(
         module,
         tokenizer,
-        replace(facts, repeat_terminate=guard is not None),
+        replace(
+            facts,
+            repeat_terminate=guard is not None,
+            logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs",
+        ),
         pad_token_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         keeps_last_logits="logits_to_keep" in takes,
         rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,10 +52,12 @@ def forward_scored(
     positions: torch.Tensor,
     cache: Cache,
     first: int | None,
+    temperatures: Sequence[float] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 logits of the last position (rows, vocab), logprobs of `inputs[:, first:]` (rows, new - first)).
 
-    `first` > 0 is the first column to score, given all before it; None: no column.
+    `first` > 0 is the first column to score, given all before it; None: no column. `temperatures` (rows,): of the
+    logprobs; empty: 1.
     """
     columns = inputs.shape[1]
     before = mask.shape[1] - columns
@@ -65,13 +68,15 @@ def forward_scored(
         end = min(begin + size, columns)
         here = slice(start, end)
         logits = forward(model, inputs[:, here], mask[:, : before + end], positions[:, here], cache, keep=end - begin)
-        scores.append(chosen(logits, inputs[:, begin + 1 : end + 1]))
+        scores.append(chosen(logits, inputs[:, begin + 1 : end + 1], temperatures))
         if end == columns:
             return logits[:, -1], torch.cat(scores, dim=1)
         start = begin = end
 
 
-def chosen(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def chosen(logits: torch.Tensor, tokens: torch.Tensor, temperatures: Sequence[float] = ()) -> torch.Tensor:
     """Logprobs float32 (rows, n) of `tokens` (rows, n) by the first n of `logits` (rows, >= n, vocab)."""
     logits = logits[:, : tokens.shape[1]]
+    if any(temperature != 1 for temperature in temperatures):
+        logits = logits / logits.new_tensor(temperatures)[:, None, None]
     return logits.gather(2, tokens.unsqueeze(2)).squeeze(2) - logits.logsumexp(dim=2)

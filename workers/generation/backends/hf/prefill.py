@@ -63,10 +63,10 @@ def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     Rows with an image: those of one context and one image together.
     """
     group: list[Row] = []
-    images: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
+    images: dict[tuple[int, tuple[int, ...], float], list[Row]] = {}
     for row in sorted(rows, key=lambda row: len(row.context), reverse=True):
         if row.vision is not None:
-            images.setdefault((id(row.vision), tuple(row.tokens)), []).append(row)
+            images.setdefault((id(row.vision), tuple(row.tokens), row.logprob_temperature), []).append(row)
             continue
         if group and len(group[0].context) * (len(group) + 1) > PREFILL_TOKENS:
             yield group
@@ -84,14 +84,14 @@ def _pass(
     model: LoadedModel, rows: Sequence[Row], unscored: Sequence[list[int]]
 ) -> tuple[Prefilled, _Scores, list[int]]:
     """Text: (what it gave, scores per context, where in them token 0 of each row lies)."""
-    unique: dict[tuple[int, ...], int] = {}
-    pick = [unique.setdefault(tuple(row.context), len(unique)) for row in rows]
-    inputs, mask = _left_padded(list(unique), rows[0].pad_token_id, model)
+    unique: dict[tuple[tuple[int, ...], float], int] = {}
+    pick = [unique.setdefault((tuple(row.context), row.logprob_temperature), len(unique)) for row in rows]
+    inputs, mask = _left_padded([context for context, _ in unique], rows[0].pad_token_id, model)
     width, cache = inputs.shape[1], DynamicCache()
     zeros = [width - len(row.tokens) for row in rows]  # column of token 0; contexts end at the last column
     first = min((zero + tokens[0] for zero, tokens in zip(zeros, unscored, strict=True) if tokens), default=None)
     positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
-    logits, scores = forward_scored(model, inputs, mask, positions, cache, first)
+    logits, scores = forward_scored(model, inputs, mask, positions, cache, first, [heat for _, heat in unique])
     return Prefilled(cache, logits, 0, pick), scores.tolist(), [zero - (first or 0) for zero in zeros]
 
 
@@ -101,7 +101,7 @@ def _image_pass(
     vision, cache = rows[0].vision, DynamicCache()
     assert vision is not None
     first = min((tokens[0] for tokens in unscored if tokens), default=None)
-    logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first)
+    logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first, rows[0].logprob_temperature)
     return Prefilled(cache, logits, offset, [0] * len(rows)), scores.tolist(), [-(first or 0)] * len(rows)
 
 

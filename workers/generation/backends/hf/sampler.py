@@ -1,7 +1,7 @@
 """One batched sampling step with per-row parameters.
 
 - Order: repetition penalty, temperature, top-k, top-p (over what top-k left); temperature 0: the best token.
-- The returned logprobs are raw: of the untouched logits at temperature 1.
+- The returned logprobs are of the untouched logits: raw at temperature 1, processed at the row's own (1 if it is 0).
 - Sampling inverts the cumulative distribution with one number per row, so probability 0 never comes.
 """
 
@@ -33,6 +33,7 @@ class SamplingTable:
     seen: torch.Tensor | None  # bool (rows, vocab): tokens in prompt or output, where there is a penalty
     all_greedy: bool
     any_greedy: bool
+    processed: bool  # logprobs at the row's temperature
 
     @classmethod
     def of(
@@ -42,6 +43,8 @@ class SamplingTable:
         contexts: Sequence[tuple[Sequence[int], Sequence[int]]],
         vocab: int,
         device: torch.device,
+        *,
+        processed: bool = False,
     ) -> SamplingTable:
         """The table of some rows; `contexts` are (prompt, generated) token ids."""
 
@@ -63,6 +66,7 @@ class SamplingTable:
             seen=None if penalty is None else _seen(contexts, vocab, device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
+            processed=processed,
         )
 
     def advance(self, tokens: torch.Tensor) -> None:
@@ -75,7 +79,7 @@ class SamplingTable:
 def sample(
     logits: torch.Tensor, table: SamplingTable, allowed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int64, raw logprobs float32), each (rows,), from logits float32 (rows, vocab).
+    """(tokens int64, logprobs float32), each (rows,), from logits float32 (rows, vocab).
 
     `allowed` (rows, vocab): what to sample from instead, as plugins changed it; the logprobs stay those of `logits`.
     """
@@ -89,6 +93,8 @@ def sample(
         tokens = _draw(_truncated(scores, table), table)
         if table.any_greedy:
             tokens = torch.where(table.greedy, scores.argmax(dim=-1), tokens)
+    if table.processed and table.temperature is not None:
+        raw = torch.log_softmax(logits / table.temperature, dim=-1)
     return tokens, raw.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 

@@ -13,24 +13,31 @@ from workers.generation.backends.hf.passes import forward_scored
 
 @torch.inference_mode()
 def token_logprobs(
-    model: LoadedModel, sequences: Sequence[Sequence[int]], firsts: Sequence[int], pass_tokens: int
+    model: LoadedModel,
+    sequences: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    pass_tokens: int,
+    temperatures: Sequence[float] = (),
 ) -> list[list[float]]:
-    """Raw logprobs (nats, computed in fp32) of `sequences[i][firsts[i]:]`, each token given all before it.
+    """Logprobs (nats, computed in fp32) of `sequences[i][firsts[i]:]`, each token given all before it.
 
-    `firsts[i]` >= 1. A pass has at most `pass_tokens` padded tokens, or one sequence; text only.
+    `firsts[i]` >= 1. `temperatures`: one for each sequence; empty: 1. A pass has at most `pass_tokens` padded tokens,
+    or one sequence; text only.
     """
     if not all(1 <= first < len(sequence) for sequence, first in zip(sequences, firsts, strict=True)):
         raise ValueError("every sequence needs a token before the first one that is scored, and one to score")
     found: list[list[float]] = [[] for _ in sequences]
+    heats = temperatures or [1.0] * len(sequences)
     for rows in _passes([len(sequence) for sequence in sequences], pass_tokens):
-        scores, begin = _pass(model, [sequences[row] for row in rows], [firsts[row] for row in rows])
+        chosen = [sequences[row] for row in rows]
+        scores, begin = _pass(model, chosen, [firsts[row] for row in rows], [heats[row] for row in rows])
         for row, start, logprobs in zip(rows, begin, scores, strict=True):
             found[row] = logprobs[start:]
     return found
 
 
 def _pass(
-    model: LoadedModel, sequences: Sequence[Sequence[int]], firsts: Sequence[int]
+    model: LoadedModel, sequences: Sequence[Sequence[int]], firsts: Sequence[int], temperatures: Sequence[float]
 ) -> tuple[list[list[float]], list[int]]:
     """(Scores of the last columns, where in them each row's own begin); all rows end at the last column."""
     device = torch.device(model.facts.device)
@@ -42,7 +49,7 @@ def _pass(
     positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
     columns = [start + first for start, first in zip(starts, firsts, strict=True)]
     first = min(columns)
-    _, scores = forward_scored(model, inputs, mask, positions, DynamicCache(), first)
+    _, scores = forward_scored(model, inputs, mask, positions, DynamicCache(), first, temperatures)
     return scores.tolist(), [column - first for column in columns]
 
 

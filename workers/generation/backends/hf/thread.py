@@ -18,17 +18,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
 from workers.generation.backends.hf.loop import Decoder, Ended
-from workers.generation.backends.hf.model import load_model
+from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.swap import Weights
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, WeightsProbe
@@ -44,15 +43,14 @@ _Job = tuple[Any, "Future[Any]"]
 class DecodeThread:
     """Start it once; `ready` resolves to the engine's facts, or to why the model did not load."""
 
-    def __init__(
-        self, config: ModelConfig, max_batch: int, version: int, repeat_terminate: RepeatTerminateConfig
-    ) -> None:
+    def __init__(self, load: Callable[[], LoadedModel], directory: Path, max_batch: int, version: int) -> None:
+        """`load` gives the model, with the weights of `directory`, which are `version`. Raises ModelError there."""
         self.ready: Future[EngineFacts] = Future()
         self.version = version
         self.processor: VisionProcessor | None = None  # once the model is loaded, if it takes images
         self.guard: GuardRules | None = None  # the same, if loops are ended
         self.guard_cost = GuardCost()
-        self._config, self._repeat_terminate = config, repeat_terminate
+        self._load_model, self._directory = load, directory
         self._max_batch = max_batch
         self._wake = threading.Condition()
         self._joins: deque[_Job] = deque()
@@ -117,9 +115,9 @@ class DecodeThread:
         cause: Exception | None = None
         try:
             with torch.inference_mode():
-                decoder = Decoder(load_model(self._config, self._repeat_terminate), self.version, self.guard_cost)
+                decoder = Decoder(self._load_model(), self.version, self.guard_cost)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
-                self._weights = Weights(decoder.model.module, Path(self._config.path), decoder.score)
+                self._weights = Weights(decoder.model.module, self._directory, decoder.score)
                 self.ready.set_result(decoder.model.facts)
                 while self._wait(decoder):
                     self._serve(decoder)

@@ -21,11 +21,17 @@ from workers.generation.preprocess import VisionInputs
 
 
 def prefill_image(
-    model: LoadedModel, vision: VisionInputs, tokens: Sequence[int], cache: DynamicCache, first: int | None = None
+    model: LoadedModel,
+    vision: VisionInputs,
+    tokens: Sequence[int],
+    cache: DynamicCache,
+    first: int | None = None,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Fill the cache with the prompt and the tokens generated so far.
 
-    Returns (logits (1, vocab), logprobs of `tokens[first:]` (1, n), next position - length); `first` None: of none.
+    Returns (logits (1, vocab), logprobs of `tokens[first:]` (1, n), next position - length); `first` None: of none;
+    `temperature`: of these logprobs.
     Raises RequestError if the model does not take what the processor made.
     """
     module, device = model.module, torch.device(model.facts.device)
@@ -46,13 +52,13 @@ def prefill_image(
             "the processor's files with the model's config.json, or send a smaller image"
         ) from error
     more = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
-    scores = chosen(logits, more[:, :1] if first == 0 else more[:, :0])
+    scores = chosen(logits, more[:, :1] if first == 0 else more[:, :0], [temperature])
     logits = logits[:, -1]
     if tokens:
         mask = torch.ones(1, length + len(tokens), dtype=torch.bool, device=device)
         positions = torch.arange(length, length + len(tokens), device=device).unsqueeze(0) + offset
         rest = None if first is None or len(tokens) == 1 else max(first, 1)
-        logits, others = forward_scored(model, more, mask, positions, cache, rest)
+        logits, others = forward_scored(model, more, mask, positions, cache, rest, [temperature])
         scores = torch.cat([scores, others], dim=1)
     return logits, scores, offset
 
