@@ -13,7 +13,7 @@ from pipeline.keys import Keys
 from pipeline.status import Snapshot
 from pipeline.status_inspect import inspect
 from pipeline.status_parts import Lag, Lease, Process
-from pipeline.status_words import condition, credit, findings, guard, length
+from pipeline.status_words import condition, credit, findings, guard, length, policy
 
 _ROLES = ("producer", "worker", "consumer", "scorer", "trainer")
 _LEASES = 8  # lines
@@ -74,6 +74,8 @@ def _sums(now: Snapshot) -> list[list[str]]:
     rows.append(["credit", f"{credit(now.credit)} in use"])
     if watched := guard(now):
         rows.append(["guard", watched])
+    if trained := policy(now):
+        rows.append(["policy", trained])
     if now.redelivered_jobs or now.replayed:
         rows.append(["again", f"{now.redelivered_jobs:,} jobs redelivered, {now.replayed:,} dead sequences replayed"])
     reasons = ", ".join(f"{name.replace(':', ' ', 1)} {count:,}" for name, count in sorted(now.reasons.items()))

@@ -64,6 +64,30 @@ def guard_counts(now: Snapshot) -> tuple[int, int]:
     return ended, saved
 
 
+def policy(now: Snapshot) -> str:
+    """The newest step of a policy loss; empty where there is none."""
+    found = {name.removeprefix("policy/"): value for name, value in now.metrics.items() if name.startswith("policy/")}
+    if "tokens" not in found:
+        return ""
+    lag = f"{found.get('version_lag_mean', 0):.1f} versions old, the oldest {found.get('version_lag_max', 0):.0f}"
+    left_out = {
+        "stale": found.get("stale_tokens", 0),
+        "without a proximal logprob": found.get("missing_proximal_tokens", 0),
+        "capped": found.get("capped_tokens", 0),
+        "floored": found.get("floored_tokens", 0),
+    }
+    words = [f"{count:,.0f} {name}" for name, count in left_out.items() if count]
+    gap = found.get("engine_logprob_gap_max")
+    return "; ".join(
+        [
+            f"reward {found.get('reward_mean', 0):.3f}",
+            f"{found['tokens']:,.0f} tokens, {lag}",
+            *([f"left out: {', '.join(words)}"] if words else []),
+            *([f"trainer and engine differ by {gap:.1e} nats at most"] if gap is not None else []),
+        ]
+    )
+
+
 def _nobody(now: Snapshot) -> list[str]:
     """Roles with work and without a live process."""
     results = sum(lag.entries for lag in now.lag if lag.stream.startswith("results"))

@@ -121,3 +121,20 @@ def test_the_guard_is_shown_where_it_is_on_and_with_what_it_did() -> None:
     prefix = "rollout/repeat_terminate_"
     did = {f"{prefix}active": 1.0, f"total/{prefix}triggered_sequences": 1.0, f"total/{prefix}tokens_saved": 1200.0}
     assert "1 sequence ended, 1,200 tokens saved" in as_text(state(processes=rows[1:], metrics=did))
+
+
+def test_a_policy_loss_says_what_it_trained_on_and_what_it_left_out() -> None:
+    assert "policy" not in as_text(state(metrics={"rollout/f1": 0.5}))
+    metrics = {
+        "policy/tokens": 960.0,
+        "policy/reward_mean": 0.25,
+        "policy/version_lag_mean": 1.5,
+        "policy/version_lag_max": 3.0,
+        "policy/stale_tokens": 7.0,
+        "policy/engine_logprob_gap_max": 2e-6,
+    }
+    line = next(line for line in as_text(state(metrics=metrics)).splitlines() if "policy" in line)
+    for words in (
+        "reward 0.250", "960 tokens, 1.5 versions old, the oldest 3", "left out: 7 stale;", "differ by 2.0e-06 nats"
+    ):  # fmt: skip
+        assert words in line
