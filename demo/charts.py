@@ -1,4 +1,4 @@
-"""Line charts as inline SVG."""
+"""Line and bar charts as inline SVG."""
 
 from __future__ import annotations
 
@@ -32,13 +32,18 @@ class _Axes:
         across = _LEFT + x / self.right * (_WIDTH - _LEFT - _RIGHT)
         return across, _HEIGHT - _BOTTOM - min(y / self.top, 1.0) * (_HEIGHT - _TOP - _BOTTOM)
 
-    def draw(self) -> list[str]:
-        """Grid lines and their numbers."""
+    def draw_heights(self) -> list[str]:
+        """Horizontal grid lines and their numbers."""
         parts: list[str] = []
         for y in _ticks(self.top):
             _, down = self.place(0, y)
             parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down:.1f}" y2="{down:.1f}" class="grid"/>')
             parts.append(_text(_LEFT - 6, down + 4, f"{y:,g}", 'text-anchor="end"'))
+        return parts
+
+    def draw(self) -> list[str]:
+        """Grid lines and their numbers, both ways."""
+        parts = self.draw_heights()
         for x in _ticks(self.right):
             parts.append(_text(self.place(x, 0)[0], _HEIGHT - _BOTTOM + 16, f"{x:,g}", 'text-anchor="middle"'))
         return parts
@@ -63,6 +68,27 @@ def line_chart(
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (axes.place(*point) for point in line.points))
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(_text(_LEFT + 230 * index, 34, f"● {line.name}", f'style="fill:{colour}"'))
+    return "".join([*parts, "</svg>"])
+
+
+def bar_chart(title: str, x_name: str, y_name: str, bars: Sequence[tuple[str, float]]) -> str:
+    """An SVG element; a bar a (name, value >= 0), its value written above it."""
+    axes = _Axes(float(max(len(bars), 1)), max([value for _, value in bars], default=0.0) * 1.1 or 1.0)
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">']
+    parts.append(f'<text x="{_LEFT}" y="16" class="title">{escape(title)}</text>')
+    parts += axes.draw_heights()
+    parts.append(_text(_WIDTH - _RIGHT, _HEIGHT - 4, x_name, 'text-anchor="end"'))
+    parts.append(_text(_LEFT, 34, f"● {y_name}", f'style="fill:{_COLOURS[0]}"'))
+    for index, (name, value) in enumerate(bars):
+        left, top = axes.place(index + 0.2, value)
+        right, bottom = axes.place(index + 0.8, 0)
+        middle = (left + right) / 2
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" '
+            f'fill="{_COLOURS[0]}"/>'
+        )
+        parts.append(_text(middle, top - 4, f"{value:,g}", 'text-anchor="middle"'))
+        parts.append(_text(middle, bottom + 16, name, 'text-anchor="middle"'))
     return "".join([*parts, "</svg>"])
 
 

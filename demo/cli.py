@@ -7,19 +7,37 @@ from pathlib import Path
 
 def demo(
     *,
+    task: str = "digits",
     json: bool = False,
     seed: int = 0,
     workers: int = 2,
     kill: bool = True,
     dir: Path = Path(".sluice/demo"),
 ) -> int:
-    """Train a tiny model on real handwritten digits, end to end, and show what happened.
+    """Train a tiny model end to end, and show what happened.
 
     Warm-starts a small Qwen3 (cached), then runs producer, workers, consumer and trainer as processes on an
-    embedded broker, kills one worker on the way, and writes an HTML report. `--json` prints one object at the end.
+    embedded broker, kills one worker on the way, and writes an HTML report.
 
-    Example: `sluice demo`, or `sluice demo --workers 3 --seed 7`
+    Example: `sluice demo`, or `sluice demo --task arithmetic --workers 3 --seed 7`
+
+    Parameters
+    ----------
+    task
+        `digits`: read handwritten digits, teacher-forced on matched targets. `arithmetic`: sums by steps, learnt
+        from rewards with a policy loss, while new weights land in the middle of running sequences.
+    json
+        Print one object with the counts and scores at the end.
+    seed
+        Of the training data and of sampling.
+    workers
+        Decode workers.
+    kill
+        Kill one worker with SIGKILL on the way; it needs two workers.
+    dir
+        Where the cached warm start and the runs are kept.
     """
     from demo.run import run_demo
+    from demo.tasks import load_task
 
-    return run_demo(dir, seed=seed, workers=workers, kill=kill, as_json=json)
+    return run_demo(load_task(task), dir, seed=seed, workers=workers, kill=kill, as_json=json)

@@ -1,4 +1,4 @@
-"""What the demo does while the pipeline runs: kill a worker, follow the held-out F1, keep a timeline."""
+"""What the demo does while the pipeline runs: kill a worker, follow the held-out score, keep a timeline."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from demo.tasks import DemoTask
 from pipeline.config import Config
 from pipeline.progress import Progress
 from pipeline.status import Snapshot
 from pipeline.supervise import Supervisor
 
-EVAL_SCENES = 100
-EVAL_SEED = 78
+_EVAL_SEED = 78
 _KILL_AT = 0.25  # share of the sequences decoded
 _VICTIM = "worker-1"
 
@@ -33,8 +33,8 @@ class Moment:
 class Drill:
     """Its `watch` is called with every snapshot of the run."""
 
-    def __init__(self, config: Config, evals: Path, *, kill: bool) -> None:
-        self.config, self.evals = config, evals
+    def __init__(self, task: DemoTask, config: Config, evals: Path, *, kill: bool) -> None:
+        self.task, self.config, self.evals = task, config, evals
         self.kills = 0
         self.kill_at_s: float | None = None
         self.timeline: list[Moment] = []
@@ -44,7 +44,8 @@ class Drill:
     def processes(self) -> dict[str, list[str]]:
         """The evaluator, beside the roles of the run."""
         versions = self.evals.parent / "weights"
-        arguments = [str(versions), str(self.evals), str(EVAL_SCENES), str(EVAL_SEED)]
+        count = self.task.num_heldout // 2
+        arguments = [self.task.name, str(versions), str(self.evals), str(count), str(_EVAL_SEED)]
         return {"evaluator": [sys.executable, "-m", "demo.evaluator", *arguments]}
 
     def scores(self) -> list[dict[str, float]]:
@@ -59,7 +60,8 @@ class Drill:
         self.timeline.append(Moment(at_s, now.tokens, now.committed, now.trained, now.latest_version or 0))
         scores = self.scores()
         if scores:
-            progress.extra["held-out F1"] = f"{scores[-1]['f1']:.2f} (v{scores[-1]['version']:.0f})"
+            score, version = scores[-1][self.task.metric], scores[-1]["version"]
+            progress.extra[self.task.metric_title] = f"{score:.2f} (v{version:.0f})"
         if self._armed and self._is_time(now):
             self._armed = False
             pid = supervisor.kill(_VICTIM)

@@ -1,7 +1,7 @@
-"""Held-out F1 of weight versions, decoded by the pipeline's own engine, greedily.
+"""Held-out score of weight versions, decoded by the pipeline's own engine, greedily.
 
-As a process (`python -m demo.evaluator VERSIONS_DIR OUT.jsonl NUM_SCENES SEED`) it follows a run: it measures the
-newest version again and again, at low priority. Held-out scenes are made here; no other process ever sees them.
+As a process (`python -m demo.evaluator TASK VERSIONS_DIR OUT.jsonl COUNT SEED`) it follows a run: it measures the
+newest version again and again, at low priority. Held-out problems are made here; no other process ever sees them.
 """
 
 from __future__ import annotations
@@ -13,41 +13,29 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo.digits.data import messages_of
-from demo.digits.evaluate import detection_f1
-from demo.digits.scenes import Scene, scenes
+from demo.tasks import DemoTask, load_task
 from pipeline.errors import WeightsError
 from workers.generation.engine import GenerationEngine
 from workers.generation.options import GenerationOptions, ModelLoadConfig
 from workers.generation.requests import TextGenerationRequest
 
-MAX_NEW_TOKENS = 64
 _EVERY_S = 3.0  # leaves the cores to the pipeline
 
 
-def heldout_scenes(count: int, seed: int) -> list[Scene]:
-    """The scenes that decide; digits that no training scene shows."""
-    return list(scenes("heldout", count, seed))
-
-
-def decode_scenes(model_dir: Path, chosen: list[Scene]) -> list[str]:
+def decode(task: DemoTask, model_dir: Path, chosen: Sequence[Any]) -> list[str]:
     """Greedy answers of the model in a directory."""
     model = ModelLoadConfig(model_name_or_path=str(model_dir))
-    requests = [TextGenerationRequest(messages=list(messages_of(scene))) for scene in chosen]
+    requests = [TextGenerationRequest(messages=list(task.messages(problem))) for problem in chosen]
     with GenerationEngine(model, max_batch=64) as engine:
-        results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=MAX_NEW_TOKENS))
+        results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=task.max_new_tokens))
     return [result.text for result in results]
 
 
-def measure(model_dir: Path, chosen: list[Scene]) -> dict[str, Any]:
-    """`f1`, `precision`, `recall` on the scenes."""
-    return dict(detection_f1(decode_scenes(model_dir, chosen), [scene.objects for scene in chosen]))
-
-
-def follow(versions: Path, out: Path, chosen: list[Scene]) -> None:
+def follow(task: DemoTask, versions: Path, out: Path, chosen: Sequence[Any]) -> None:
     """Measure the newest version whenever there is one that was not measured; for ever."""
     measured, started = -1, -_EVERY_S
     while True:
@@ -59,7 +47,7 @@ def follow(versions: Path, out: Path, chosen: list[Scene]) -> None:
         started = time.monotonic()
         # A version may be retired while it is being read; the next one is there by then.
         with contextlib.suppress(FileNotFoundError, WeightsError, OSError):
-            score = measure(found[-1], chosen)
+            score = task.score(decode(task, found[-1], chosen), chosen)
             with out.open("a") as stream:
                 stream.write(json.dumps({"version": newest, "at": time.time(), **score}) + "\n")
         measured = newest
@@ -73,9 +61,10 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     os.nice(5)
     torch.set_num_threads(1)
-    versions, out, count, seed = arguments
+    name, versions, out, count, seed = arguments
+    task = load_task(name)
     with contextlib.suppress(asyncio.CancelledError):
-        follow(Path(versions), Path(out), heldout_scenes(int(count), int(seed)))
+        follow(task, Path(versions), Path(out), task.heldout(int(count), int(seed)))
 
 
 if __name__ == "__main__":

@@ -5,35 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
 from consumers.training.ledger import read_steps
-from demo.charts import Line, line_chart
-from demo.digits.evaluate import read_objects
-from demo.digits.scenes import Scene
+from demo.charts import Line, bar_chart, line_chart
 from demo.drill import Drill
-from demo.evaluator import decode_scenes
+from demo.heldout import Heldout
+from demo.mid_sequence import MidSequence
+from demo.tasks import DemoTask
 from pipeline.files import write_atomic
-
-_SCALE = 14  # drawn pixels per scene pixel
-_INK_MAX = 16.0
 
 
 def write(
-    run_dir: Path, *, summary: dict[str, Any], drill: Drill, warm: Path, final: Path, scenes: list[Scene]
+    run_dir: Path,
+    task: DemoTask,
+    *,
+    summary: dict[str, Any],
+    drill: Drill,
+    heldout: Heldout,
+    landed: MidSequence | None = None,
 ) -> Path:
     """Write report.html into the run's directory and return its path."""
-    template = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template(
-        "report.html.j2"
-    )
-    page = template.render(
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "pages"), autoescape=True)
+    steps = read_steps(run_dir / "metrics.jsonl")
+    charts = [_score_chart(task, summary, drill, steps), _flow_chart(drill), _rate_chart(drill)]
+    charts += [_span_chart(landed)] if landed else []
+    page = templates.get_template(task.page).render(
         run=run_dir.name,
-        summary=summary,
-        guard=guard_cards(read_steps(run_dir / "metrics.jsonl")),
-        charts=[_f1_chart(summary, drill, run_dir), _flow_chart(drill), _rate_chart(drill)],
-        scenes=_pictures(scenes, decode_scenes(warm, scenes), decode_scenes(final, scenes)),
-        kill_at_s=drill.kill_at_s,
+        task=task,
+        cards=_cards(task, summary) + guard_cards(steps),
+        charts=charts,
+        shown=task.show(heldout.problems, heldout.before, heldout.after),
     )
     target = run_dir / "report.html"
     write_atomic(target, page)
@@ -48,14 +50,34 @@ def guard_cards(steps: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(title, int(steps[-1].get(f"total/rollout/repeat_terminate_{key}", 0))) for title, key in names.items()]
 
 
-def _f1_chart(summary: dict[str, Any], drill: Drill, run_dir: Path) -> str:
-    heldout = [(0.0, float(summary["f1_warm"]))]
-    heldout += [(score["version"], score["f1"]) for score in drill.scores() if score["version"] > 0]
-    heldout.append((float(summary["versions"]), float(summary["f1_final"])))
-    steps = read_steps(run_dir / "metrics.jsonl")
-    rollouts = [(float(step["version"]), float(step["rollout/f1"])) for step in steps if "rollout/f1" in step]
-    lines = [Line("held-out scenes, greedy", heldout), Line("training rollouts, boxes alone", rollouts)]
-    return line_chart("F1 over weight versions", "weight version", lines, top=1.0)
+def _cards(task: DemoTask, summary: dict[str, Any]) -> list[tuple[str, Any]]:
+    names = {
+        "sequences trained": "trained",
+        "lost": "lost",
+        "trained twice": "duplicated",
+        "dead": "dead",
+        "dropped": "dropped",
+        "workers killed": "worker_kills",
+        "weight versions": "versions",
+        "landed in mid-sequence": "mid_sequence_updates",
+    }
+    return [
+        (f"{task.metric_title}, warm start", f"{summary[f'{task.metric}_warm']:.2f}"),
+        (f"{task.metric_title}, final", f"{summary[f'{task.metric}_final']:.2f}"),
+        *((title, summary[key]) for title, key in names.items() if key in summary),
+        ("pipeline", f"{summary['pipeline_s']:.0f} s"),
+    ]
+
+
+def _score_chart(task: DemoTask, summary: dict[str, Any], drill: Drill, steps: list[dict[str, Any]]) -> str:
+    heldout = [(0.0, float(summary[f"{task.metric}_warm"]))]
+    heldout += [(score["version"], score[task.metric]) for score in drill.scores() if score["version"] > 0]
+    heldout.append((float(summary["versions"]), float(summary[f"{task.metric}_final"])))
+    key = task.rollouts.key
+    rollouts = [(float(step["version"]), float(step[key])) for step in steps if key in step]
+    lines = [Line("held out, greedy", heldout), Line(task.rollouts.name, rollouts)]
+    title = task.metric_title.removeprefix("held-out ").capitalize()
+    return line_chart(f"{title} over weight versions", "weight version", lines, top=1.0)
 
 
 def _flow_chart(drill: Drill) -> str:
@@ -78,34 +100,6 @@ def _rate_chart(drill: Drill, window_s: float = 5.0) -> str:
     return line_chart("Decoded tokens per second", "seconds", [Line("tokens/s", points)], mark=drill.kill_at_s)
 
 
-def _pictures(scenes: list[Scene], before: list[str], after: list[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "width": scene.pixels.shape[1] * _SCALE,
-            "height": scene.pixels.shape[0] * _SCALE,
-            "scale": _SCALE,
-            "cells": _cells(scene.pixels),
-            "truth": [_box(item, scene) for item in scene.objects],
-            "views": [
-                {"name": "warm start", "boxes": [_box(item, scene) for item in read_objects(first)]},
-                {"name": "after training", "boxes": [_box(item, scene) for item in read_objects(second)]},
-            ],
-        }
-        for scene, first, second in zip(scenes, before, after, strict=True)
-    ]
-
-
-def _cells(pixels: np.ndarray) -> list[dict[str, Any]]:
-    return [
-        {"x": x * _SCALE, "y": y * _SCALE, "shade": round(255 * (1 - float(pixels[y, x]) / _INK_MAX))}
-        for y in range(pixels.shape[0])
-        for x in range(pixels.shape[1])
-        if pixels[y, x] > 0
-    ]
-
-
-def _box(item: Any, scene: Scene) -> dict[str, Any]:
-    height, width = (size * _SCALE for size in scene.pixels.shape)
-    x1, y1, x2, y2 = item["bbox_2d"]
-    left, top = x1 * width / 999, y1 * height / 999
-    return {"x": left, "y": top, "w": x2 * width / 999 - left, "h": y2 * height / 999 - top, "name": item["desc"]}
+def _span_chart(landed: MidSequence) -> str:
+    bars = [(str(versions), float(count)) for versions, count in landed.spans.items()]
+    return bar_chart("Weight versions within one trained sequence", "versions", "sequences", bars)

@@ -6,25 +6,25 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from demo import report
-from demo.audit import Audit, audit
-from demo.digits.data import write_jsonl
-from demo.digits.warm_start import WarmStartProgress, WarmStartSettings, ensure_warm_start
+from demo.audit import audit
 from demo.drill import Drill
-from demo.evaluator import heldout_scenes, measure
+from demo.heldout import Heldout
+from demo.mid_sequence import mid_sequence
+from demo.tasks import DemoTask
+from demo.tiny.warm_start import WarmStartProgress
 from pipeline.config import Config, load_config
-from pipeline.errors import SluiceError
 from pipeline.stack import run_stack
 
-HELDOUT_SCENES = 200
-HELDOUT_SEED = 77
 _KEEP_RUNS = 3
+_SHOWN = 6  # held-out problems in the report
 
 
-def run_demo(directory: Path, *, seed: int, workers: int, kill: bool, as_json: bool) -> int:
+def run_demo(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool, as_json: bool) -> int:
     """Run it; 0 when the run is complete and nothing was lost or trained twice."""
     import torch
     from transformers.utils import logging as transformers_logging
@@ -32,30 +32,32 @@ def run_demo(directory: Path, *, seed: int, workers: int, kill: bool, as_json: b
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     torch.set_num_threads(2)
-    warm = _warm_start(directory)
-    _prune(directory / "runs")
-    config = _config(directory, warm, seed, workers)
+    warm = _warm_start(task, directory)
+    _prune(directory / "runs", task)
+    config = _config(task, directory, warm, seed, workers)
     run_dir = Path(config.run_dir) / config.run
-    write_jsonl(Path(config.data.path), "train", config.data.limit or 1, seed + 1)
-    drill = Drill(config, run_dir / "evals.jsonl", kill=kill)
+    task.write_data(Path(config.data.path), config.data.limit or 1, seed + 1)
+    drill = Drill(task, config, run_dir / "evals.jsonl", kill=kill)
     pipeline_started = time.monotonic()
-    code = run_stack(config, title="sluice demo · digits", watch=drill.watch, extra=drill.processes())
+    code = run_stack(config, title=f"sluice demo · {task.name}", watch=drill.watch, extra=drill.processes())
     if code:
         return code
     pipeline_s = time.monotonic() - pipeline_started
-    chosen = heldout_scenes(HELDOUT_SCENES, HELDOUT_SEED)
-    final = _newest_version(run_dir)
-    scores = {"warm": measure(warm, chosen)["f1"], "final": measure(final, chosen)["f1"]}
-    found = audit(config, run_dir)
-    summary = _summary(scores, found, drill, pipeline_s, time.monotonic() - started)
-    page = report.write(run_dir, summary=summary, drill=drill, warm=warm, final=final, scenes=chosen[:6])
-    _print(summary, page)
+    heldout = Heldout.of(task, warm, _newest_version(run_dir))
+    counts = asdict(audit(config, run_dir))
+    versions = counts.pop("versions")
+    landed = mid_sequence(run_dir) if task.mid_sequence else None
+    summary: dict[str, Any] = heldout.scores(task) | counts | {"worker_kills": drill.kills, "versions": versions}
+    summary |= {"mid_sequence_updates": len(landed.versions)} if landed else {}
+    summary |= {"pipeline_s": round(pipeline_s, 1), "wall_s": round(time.monotonic() - started, 1)}
+    page = report.write(run_dir, task, summary=summary, drill=drill, heldout=heldout.first(_SHOWN), landed=landed)
+    _print(task, summary, page)
     if as_json:
         print(json.dumps(summary), flush=True)
-    return 0 if not found.lost and not found.duplicated else 1
+    return 0 if not summary["lost"] and not summary["duplicated"] else 1
 
 
-def _warm_start(directory: Path) -> Path:
+def _warm_start(task: DemoTask, directory: Path) -> Path:
     """One warm start serves every seed: it is the cached part."""
     tty = sys.stderr.isatty()
     last = 0.0
@@ -68,15 +70,15 @@ def _warm_start(directory: Path) -> Path:
         line = f"warm start: step {now.step}/{now.num_steps}  loss {now.loss:.3f}  {now.elapsed_s:.0f} s"
         print(f"\r{line}\x1b[K" if tty else line, end="" if tty else "\n", file=sys.stderr, flush=True)
 
-    path = ensure_warm_start(directory / "cache", WarmStartSettings(), show)
+    path = task.ensure_warm_start(directory / "cache", show)
     if tty and last:
         print(file=sys.stderr)
     print(f"warm-started model: {path}", file=sys.stderr)
     return path
 
 
-def _config(directory: Path, warm: Path, seed: int, workers: int) -> Config:
-    run = time.strftime("digits-%Y%m%d-%H%M%S")
+def _config(task: DemoTask, directory: Path, warm: Path, seed: int, workers: int) -> Config:
+    run = time.strftime(f"{task.name}-%Y%m%d-%H%M%S")
     run_dir = directory / "runs"
     overrides = [
         f"run={run}",
@@ -87,46 +89,24 @@ def _config(directory: Path, warm: Path, seed: int, workers: int) -> Config:
         f"data.path={run_dir / run / 'train.jsonl'}",
         f"worker.count={workers}",
     ]
-    return load_config(demo_config(), overrides)
-
-
-def demo_config() -> Path:
-    """configs/demo.yaml of the checkout, or of the installed package."""
-    for root in (Path(__file__).parents[1] / "configs", Path(sys.prefix) / "share/sluice/configs"):
-        if (root / "demo.yaml").exists():
-            return root / "demo.yaml"
-    raise SluiceError("configs/demo.yaml is not installed; reinstall sluice")
+    return load_config(task.config_path(), overrides)
 
 
 def _newest_version(run_dir: Path) -> Path:
     return sorted((run_dir / "weights").glob("v??????"))[-1]
 
 
-def _prune(runs: Path) -> None:
-    for old in sorted(runs.glob("digits-*"))[: -(_KEEP_RUNS - 1)]:
+def _prune(runs: Path, task: DemoTask) -> None:
+    for old in sorted(runs.glob(f"{task.name}-*"))[: -(_KEEP_RUNS - 1)]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _summary(scores: dict[str, float], found: Audit, drill: Drill, pipeline_s: float, wall_s: float) -> dict[str, Any]:
-    return {
-        "f1_warm": round(scores["warm"], 4),
-        "f1_final": round(scores["final"], 4),
-        "enqueued": found.enqueued,
-        "trained": found.trained,
-        "dead": found.dead,
-        "dropped": found.dropped,
-        "lost": found.lost,
-        "duplicated": found.duplicated,
-        "worker_kills": drill.kills,
-        "versions": found.versions,
-        "pipeline_s": round(pipeline_s, 1),
-        "wall_s": round(wall_s, 1),
-    }
-
-
-def _print(summary: dict[str, Any], page: Path) -> None:
+def _print(task: DemoTask, summary: dict[str, Any], page: Path) -> None:
+    before, after = (summary[f"{task.metric}_{name}"] for name in ("warm", "final"))
+    updates = summary.get("mid_sequence_updates")
+    landed = "" if updates is None else f"; {updates} of them landed in the middle of sequences"
     print(
-        f"held-out F1 {summary['f1_warm']:.2f} → {summary['f1_final']:.2f} over {summary['versions']} weight versions\n"
+        f"{task.metric_title} {before:.2f} → {after:.2f} over {summary['versions']} weight versions{landed}\n"
         f"{summary['enqueued']} sequences enqueued = {summary['trained']} trained + {summary['dead']} dead "
         f"+ {summary['dropped']} dropped; {summary['lost']} lost, {summary['duplicated']} trained twice "
         f"({summary['worker_kills']} worker killed on the way)\n"

@@ -9,11 +9,14 @@ from pathlib import Path
 
 def ensure_model(home: Path) -> Path:
     """Directory of the model and its tokenizer; made now unless an equal one is there."""
-    from demo.digits import cache, model, tokenizer
+    from demo.digits import model, tokenizer
+    from demo.tiny import cache
+    from demo.tiny import model as shape
+    from demo.tiny import tokenizer as words
 
     settings = model.ModelSettings()
     libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
-    target = home / f"model-{cache.content_key(asdict(settings), [model, tokenizer], libraries)}"
+    target = home / f"model-{cache.content_key(asdict(settings), [model, tokenizer, shape, words], libraries)}"
     if not target.is_dir():
         codec = tokenizer.build_tokenizer()
         with cache.written_aside(target) as aside:

@@ -4,7 +4,7 @@
                                  │           │
                     tokenizer ◀──┘           ├──▶ warm_start ──▶ model directory (transformers, vLLM)
                         └──▶ model ──────────┘
-    answers of any engine ──▶ evaluate.detection_f1
+    answers of any engine ──▶ evaluate.detection_f1, pictures (the report)
 
 - Train and held-out scenes show different handwriting.
 - Everything follows from seeds: scenes, codebook, weights, warm start.

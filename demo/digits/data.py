@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from demo.digits.patches import patch_text
 from demo.digits.scenes import Scene, SceneObject, Split, scenes
+from demo.tiny.jsonl import write_records
 
 
 class Record(TypedDict):
@@ -47,18 +46,4 @@ def records(split: Split, count: int, seed: int) -> Iterator[Record]:
 
 def write_jsonl(path: Path, split: Split, count: int, seed: int) -> Path:
     """Write `count` records to `path`: a complete file or, when interrupted, none."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    aside = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            for record in records(split, count, seed):
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        aside.chmod(0o644)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return path
+    return write_records(path, records(split, count, seed))

@@ -1,87 +1,45 @@
-"""The demo's model: a Qwen3 of about a million parameters, small enough to learn on one CPU core.
+"""The model of the digits task: patch tokens that start from their pixels.
 
-- fp32, tied embeddings, head size 32 (which vLLM's CPU attention supports).
-- Random weights from a seed; only the patch tokens start with structure: a random projection of their pixels,
-  so that patches which look alike begin as neighbours.
+- They begin as a random projection of their pixels, so that patches which look alike begin as neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from demo.digits.patches import NUM_PATCHES, codebook, patch_token
 from demo.digits.tokenizer import build_tokenizer
+from demo.tiny import model as tiny
+from demo.tiny.model import save_model
+
+__all__ = ["ModelSettings", "build_model", "save_model"]
 
 _PIXEL_MAX = 16.0
-_INIT_STD = 0.05
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    """Shape of the network; sizes in units (hidden, intermediate), counts otherwise."""
+class ModelSettings(tiny.ModelSettings):
+    """The shape, and how far the pixels decide where a patch begins."""
 
-    hidden_size: int = 128
-    intermediate_size: int = 512
-    num_layers: int = 3
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    rope_theta: float = 1000.0
-    max_positions: int = 512
     patch_init_scale: float = 3.0
-    seed: int = 0
 
 
-def build_config(settings: ModelSettings, tokenizer: Any) -> Qwen3Config:
-    """The Qwen3 config for this tokenizer's vocabulary."""
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim,
-        max_position_embeddings=settings.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
-        initializer_range=_INIT_STD,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+def build_model(settings: ModelSettings, tokenizer: Any = None) -> Qwen3ForCausalLM:
+    """A fresh fp32 model in training mode; the same settings give the same weights, whatever ran before."""
+    tokenizer = tokenizer or build_tokenizer()
+    first = tokenizer.convert_tokens_to_ids(patch_token(0))
+    return tiny.build_model(settings, tokenizer, lambda model: _place_patches(model, settings, first))
 
 
 def _place_patches(model: Qwen3ForCausalLM, settings: ModelSettings, first: int) -> None:
     """Start the patch embeddings from their pixels, plus a little of their random selves."""
     generator = torch.Generator().manual_seed(settings.seed)
     pixels = torch.from_numpy(codebook()) / _PIXEL_MAX
-    projection = torch.randn(pixels.shape[1], settings.hidden_size, generator=generator) * _INIT_STD
+    projection = torch.randn(pixels.shape[1], settings.hidden_size, generator=generator) * tiny.INIT_STD
     embeddings: Any = model.get_input_embeddings()
     rows = embeddings.weight[first : first + NUM_PATCHES]
     rows.copy_(settings.patch_init_scale * pixels @ projection + 0.3 * rows)
-
-
-def build_model(settings: ModelSettings, tokenizer: Any = None) -> Qwen3ForCausalLM:
-    """A fresh fp32 model in training mode; the same settings give the same weights, whatever ran before."""
-    tokenizer = tokenizer or build_tokenizer()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(settings.seed)
-        model = Qwen3ForCausalLM(build_config(settings, tokenizer)).float()
-        _place_patches(model, settings, tokenizer.convert_tokens_to_ids(patch_token(0)))
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
-    )
-    return model.train()
-
-
-def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write config, generation config, weights and tokenizer files: what transformers and vLLM load."""
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 from consumers.training.ledger import StepLog
 from demo import report
 from demo.audit import audit
-from demo.charts import Line, line_chart
+from demo.charts import Line, bar_chart, line_chart
 from demo.digits.model import ModelSettings
 from demo.digits.warm_start import WarmStartSettings, ensure_warm_start
 from demo.drill import Drill, Moment
-from demo.evaluator import heldout_scenes
+from demo.heldout import Heldout
+from demo.mid_sequence import MidSequence
+from demo.tasks import DemoTask, load_task
 from pipeline.config.types import Config, DataConfig
 from pipeline.jobs import job_id_for
 from pipeline.status import Snapshot
@@ -74,27 +77,58 @@ def test_a_chart_is_one_svg_whatever_its_points() -> None:
         assert root.tag.endswith("svg")
 
 
-def test_the_report_is_one_file_without_any_address(tmp_path: Path) -> None:
-    tiny = ModelSettings(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
-    model = ensure_warm_start(tmp_path / "cache", replace(WarmStartSettings(), num_steps=1, batch_size=1, model=tiny))
-    config, _ = run_of(tmp_path)
-    drill = Drill(config, tmp_path / "evals.jsonl", kill=True)
+def test_a_bar_is_as_high_as_its_value() -> None:
+    for bars in ([], [("<1>", 0.0)]):
+        assert ElementTree.fromstring(bar_chart("a < b", "x", "y", bars)).tag.endswith("svg")
+    root = ElementTree.fromstring(bar_chart("t", "x", "y", [("1", 40.0), ("2", 10.0)]))
+    first, second = (float(bar.attrib["height"]) for bar in root if bar.tag == "rect")
+    assert first == pytest.approx(4 * second, abs=0.2)
+
+
+def write_page(
+    run_dir: Path, task: DemoTask, heldout: Heldout, counts: Mapping[str, int], landed: MidSequence | None = None
+) -> str:
+    """A report over a made-up timeline; `<metric>` goes from 0.1 to 0.9."""
+    config, _ = run_of(run_dir)
+    drill = Drill(task, config, run_dir / "evals.jsonl", kill=True)
     drill.timeline = [Moment(float(at), at * 100, at, at, at) for at in range(9)]
     drill.kill_at_s = 3.0
-    (tmp_path / "evals.jsonl").write_text('{"version": 1, "f1": 0.5}\n{"version": 2, "f1"')
+    (run_dir / "evals.jsonl").write_text(f'{{"version": 1, "{task.metric}": 0.5}}\n{{"version": 2, "{task.metric}"')
     names = ("trained", "lost", "duplicated", "dead", "dropped", "worker_kills", "versions", "enqueued")
-    summary: dict[str, Any] = {name: 1 for name in names} | {"f1_warm": 0.1, "f1_final": 0.9, "pipeline_s": 3.0}
-    scenes = heldout_scenes(1, 7)
-    page = report.write(
-        tmp_path, summary=summary | {"wall_s": 4.0}, drill=drill, warm=model, final=model, scenes=scenes
-    )
+    summary: dict[str, Any] = {name: 1 for name in names} | dict(counts) | {"pipeline_s": 3.0, "wall_s": 4.0}
+    summary |= {f"{task.metric}_warm": 0.1, f"{task.metric}_final": 0.9}
+    page = report.write(run_dir, task, summary=summary, drill=drill, heldout=heldout, landed=landed)
     text = page.read_text()
     assert "0.90" in text
     assert "SIGKILL" in text
     assert "ended as loops" not in text  # the guard was off
-    assert text.count("<svg") >= 5
     assert not re.search(r"(src|href|@import|url\()\s*=?\s*[\"']?(https?:)?//", text)
     assert "<script" not in text
+    return text
+
+
+def test_the_report_is_one_file_without_any_address(tmp_path: Path) -> None:
+    tiny = ModelSettings(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1)
+    model = ensure_warm_start(tmp_path / "cache", replace(WarmStartSettings(), num_steps=1, batch_size=1, model=tiny))
+    task = load_task("digits")
+    text = write_page(tmp_path, task, Heldout.of(task, model, model, count=1), {})
+    assert "F1 over weight versions" in text
+    assert text.count("<svg") == 5
+    assert "mid-sequence" not in text
+
+
+def test_the_report_shows_answers_and_what_landed_in_mid_sequence(tmp_path: Path) -> None:
+    task = load_task("arithmetic")
+    problem = task.heldout(1, 0)[0]
+    heldout = Heldout([problem], ["<b>=1"], [problem.worked])
+    landed = MidSequence(frozenset({3, 4}), {1: 40, 3: 24})
+    text = write_page(tmp_path, task, heldout, {"mid_sequence_updates": 2}, landed)
+    assert "Accuracy over weight versions" in text
+    assert "Weight versions within one trained sequence" in text
+    assert text.count("<svg") == 4
+    assert "&lt;b&gt;=1" in text
+    assert text.index('class="no"><b>wrong') < text.index('class="yes"><b>right')
+    assert f"<span>{problem.worked.split(';')[-1]}</span>" in text
 
 
 def test_what_the_guard_did_is_shown_where_it_was_on() -> None:

@@ -49,9 +49,19 @@ def test_key_follows_every_setting() -> None:
         replace(TINY, num_steps=3),
         replace(TINY, data_seed=6),
         replace(TINY, learning_rate=1e-3),
+        replace(TINY, stop_loss=0.1),
         replace(TINY, model=replace(TINY.model, seed=1)),
     ]
     assert len({warm_start_key(settings) for settings in variants}) == len(variants)
+
+
+def test_a_loss_that_is_low_enough_ends_it_early(tmp_path: Path) -> None:
+    heard: list[WarmStartProgress] = []
+    settings = replace(TINY, num_steps=20, stop_loss=1e9)
+    ensure_warm_start(tmp_path, settings, heard.append)
+    assert len(heard) == 8  # the mean needs that many
+    ensure_warm_start(tmp_path, replace(settings, num_steps=10, stop_loss=0.0), heard.append)
+    assert len(heard) == 8 + 10
 
 
 def test_interruption_leaves_nothing_behind(tmp_path: Path) -> None:

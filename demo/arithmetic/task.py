@@ -1,0 +1,58 @@
+"""The arithmetic task, as the demo sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from demo.arithmetic.data import messages_of, write_jsonl
+from demo.arithmetic.evaluate import accuracy, is_right
+from demo.arithmetic.problems import Problem, problems
+from demo.arithmetic.warm_start import ensure_warm_start
+from demo.tasks import DemoTask, RolloutLine
+
+
+def _write(path: Path, count: int, seed: int) -> Path:
+    return write_jsonl(path, "train", count, seed)
+
+
+def _heldout(count: int, seed: int) -> list[Problem]:
+    """The problems that decide; none of them is ever trained on."""
+    return list(problems("heldout", count, seed))
+
+
+def _score(texts: Sequence[str], chosen: Sequence[Problem]) -> dict[str, float]:
+    return {"accuracy": accuracy(texts, chosen)}
+
+
+def _rows(chosen: Sequence[Problem], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
+    """One dict a problem, for arithmetic.html.j2."""
+    return [
+        {
+            "problem": problem.text,
+            "answer": problem.answer,
+            "views": [{"steps": text.split(";"), "right": is_right(text, problem)} for text in (first, second)],
+        }
+        for problem, first, second in zip(chosen, before, after, strict=True)
+    ]
+
+
+TASK = DemoTask(
+    name="arithmetic",
+    title="sums by steps, learnt from rewards",
+    config_file="demo-arithmetic.yaml",
+    metric="accuracy",
+    metric_title="held-out accuracy",
+    rollouts=RolloutLine("rollout/reward_mean", "training rollouts, sampled"),
+    num_heldout=300,
+    max_new_tokens=96,
+    mid_sequence=True,
+    page="arithmetic.html.j2",
+    ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
+    write_data=_write,
+    heldout=_heldout,
+    messages=messages_of,
+    score=_score,
+    show=_rows,
+)

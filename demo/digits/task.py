@@ -1,0 +1,47 @@
+"""The digits task, as the demo sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from demo.digits.data import messages_of, write_jsonl
+from demo.digits.evaluate import detection_f1
+from demo.digits.pictures import pictures
+from demo.digits.scenes import Scene, scenes
+from demo.digits.warm_start import ensure_warm_start
+from demo.tasks import DemoTask, RolloutLine
+
+
+def _write(path: Path, count: int, seed: int) -> Path:
+    return write_jsonl(path, "train", count, seed)
+
+
+def _heldout(count: int, seed: int) -> list[Scene]:
+    """The scenes that decide; digits that no training scene shows."""
+    return list(scenes("heldout", count, seed))
+
+
+def _score(texts: Sequence[str], chosen: Sequence[Scene]) -> dict[str, float]:
+    found = detection_f1(texts, [scene.objects for scene in chosen])
+    return {"f1": found["f1"], "precision": found["precision"], "recall": found["recall"]}
+
+
+TASK = DemoTask(
+    name="digits",
+    title="reading handwritten digits",
+    config_file="demo.yaml",
+    metric="f1",
+    metric_title="held-out F1",
+    rollouts=RolloutLine("rollout/f1", "training rollouts, boxes alone"),
+    num_heldout=200,
+    max_new_tokens=64,
+    mid_sequence=False,
+    page="digits.html.j2",
+    ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
+    write_data=_write,
+    heldout=_heldout,
+    messages=messages_of,
+    score=_score,
+    show=pictures,
+)

@@ -1,0 +1,40 @@
+"""Held-out problems with the answers of two models: the warm start, and what training made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.evaluator import decode
+from demo.tasks import DemoTask
+
+_SEED = 77
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """`before[i]` and `after[i]` answer `problems[i]`."""
+
+    problems: Sequence[Any]
+    before: Sequence[str]
+    after: Sequence[str]
+
+    @classmethod
+    def of(cls, task: DemoTask, warm: Path, final: Path, count: int | None = None) -> Heldout:
+        """Decode the task's held-out problems, or `count` of them, with both models, greedily."""
+        chosen = task.heldout(task.num_heldout if count is None else count, _SEED)
+        return cls(chosen, decode(task, warm, chosen), decode(task, final, chosen))
+
+    def first(self, count: int) -> Heldout:
+        """Only the first problems."""
+        return Heldout(self.problems[:count], self.before[:count], self.after[:count])
+
+    def scores(self, task: DemoTask) -> dict[str, float]:
+        """`<metric>_warm` and `<metric>_final`, rounded to 4 digits."""
+        texts = {"warm": self.before, "final": self.after}
+        return {
+            f"{task.metric}_{name}": round(task.score(answers, self.problems)[task.metric], 4)
+            for name, answers in texts.items()
+        }

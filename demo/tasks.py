@@ -1,0 +1,68 @@
+"""What a task gives to the demo. The rest of the demo knows no task by name.
+
+    --task NAME ──▶ load_task ──▶ DemoTask: model, data, held-out score, and what the report shows of it
+
+| task       | learns by                                  | measured by           |
+|------------|--------------------------------------------|-----------------------|
+| digits     | teacher forcing on matched targets         | F1 of boxes           |
+| arithmetic | reward of its own groups (decoupled PPO)   | share of right answers|
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.tiny.warm_start import OnProgress
+from pipeline.config.suggest import did_you_mean
+from pipeline.errors import ConfigError, SluiceError
+
+NAMES = ("digits", "arithmetic")
+
+
+@dataclass(frozen=True)
+class RolloutLine:
+    """A line of the score's chart that comes from the training rollouts."""
+
+    key: str  # of metrics.jsonl
+    name: str
+
+
+@dataclass(frozen=True)
+class DemoTask:
+    """One task. `Any` stands for the task's own type of a held-out problem."""
+
+    name: str
+    title: str  # of the report
+    config_file: str  # under configs/
+    metric: str  # key of the held-out score: <metric>_warm and <metric>_final of the summary
+    metric_title: str
+    rollouts: RolloutLine
+    num_heldout: int  # problems before and after; the evaluator beside the run takes half
+    max_new_tokens: int
+    mid_sequence: bool  # the summary counts the updates that landed inside a sequence
+    page: str  # template of the problems before and after
+    ensure_warm_start: Callable[[Path, OnProgress], Path]
+    write_data: Callable[[Path, int, int], Path]  # path, count, seed
+    heldout: Callable[[int, int], list[Any]]  # count, seed
+    messages: Callable[[Any], list[dict[str, str]]]
+    score: Callable[[Sequence[str], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
+    show: Callable[[Sequence[Any], Sequence[str], Sequence[str]], Any]  # for `page`: problems, answers before, after
+
+    def config_path(self) -> Path:
+        """The config file of the checkout, or of the installed package."""
+        for root in (Path(__file__).parents[1] / "configs", Path(sys.prefix) / "share/sluice/configs"):
+            if (root / self.config_file).exists():
+                return root / self.config_file
+        raise SluiceError(f"configs/{self.config_file} is not installed; reinstall sluice")
+
+
+def load_task(name: str) -> DemoTask:
+    """The task of that name; raises ConfigError for another."""
+    if name not in NAMES:
+        raise ConfigError(f"--task: unknown task {name!r}; {did_you_mean(name, list(NAMES))}")
+    return importlib.import_module(f"demo.{name}.task").TASK

@@ -1,0 +1,149 @@
+"""Warm start: teach a random model the answer's form and a little of the task, once, and keep the result.
+
+- Plain teacher forcing on train-split problems; the loss covers the answer tokens only.
+- Cached under a key of every setting, every source file that matters and the versions of the libraries.
+- An interrupted run leaves nothing behind: the directory is written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from demo.tiny import cache, model, tokenizer
+
+IGNORED = -100
+_CLIP_NORM = 1.0
+_BETAS = (0.9, 0.99)
+_RECENT = 8
+_LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
+
+Pair = tuple[list[int], list[int]]
+"""Prompt ids and answer ids, turn terminator included."""
+
+
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """How long and how fast; at most `num_steps` optimiser steps of `batch_size` fresh problems each."""
+
+    num_steps: int = 144
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    num_warmup_steps: int = 20
+    data_seed: int = 5
+    stop_loss: float | None = None  # nats; over once the mean of the last 8 steps is below it
+    model: model.ModelSettings = field(default_factory=model.ModelSettings)
+
+
+@dataclass(frozen=True)
+class WarmStartProgress:
+    """What the callback hears after each step: counts, mean cross-entropy in nats, seconds so far."""
+
+    step: int
+    num_steps: int
+    loss: float
+    elapsed_s: float
+
+
+OnProgress = Callable[[WarmStartProgress], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task's share: `network` builds the fresh model, `pairs(count, seed, tokenizer)` gives train problems."""
+
+    name: str
+    sources: Sequence[ModuleType]
+    tokenizer: Callable[[], PreTrainedTokenizerFast]
+    network: Callable[[Any, PreTrainedTokenizerFast], Qwen3ForCausalLM]
+    pairs: Callable[[int, int, PreTrainedTokenizerFast], Iterator[Pair]]
+
+    def key(self, settings: WarmStartSettings) -> str:
+        """Cache key: settings, the sources of the task and of this package, and the libraries."""
+        sources = [*self.sources, cache, model, tokenizer, sys.modules[__name__]]
+        return cache.content_key(asdict(settings), sources, {name: version(name) for name in _LIBRARIES})
+
+    def ensure(self, cache_dir: Path, settings: WarmStartSettings, on_progress: OnProgress | None = None) -> Path:
+        """Directory of the warm-started model and its tokenizer; trained now unless an equal one is cached."""
+        target = Path(cache_dir) / f"{self.name}-warm-{self.key(settings)}"
+        if target.is_dir():
+            return target
+        codec = self.tokenizer()
+        network = self.network(settings.model, codec)
+        total = settings.num_steps * settings.batch_size
+        with cache.written_aside(target) as aside:
+            train(network, codec, settings, self.pairs(total, settings.data_seed, codec), on_progress)
+            model.save_model(network, codec, aside)
+            (aside / "warm_start.json").write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
+        return target
+
+
+def train(
+    network: Qwen3ForCausalLM,
+    codec: Any,
+    settings: WarmStartSettings,
+    pairs: Iterator[Pair],
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Train in place with AdamW: linear warm-up, then a constant rate, as later training has.
+
+    It ends after `num_steps`, or earlier at `stop_loss`.
+    """
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=settings.learning_rate, betas=_BETAS, weight_decay=0.0, fused=True
+    )
+    started = time.monotonic()
+    recent: deque[float] = deque(maxlen=_RECENT)
+    for step in range(1, settings.num_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, step / settings.num_warmup_steps)
+        chunk = list(itertools.islice(pairs, settings.batch_size))
+        loss = answer_loss(network, *collate(chunk, int(codec.pad_token_id)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(loss.item())
+        if on_progress:
+            on_progress(WarmStartProgress(step, settings.num_steps, recent[-1], time.monotonic() - started))
+        if settings.stop_loss is not None and len(recent) == _RECENT and fmean(recent) < settings.stop_loss:
+            return
+
+
+def collate(pairs: Sequence[Pair], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded inputs and next-token labels, int64 [batch, length - 1]; -100 is no label."""
+    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    inputs = torch.full((len(pairs), length), pad_id)
+    labels = torch.full((len(pairs), length), IGNORED)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        inputs[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = inputs[row, len(prompt) : end]
+    return inputs[:, :-1], labels[:, 1:]
+
+
+def answer_loss(network: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over labelled positions; logits are computed at those positions only."""
+    kept = labels != IGNORED
+    hidden = network.model(input_ids=inputs).last_hidden_state[kept]
+    return functional.cross_entropy(network.lm_head(hidden), labels[kept])
+
+
+def encode_pair(codec: Any, messages: list[dict[str, str]], answer: str) -> Pair:
+    """A chat and its answer as ids."""
+    prompt = codec.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return prompt, codec.encode(answer + tokenizer.TURN_END, add_special_tokens=False)
