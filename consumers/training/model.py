@@ -52,7 +52,7 @@ def probe_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
     return torch.randint(0, vocab_size, (max(2, count),), generator=generator).tolist()
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: FSDP would keep what it gathers in it for training
 def probe_score(model: Any, token_ids: list[int]) -> float:
     """Summed fp32 logprob (nats) of tokens 1.. given their prefix."""
     ids = torch.tensor([token_ids], device=model.device)

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from consumers.codec import HFTextCodec
+from consumers.training.distributed import Shard, sharding
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from consumers.training.trainer import Trainer
@@ -25,11 +26,11 @@ from pipeline.status import snapshot
 
 async def train(config: Config) -> None:
     """Run the trainer to the end of the run."""
-    with use_free_gpu(wanted=config.trainer.claim_gpu):
-        await _train(config)
+    with use_free_gpu(wanted=config.trainer.claim_gpu), sharding(config.model) as shard:
+        await _train(config, shard)
 
 
-async def _train(config: Config) -> None:
+async def _train(config: Config, shard: Shard | None) -> None:
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
     source = Path(config.model.path)
@@ -50,6 +51,8 @@ async def _train(config: Config) -> None:
             coord_ids=codec.coord_token_ids,
             policy=config.policy,
         )
+        if shard is not None:
+            await asyncio.to_thread(shard, step.model, step.optimizer)
         for warning in policy_warnings(config):
             get_logger().warning("policy loss", known=warning)
         await Trainer(role, owner, step, source).run()

@@ -135,7 +135,8 @@ def test_no_text_contains(pattern: str, what: str) -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     """What the packages import is the standard library, the project, or named in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requires = project["dependencies"] + project["optional-dependencies"]["data"]
+    extras = project["optional-dependencies"]
+    requires = project["dependencies"] + extras["data"] + extras["accelerate"]
     declared = {re.split(r"[\s\[<>=!~;(]", line)[0].lower().replace("_", "-") for line in requires}
     optional = {"vllm", "triton"}  # triton comes with torch where there is a GPU
     owners = metadata.packages_distributions()

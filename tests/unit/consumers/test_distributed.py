@@ -16,6 +16,7 @@ from consumers.training import checkpoint
 from consumers.training.distributed import keep_model_whole, keep_optimizer_whole, sharding, started_sharded
 from consumers.training.model import probe_score
 from consumers.training.step import TrainStep
+from pipeline.config.types import ModelConfig
 from pipeline.errors import ConfigError
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
@@ -36,6 +37,7 @@ def test_only_a_launch_with_fsdp_shards() -> None:
     assert started_sharded(FSDP2)
     assert started_sharded({**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"})
     assert not started_sharded({})
+    assert not started_sharded({"ACCELERATE_MIXED_PRECISION": "bf16"})  # set by hand, for another program
     assert not started_sharded({"LOCAL_RANK": "0", "WORLD_SIZE": "4", "FSDP_VERSION": "2"})  # torchrun, a scheduler
 
 
@@ -60,14 +62,14 @@ def test_what_it_cannot_do_is_refused_with_the_key_to_set(changes: dict[str, str
 def test_a_plain_trainer_gets_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FSDP2:
         monkeypatch.delenv(name, raising=False)
-    with sharding(torch.device("cpu")) as shard:
+    with sharding(ModelConfig(device="cpu")) as shard:
         assert shard is None
         assert not distributed.is_initialized()
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+def one_process(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 

@@ -1,0 +1,132 @@
+"""`sluice train` under a real `accelerate launch` with the FSDP configuration that ships, beside the plain trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+from consumers.training.ledger import read_steps
+from consumers.training.model import load_policy, probe_score
+from consumers.training.role import train
+from pipeline import broker
+from pipeline.config import load_config
+from pipeline.config.types import ModelConfig
+from pipeline.messages import TrainingBatch, WeightVersion, encode
+from pipeline.tokens import FloatArray, Runs
+from pipeline.weights import WeightsRegistry, verify
+from tests.e2e.fixtures import MakeStack
+from tests.e2e.processes import BIN, Process
+from tests.e2e.stack import Stack
+from tests.trainers import random_sample
+
+pytestmark = pytest.mark.slow
+FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
+STEPS = 4
+LENGTH = 16
+
+
+@pytest.fixture
+def make_run(make_stack: MakeStack) -> Callable[[], Stack]:
+    """A run with a policy loss whose batches are all there; it needs nobody but a trainer."""
+
+    def make() -> Stack:
+        stack = make_stack(
+            [],
+            "exact_answer",
+            producer={"samples_per_version": 2},
+            policy={"enabled": True, "advantage": "reward", "weight_cap": 1e6, "weight_floor": 1e-9},
+            scorer={"count": 0},
+            trainer={"keep_checkpoints": 10},
+        )
+        hand_on(stack)
+        return stack
+
+    return make
+
+
+def hand_on(stack: Stack) -> None:
+    """Two samples per step, sampled by the version before the trainer's: it scores them itself before the update."""
+    client = stack.client()
+    for step in range(STEPS):
+        samples = [
+            replace(
+                random_sample(f"{step}-{member}", LENGTH),
+                logprobs=FloatArray([-6.0] * LENGTH),
+                versions=Runs.of([max(0, step - 1)] * LENGTH),
+                response_mask=Runs.of([0, 0] + [1] * (LENGTH - 2)),
+                advantage=1.0 - 2 * member,
+            )
+            for member in range(2)
+        ]
+        client.xadd(stack.keys.batches, {"b": encode(TrainingBatch(batch_id=str(step), samples=samples))})
+        for name in ("enqueued", "accepted"):
+            client.hincrby(stack.keys.counts, name, 2)
+    client.hset(stack.keys.source, "exhausted", "1")
+    client.close()
+
+
+def launch(stack: Stack, *overrides: str) -> Process:
+    """Start one trainer under accelerate; the short form of `accelerate launch`, which imports less."""
+    start = [str(BIN / "accelerate-launch"), "--config_file", str(FSDP), "--no_python", str(BIN / "sluice"), "train"]
+    return stack.spawn([*start, "-c", str(stack.config_file), *overrides], name="launched")
+
+
+def log_of(process: Process) -> str:
+    """Once it has ended, and well."""
+    assert process.wait() == 0, process.tail()
+    return process.text()
+
+
+def manifest(stack: Stack) -> WeightVersion:
+    """Of the newest version."""
+
+    async def read() -> WeightVersion | None:
+        client = broker.connect(stack.broker_config)
+        try:
+            registry = WeightsRegistry(client, stack.keys)
+            return await registry.get(await registry.latest() or 0)
+        finally:
+            await client.aclose()
+
+    found = asyncio.run(read())
+    assert found is not None
+    return found
+
+
+def tensors(stack: Stack, step: int) -> dict[str, torch.Tensor]:
+    directory = stack.run_dir / "checkpoints" / f"step-{step:06d}"
+    moments = load_file(directory / "trainer/optimizer.safetensors")
+    return load_file(directory / "model.safetensors") | {f"optimizer {name}": value for name, value in moments.items()}
+
+
+def apart(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two sets of equal names."""
+    assert left.keys() == right.keys()
+    return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
+
+
+def recomputed(stack: Stack) -> list[float]:
+    """Tokens per step that the trainer scored itself."""
+    return [line["policy/recomputed_tokens"] for line in read_steps(stack.run_dir / "metrics.jsonl")]
+
+
+def test_fsdp_trains_the_same_weights_and_goes_on_after_a_stop(make_run: Callable[[], Stack]) -> None:
+    plain, sharded = make_run(), make_run()
+    first = launch(sharded, "--set", "trainer.max_versions=2")
+    asyncio.run(train(load_config(plain.config_file, environ={"REDIS_URL": str(plain.broker_url)})))
+    assert "event=sharded by=FSDP2 backend=gloo" in log_of(first)
+    assert "event=resumed step=2" in log_of(launch(sharded))
+    assert recomputed(sharded) == recomputed(plain) == [0.0] + [2.0 * (LENGTH - 2)] * (STEPS - 1)
+    for step in range(1, STEPS + 1):
+        assert apart(tensors(plain, step), tensors(sharded, step)) < 1e-6
+    ours, theirs = manifest(sharded), manifest(plain)
+    assert (ours.version, ours.tensors) == (STEPS, theirs.tensors)
+    assert ours.probe_score == pytest.approx(theirs.probe_score, abs=1e-4)
+    published = load_policy(verify(ours), ModelConfig(device="cpu"))
+    assert probe_score(published, list(ours.probe_token_ids)) == pytest.approx(ours.probe_score, abs=1e-4)
