@@ -116,3 +116,27 @@ def guard(
         counts=counts, sequences=sequences, longest=longest, run_sequences=run_sequences, vllm=vllm, quick=quick
     )
     finish(measure(plan), as_json=json)
+
+
+@app.command
+def proximal(
+    *,
+    json: bool = False,
+    backends: str = "hf,vllm",
+    rounds: int | None = None,
+    quick: bool = False,
+) -> None:
+    """New weights amid sequences: what they cost, and how many older tokens are trained with a valid proximal.
+
+    From publish to the first token under the new version, with a broker and a decode worker; an update that scores
+    beside one that only re-prefills, and beside none; tokens a second at one update per 50, 200 and 1000 steps; the
+    share of older tokens with a valid proximal logprob, under a queue of 1 to 4 versions, with a scorer process.
+    About 5 minutes. --rounds is for the cost of scores; --quick takes seconds and proves nothing.
+
+    Example: `sluice bench proximal --backends hf --json`
+    """
+    from bench.proximal.measure import measure
+    from bench.proximal.plan import Plan
+    from bench.report import finish
+
+    finish(measure(Plan.of(backends=backends, rounds=rounds, quick=quick)), as_json=json)

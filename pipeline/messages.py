@@ -272,6 +272,8 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> (dtype, shape)
     probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
     probe_score: float | None = None  # summed logprob (nats) of the probe tokens after the first
+    previous: int | None = None  # the version before, as far as the trainer knows it
+    previous_score: float | None = None  # that one's
     step: int = 0
     published_at: float = 0.0
 

@@ -76,6 +76,15 @@ class Scores:
             return []
         until = time.monotonic() + wait_s
         entry_ids = await self._put(waiting.jobs(), wait_s)
+        try:
+            found = await self._collect(waiting, entry_ids, until)
+        finally:  # also when nobody waits any more
+            await self._clear(entry_ids)
+        if waiting:
+            get_logger().warning("scores are missing", jobs=len(waiting), waited_s=wait_s)
+        return found
+
+    async def _collect(self, waiting: OpenJobs, entry_ids: list[bytes], until: float) -> list[ScoreResult]:
         found: list[ScoreResult] = []
         seen = lost = 0
         while True:
@@ -83,16 +92,12 @@ class Scores:
             found += [answer for answer in fresh if waiting.close(answer)]
             left_s = until - time.monotonic()
             if not waiting or left_s <= 0:
-                break
+                return found
             if queued < len(waiting) and lost < _MOST_LOST:
                 lost += 1
                 get_logger().warning("the broker lost score jobs; they are put out again", jobs=len(waiting))
                 entry_ids += await self._put(waiting.jobs(), left_s)
             await asyncio.sleep(min(_POLL_S, left_s))
-        await self._clear(entry_ids)
-        if waiting:
-            get_logger().warning("scores are missing", jobs=len(waiting), waited_s=wait_s)
-        return found
 
     async def _put(self, jobs: Sequence[ScoreJob], wait_s: float) -> list[bytes]:
         seconds, micros = await self._client.time()  # the server's: scorers on other hosts have other clocks

@@ -50,6 +50,7 @@ class DecodeWorker(LeasedWorker):
         )
         self._role, self._backend, self._prompts = role, backend, prompts
         self._weights = WeightsWatch(role, backend)
+        self._looked = False
         self._held = HeldJobs(self.settings.max_batch)
         role.status.fact(owner=self.queue.owner)
 
@@ -85,6 +86,9 @@ class DecodeWorker(LeasedWorker):
 
     async def before_claim(self) -> bool:
         """New weights go first."""
+        if not self._looked:
+            await self._weights.look()
+            self._looked = True
         newer = self._weights.newer()
         if newer is not None:
             self._role.status.waiting(f"weights v{newer} to load, amid {self._held.running} running sequences")
@@ -105,9 +109,8 @@ class DecodeWorker(LeasedWorker):
             self.keeper.drop(claim.job_id, claim.attempt)
             await self.queue.release([claim], delay_s=_TOO_EARLY_S)
             return
-        if job.max_weight_version is not None and job.max_weight_version < self._backend.version:
-            newest = f"it asks for weights v{job.max_weight_version} at most, and v{self._backend.version} serves"
-            await self._fail(claim, "stale", newest)
+        if too_new := self._too_new(job):
+            await self._fail(claim, "stale", too_new)
             return
         try:
             prompt = self._prompt(job)
@@ -171,6 +174,11 @@ class DecodeWorker(LeasedWorker):
             return self._prompts.text(job, self._backend.facts)
         return self.loop.create_task(self._prompts.with_image(job))
 
+    def _too_new(self, job: DecodeJob) -> str:
+        """Why these weights may not begin a sequence of the job, or nothing."""
+        most, serves = job.max_weight_version, self._backend.version
+        return "" if most is None or serves <= most else f"it asks for weights v{most} at most, and v{serves} serves"
+
     def _sequence_task(self, held: HeldJob, index: int) -> asyncio.Task[None]:
         task = self.loop.create_task(self._sequence(held, index))
         task.add_done_callback(lambda ended: self._sequence_ended(held, ended))
@@ -178,6 +186,9 @@ class DecodeWorker(LeasedWorker):
 
     async def _sequence(self, held: HeldJob, index: int) -> None:
         every, seed, claim = self.settings.checkpoint_tokens, self._role.config.seed, held.claim
+        if too_new := self._too_new(held.job):  # weights may have come while it waited
+            await self._fail(claim, "stale", too_new)
+            return
         try:
             prompt = held.prompt if isinstance(held.prompt, JobPrompt) else held.prompt.result()
             request = request_for(claim, held.job, prompt, index, seed=seed, every=every, on_progress=self._store)

@@ -33,6 +33,10 @@ class WeightsWatch:
         """The registry's newest version, as the last claim told it."""
         self._latest = latest
 
+    async def look(self) -> None:
+        """Ask for the newest version, before the first claim: a worker that starts late starts there."""
+        self.saw(await self._registry.latest())
+
     def newer(self) -> int | None:
         """A version number that the engine should move to, or None."""
         latest = self._latest
@@ -42,19 +46,33 @@ class WeightsWatch:
 
     async def pull(self, version: int) -> bool:
         """Load a version; False if it was refused and the old one serves on. Raises TornWeights if neither serves."""
-        manifest = await self._registry.get(version)
-        if manifest is None:
-            return False  # retired meanwhile: a newer one is there
-        probe = probe_of(manifest, self._backend.facts.dtype, self._config.weights.probe_tolerance)
+        limit_s = self._config.weights.load_timeout_s
         try:
-            directory = await asyncio.to_thread(verify, manifest)
-            await self._backend.load_weights(directory, version, probe)
+            async with asyncio.timeout(limit_s):
+                published_at = await self._load(version)
+        except TimeoutError as error:
+            raise TornWeights(
+                f"weights v{version} were not loaded within {limit_s:.0f} s; is their disk slow or away? Raise "
+                "weights.load_timeout_s if a load may take longer"
+            ) from error
         except TornWeights:
             raise  # the process ends; its successor loads a whole version
         except WeightsError as error:
             self._refused = version
             get_logger().error("new weights refused; the old version serves on", version=version, error=str(error))
             return False
-        behind_s = round(time.time() - manifest.published_at, 3) if manifest.published_at else None
-        get_logger().info("weights loaded", version=version, behind_s=behind_s)
+        if published_at is None:
+            return False  # retired meanwhile: a newer one is there
+        get_logger().info("weights loaded", version=version, behind_s=round(time.time() - published_at, 3))
         return True
+
+    async def _load(self, version: int) -> float | None:
+        """When it was published; None if it is not there any more."""
+        manifest = await self._registry.get(version)
+        if manifest is None:
+            return None
+        backend, tolerance = self._backend, self._config.weights.probe_tolerance
+        probe = probe_of(manifest, backend.facts.dtype, tolerance, backend.version)
+        directory = await asyncio.to_thread(verify, manifest)
+        await backend.load_weights(directory, version, probe)
+        return manifest.published_at or time.time()

@@ -70,6 +70,7 @@ class Trainer:
         self._rollouts = Rollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
         self._registry = weights.WeightsRegistry(role.client, role.keys)
+        self._published: tuple[int, float] | None = None  # the newest version of this process, its probe's score
         self._unread: deque[Entry] = deque()
         self._state = checkpoint.TrainerState()
         vocab = int(self._step.model.config.vocab_size)
@@ -259,11 +260,14 @@ class Trainer:
             digest="",
             probe_token_ids=TokenArray(self._probe),
             probe_score=score,
+            previous=self._published[0] if self._published else None,
+            previous_score=self._published[1] if self._published else None,
             step=self._state.step,
             published_at=time.time(),
         )
         full = await self._write(weights.write_version, directory, self._versions, manifest)
         await self._registry.register(full, self._owner.key, self._owner.nonce, retention)
+        self._published = (version, score)
         await asyncio.to_thread(weights.retire, self._versions, version, retention)
         get_logger().info("published", version=version, digest=full.digest[:12])
 

@@ -61,6 +61,7 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
         "trainer.micro_batch_tokens": config.trainer.micro_batch_tokens,
         "trainer.keep_checkpoints": config.trainer.keep_checkpoints,
         "broker.socket_timeout_s": config.broker.socket_timeout_s,
+        "weights.load_timeout_s": config.weights.load_timeout_s,
     }
     found = [(value > 0, f"{key} must be > 0, got {value}") for key, value in positive.items()]
     limit = config.data.limit

@@ -132,6 +132,7 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     """Published versions."""
 
     retention: int = 4  # newest versions that stay on disk; >= max_staleness + 2
+    load_timeout_s: float = 600.0  # a worker that has not loaded a version by then ends, its jobs go back
     probe_tokens: int = 16
     probe_tolerance: float = 1e-2  # nats a probe token between trainer and worker; ten times that in half precision
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from pipeline.config.types import ModelConfig
 from pipeline.errors import EngineError, RequestError
 from tests.contract.engine_fixtures import request
-from tests.tiny_vlms import picture, save_tiny_llava
+from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
 from workers.generation.backends.hf import HfBackend
 from workers.generation.backends.routed import RoutedBackend
 from workers.generation.contracts import SequenceRequest
@@ -106,4 +107,31 @@ async def test_without_a_fallback_an_image_is_an_error_that_says_what_to_do(llav
     await backend.start()
     with pytest.raises(EngineError, match="use a vision-language model"):
         await backend.for_images()
+    await backend.close()
+
+
+async def test_a_fallback_that_refuses_new_weights_ends_what_it_has_under_the_old_ones(
+    llava: Path, tmp_path: Path
+) -> None:
+    """Here it is of another shape; a short fault of the disk would be the same."""
+    qwen, other = save_tiny_qwen_vl(tmp_path / "qwen"), save_tiny_llava(tmp_path / "other", seed=5)
+    made: list[HfBackend] = []
+
+    def fallback() -> HfBackend:
+        made.append(HfBackend(ModelConfig(path=str(qwen), device="cpu")))
+        return made[-1]
+
+    backend = RoutedBackend(HfBackend(ModelConfig(path=str(llava), device="cpu", variant="text")), fallback)
+    await backend.start()
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+    asked = replace(seen(qwen, "long", 150), report_every=1, report=lambda _: loop.call_soon_threadsafe(begun.set))
+    running = asyncio.create_task(backend.decode(asked))
+    await asyncio.wait_for(begun.wait(), 60)
+    await backend.load_weights(other, 1)
+    output = await asyncio.wait_for(running, 60)
+    assert (output.finish_reason, set(output.versions), backend.version) == ("length", {0}, 1)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="nor its fallback"):
+            await backend.decode(seen(qwen))
+    assert len(made) == 3, "it is tried anew: the weights may be readable the next time"
     await backend.close()

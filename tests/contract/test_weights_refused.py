@@ -29,9 +29,12 @@ def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield scope.enter_context(STARTS[request.param](versions.directories[0])), versions
 
 
-def probe(versions: Versions, version: int, *, off: float = 0.0) -> WeightsProbe:
-    score = sum(versions.logprobs(version, PROBE[:1], PROBE[1:]))
-    return WeightsProbe(PROBE, score + off, tolerance=0.01)
+def score_of(versions: Versions, version: int) -> float:
+    return sum(versions.logprobs(version, PROBE[:1], PROBE[1:]))
+
+
+def probe(versions: Versions, version: int, *, off: float = 0.0, **changes: float) -> WeightsProbe:
+    return WeightsProbe(PROBE, score_of(versions, version) + off, **{"tolerance": 0.01, **changes})
 
 
 async def refused_amid(backend: Backend, versions: Versions, wrong: WeightsProbe) -> list[SequenceOutput]:
@@ -57,6 +60,27 @@ def test_a_wrong_load_never_serves(own: tuple[Backend, Versions], off: float) ->
     for output in outputs:
         assert_right(output, versions)
     assert set(outputs[0].versions) == {0, 2}
+
+
+def test_weights_that_stayed_the_old_ones_are_found_by_the_change(own: tuple[Backend, Versions]) -> None:
+    """As with a loader that forgets a tensor: versions score so much alike that only the change tells them apart."""
+    backend, versions = own
+    asyncio.run(backend.load_weights(versions.directories[0], 0))
+    old, new = score_of(versions, 0), score_of(versions, 1)
+    wide = {"tolerance": 1e6, "change_tolerance": 1e-3}
+    with pytest.raises(WeightsError, match="not all weights are the new ones"):
+        asyncio.run(backend.load_weights(versions.directories[0], 1, probe(versions, 1, change=0.01, **wide)))
+    assert backend.version == 0
+    asyncio.run(backend.load_weights(versions.directories[1], 1, probe(versions, 1, change=new - old, **wide)))
+    assert backend.version == 1
+    asyncio.run(backend.load_weights(versions.directories[0], 0))
+
+
+def test_a_probe_that_the_engine_cannot_score_touches_nothing(own: tuple[Backend, Versions]) -> None:
+    backend, versions = own
+    with pytest.raises(WeightsError, match="cannot score the probe"):
+        asyncio.run(backend.load_weights(versions.directories[1], 1, WeightsProbe((1, 10**6), 0.0, tolerance=1.0)))
+    assert run(backend, endless(PROMPT, 9))[0].versions == [0] * 9
 
 
 def test_a_file_that_cannot_be_read_touches_nothing(own: tuple[Backend, Versions], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.tiny_models import save_tiny_model
 from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
 from workers.job_prompts import JobPrompts
+from workers.weights_watch import WeightsWatch
 
 LONG = SamplingParams(max_new_tokens=200)
 
@@ -39,9 +41,8 @@ class Published:
         self._owner, self._registry = Ownership(client, keys, "trainer"), WeightsRegistry(client, keys)
         self._run_dir = run_dir
 
-    async def publish(self, version: int, **changes: Any) -> Path:
-        if version == 0:
-            assert await self._owner.try_acquire()
+    def make(self, version: int) -> WeightVersion:
+        """The files, before anything runs: what takes time here takes none while sequences do."""
         model = save_tiny_model(self._run_dir / f"model-{version}", seed=version + 1)
         self.models[version] = reference(model)
         probe = list(range(3, 12))
@@ -49,10 +50,13 @@ class Published:
         manifest = WeightVersion(
             version=version, path="", digest="", probe_token_ids=TokenArray(probe), probe_score=score
         )
-        full = write_version(model, self._run_dir / "weights", manifest)
-        full = msgspec.structs.replace(full, **changes)
+        return write_version(model, self._run_dir / "weights", manifest)
+
+    async def publish(self, version: int, made: WeightVersion | None = None, **changes: Any) -> None:
+        if version == 0:
+            assert await self._owner.try_acquire()
+        full = msgspec.structs.replace(made or self.make(version), **changes)
         await self._registry.register(full, self._owner.key, self._owner.nonce, 4)
-        return Path(full.path)
 
     def assert_right(self, result: SequenceResult) -> None:
         versions = result.versions.expand()
@@ -75,13 +79,17 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def engine(config: Config) -> AsyncIterator[HfBackend]:
-    backend = HfBackend(config.model, max_batch=2)
+async def engine(config: Config, max_batch: int = 2) -> AsyncIterator[HfBackend]:
+    backend = HfBackend(config.model, max_batch=max_batch)
     await backend.start()
     try:
         yield backend
     finally:
         await backend.close()
+
+
+async def is_at(backend: HfBackend, version: int) -> bool:
+    return backend.version == version
 
 
 @contextlib.asynccontextmanager
@@ -93,12 +101,14 @@ async def worker_at_zero(config: Config, name: str) -> AsyncIterator[None]:
 async def test_sequences_go_on_under_new_weights(config: Config, client: Any, keys: Keys, run_dir: Path) -> None:
     published = Published(client, keys, run_dir)
     await published.publish(0)
-    await enqueue(client, keys, *"abcdef", sampling=LONG)
-    async with worker_at_zero(config, "w"):
-        for version in (1, 2):
+    made = {version: published.make(version) for version in (1, 2)}
+    await enqueue(client, keys, *"abcdefghijkl", sampling=LONG)
+    async with engine(config) as backend, working(config, backend, "w"):
+        for version in sorted(made):
             await over(client, keys, version)
-            await published.publish(version)
-        await over(client, keys, 6)
+            await published.publish(version, made[version])
+            await eventually(functools.partial(is_at, backend, version), f"weights v{version}")
+        await over(client, keys, 12)
     found = (await results(client, keys)).values()
     for result in found:
         published.assert_right(result)
@@ -118,6 +128,62 @@ async def test_a_job_for_older_weights_is_not_decoded(config: Config, client: An
     assert set((await results(client, keys))["early:0"].versions) == {1}
     letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
     assert [(letter.reason, letter.seq_id) for letter in letters] == [("stale", f"{keys.run}:late:0")]
+
+
+async def test_a_worker_that_starts_late_starts_at_the_newest_version(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    for version in range(3):
+        await published.publish(version)
+    await enqueue(client, keys, "a", "b", sampling=LONG)
+    async with worker_at_zero(config, "w"):
+        await over(client, keys, 2)
+    for result in (await results(client, keys)).values():
+        assert set(result.versions) == {2}
+
+
+async def test_a_job_that_waited_for_a_row_is_not_begun_under_newer_weights_than_it_allows(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    """Four fit the worker, two of them its engine; the weights come while those run."""
+    published = Published(client, keys, run_dir)
+    await published.publish(0)
+    made = published.make(1)
+    few = msgspec.structs.replace(config.worker, max_batch=1)
+    config = msgspec.structs.replace(config, worker=few)
+    async with engine(config, max_batch=1) as backend, working(config, backend, "w"):
+        await enqueue(client, keys, "a", n=4, sampling=LONG, max_weight_version=0)
+        await over(client, keys, 1)
+        await published.publish(1, made)
+        await over(client, keys, 4)
+    begun = [result.versions.expand()[0] for result in (await results(client, keys)).values()]
+    assert set(begun) == {0}, "one was begun under v1"
+    assert (await snapshot(client, keys)).reasons.get("dead:stale", 0) == 4 - len(begun) > 0
+
+
+async def test_an_unreadable_registry_entry_leaves_the_old_version_serving(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    for version in (0, 1):
+        await published.publish(version)
+    await client.hset(keys.versions, "1", b"\xc1")
+    async with engine(config) as backend, role_of(config) as role:
+        assert not await WeightsWatch(role, backend).pull(1)
+        assert backend.version == 0
+
+
+async def test_a_load_that_takes_too_long_ends_the_worker(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    published = Published(client, keys, run_dir)
+    for version in (0, 1):
+        await published.publish(version)
+    hasty = msgspec.structs.replace(config.weights, load_timeout_s=1e-6)
+    async with engine(config) as backend, role_of(msgspec.structs.replace(config, weights=hasty)) as role:
+        with pytest.raises(TornWeights, match=r"v1 were not loaded within .* weights\.load_timeout_s"):
+            await WeightsWatch(role, backend).pull(1)
 
 
 async def test_a_worker_without_whole_weights_hands_its_jobs_back(

@@ -37,6 +37,18 @@ async def test_without_a_scorer_an_ask_ends_with_nothing_and_takes_its_jobs_back
     assert await scorer(client, keys).take(8, 1) == []
 
 
+async def test_a_trainer_that_stops_to_wait_takes_its_jobs_back(client: Any, keys: Keys) -> None:
+    asking = asyncio.create_task(Scores(client, keys, "t").ask([job("a:0"), job("a:1")], LONG_S))
+
+    async def is_out() -> bool:
+        return await client.xlen(keys.score_jobs) == 2
+
+    await eventually(is_out, "the jobs")
+    asking.cancel()
+    await asyncio.wait([asking])
+    await nothing_is_left(client, keys)
+
+
 async def test_what_came_in_time_is_returned(client: Any, keys: Keys) -> None:
     await client.rpush(keys.score_answers + "t", encode(scored(TakenJob("0-1", job("a:0")))[1]))
     found = await Scores(client, keys, "t").ask([job("a:0"), job("a:1")], 0.1)

@@ -137,19 +137,30 @@ class GuardTrial:
 
 @dataclass(frozen=True, slots=True)
 class WeightsProbe:
-    """What a version's weights must give: the summed logprob (nats) of `token_ids[1:]`, as the trainer measured it."""
+    """What a version's weights must give: the summed logprob (nats) of `token_ids[1:]`, as the trainer measured it.
+
+    Versions that follow each other score nearly the same, so the change from the version that is loaded is compared
+    as well, where it is known: what an engine always computes differently is not in it.
+    """
 
     token_ids: tuple[int, ...]
     score: float
     tolerance: float  # nats, of the sum
+    change: float | None = None  # of the trainer's score, from the version that the engine has now
+    change_tolerance: float = 0.0  # nats; a quarter of the change comes on top
 
-    def accepts(self, score: float) -> bool:
-        """Whether these are the weights; NaN is refused."""
-        return abs(score - self.score) <= self.tolerance
-
-    def refusal(self, directory: Path, score: float) -> str:
-        """The complaint about weights that are not those that the trainer measured."""
-        return f"{directory}: the probe scores {score:.4f}, the trainer measured {self.score:.4f}"
+    def refusal(self, directory: Path, before: float | None, after: float) -> str:
+        """Why these are not the weights, or nothing. `before`: the engine's score under those that it had."""
+        if not abs(after - self.score) <= self.tolerance:  # NaN is refused
+            return f"{directory}: the probe scores {after:.4f}, the trainer measured {self.score:.4f}"
+        if before is None or self.change is None:
+            return ""
+        if abs(after - before - self.change) <= self.change_tolerance + abs(self.change) / 4:
+            return ""
+        return (
+            f"{directory}: the probe went from {before:.5f} to {after:.5f}, the trainer measured a change of "
+            f"{self.change:+.5f}: not all weights are the new ones"
+        )
 
 
 class Backend(Protocol):

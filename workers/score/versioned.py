@@ -50,7 +50,7 @@ class VersionedModel:
         directory = verify(manifest)
         before, self.version = self.version, None
         try:
-            self._weights.load(directory, probe_of(manifest, self.facts.dtype, self._tolerance))
+            self._weights.load(directory, probe_of(manifest, self.facts.dtype, self._tolerance, before))
         except TornWeights:
             raise
         except WeightsError:

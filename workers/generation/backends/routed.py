@@ -3,18 +3,20 @@
 - The second backend is loaded with the first request that needs it, and with the weights of the moment. One that cannot
   be loaded refuses its requests with the reason, and is not tried again.
 - Every output that it decodes says so (`fallback`), and its start is a line in the log.
-- Both have the same weights: if the second does not take new ones, it is ended, and loaded anew when it is needed.
+- Both have the same weights: if the second does not take new ones, it decodes what it has under the old ones and ends;
+  another one is loaded when it is needed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import EngineError, ModelError, RequestError, WeightsError
+from pipeline.errors import EngineError, ModelError, RequestError, TornWeights, WeightsError
 from pipeline.logs import get_logger
 from workers.generation.contracts import Backend, EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.guard.probe import prove_guard
@@ -32,6 +34,9 @@ class RoutedBackend:
         self._primary, self._make = primary, make_fallback
         self._guard = repeat_terminate or RepeatTerminateConfig()
         self._fallback: Backend | None = None
+        self._leaving: dict[asyncio.Task[None], Backend] = {}  # fallbacks that end with their last sequence
+        self._decoding: Counter[Backend] = Counter()  # sequences on each fallback
+        self._ended = asyncio.Event()  # one of them
         self._failed: str | None = None  # why there is no fallback
         self._changing = asyncio.Lock()
         self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of those that wait for the fallback
@@ -91,18 +96,23 @@ class RoutedBackend:
             raise RequestError(f"{request.seq_key}: {error}") from error
         finally:
             self._waiting.remove(waits)
-        decoding = asyncio.ensure_future(chosen.decode(request))
-        if waits[1].is_set():
-            await asyncio.sleep(0)  # it has to be there to be aborted
-            chosen.abort(request.seq_key)
-        return replace(await decoding, fallback=self._note(chosen))
+        self._decoding[chosen] += 1
+        try:
+            decoding = asyncio.ensure_future(chosen.decode(request))
+            if waits[1].is_set():
+                await asyncio.sleep(0)  # it has to be there to be aborted
+                chosen.abort(request.seq_key)
+            return replace(await decoding, fallback=self._note(chosen))
+        finally:
+            self._decoding[chosen] -= 1
+            self._ended.set()
 
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key on both, and those that wait for the fallback to be loaded."""
         for key, aborted in self._waiting:
             if key == seq_key:
                 aborted.set()
-        for backend in self._both():
+        for backend in self._all():
             backend.abort(seq_key)
 
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
@@ -114,10 +124,14 @@ class RoutedBackend:
                 return
             try:
                 await self._fallback.load_weights(directory, version, probe)
+            except TornWeights:
+                raise
             except (EngineError, WeightsError) as error:
                 get_logger().warning("the fallback backend is ended: it does not take the weights", error=str(error))
                 fallback, self._fallback = self._fallback, None
-                await fallback.close()
+                leaving = asyncio.ensure_future(self._close_when_idle(fallback))
+                self._leaving[leaving] = fallback
+                leaving.add_done_callback(self._leaving.pop)
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """By the primary backend."""
@@ -131,15 +145,24 @@ class RoutedBackend:
         """End both; a fallback that is being loaded is waited for."""
         self._closed = True
         async with self._changing:
-            for backend in reversed(self._both()):
+            backends = self._all()
+            for task in list(self._leaving):
+                task.cancel()
+            for backend in reversed(backends):
                 await backend.close()
 
     def progress(self) -> float:
         """The older of the two."""
-        return min(backend.progress() for backend in self._both())
+        return min(backend.progress() for backend in self._all())
 
-    def _both(self) -> list[Backend]:
-        return [self._primary] if self._fallback is None else [self._primary, self._fallback]
+    def _all(self) -> list[Backend]:
+        return [self._primary, *([self._fallback] if self._fallback else []), *self._leaving.values()]
+
+    async def _close_when_idle(self, fallback: Backend) -> None:
+        while self._decoding[fallback]:
+            self._ended.clear()
+            await self._ended.wait()
+        await fallback.close()
 
     def _note(self, used: Backend) -> dict[str, str]:
         wanted, facts = self._primary.facts.name, used.facts
@@ -153,11 +176,15 @@ class RoutedBackend:
             if not fallback.facts.supports_vlm:
                 raise ModelError(f"{facts.model} is no vision-language model")
             if self._weights is not None:
-                await fallback.load_weights(*self._weights)
+                directory, version, probe = self._weights
+                # Its weights are those of the model's own directory: the change from those was not measured.
+                await fallback.load_weights(directory, version, probe and replace(probe, change=None))
         except (EngineError, ModelError, WeightsError) as error:
-            self._failed = f"neither {facts.name} nor its fallback supports images here: {error}"
+            failed = f"neither {facts.name} nor its fallback supports images here: {error}"
             await fallback.close()
-            raise EngineError(self._failed) from error
+            if not isinstance(error, WeightsError):  # files may be there again for the next request
+                self._failed = failed
+            raise EngineError(failed) from error
         except BaseException:
             await fallback.close()
             raise

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.errors import EngineError
+from pipeline.errors import EngineError, RequestError
 from workers.generation.backends.hf.cache import DecodeCache
 from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.passes import forward
 from workers.generation.backends.hf.prefill import prefill, prefill_groups
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.sampler import SamplingTable, sample
+from workers.generation.limits import check_token_ids
 from workers.guard.hf import triggered
 from workers.guard.rows import force
 from workers.guard.watch import GuardCost
@@ -83,7 +84,10 @@ class Decoder:
         return self.join(rows)
 
     def score(self, token_ids: Sequence[int]) -> float:
-        """Summed fp32 logprob (nats) of tokens 1.. given their prefix."""
+        """Summed fp32 logprob (nats) of tokens 1.. given their prefix. Raises RequestError."""
+        if len(token_ids) < 2:
+            raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+        check_token_ids("score", token_ids, self.model.facts.vocab_size)
         inputs = torch.tensor([list(token_ids)], device=self._device)
         logits = self.model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
         return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()

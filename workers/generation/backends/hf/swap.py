@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.errors import TornWeights, WeightsError
+from pipeline.errors import RequestError, TornWeights, WeightsError
 from workers.generation.backends.hf.weights import load_weights
 from workers.generation.contracts import WeightsProbe
 
@@ -26,21 +26,24 @@ class Weights:
 
     def load(self, directory: Path, probe: WeightsProbe | None) -> None:
         """Raises WeightsError with the old weights in place, TornWeights with neither."""
-        before = None if probe is None or self.torn else self._score(probe.token_ids)
+        before = None if probe is None or self.torn else self._before(probe)
         try:
             load_weights(self._module, directory)
-            self._prove(directory, probe)
+            self._prove(directory, probe, before)
         except TornWeights as error:
             self._restore(error, probe, before)
             raise WeightsError(f"{error}; the weights of {self._directory} were loaded back") from error
         self._directory, self.torn = directory, None
 
-    def _prove(self, directory: Path, probe: WeightsProbe | None) -> None:
-        if probe is None:
-            return
-        score = self._score(probe.token_ids)
-        if not probe.accepts(score):
-            raise TornWeights(probe.refusal(directory, score))
+    def _before(self, probe: WeightsProbe) -> float:
+        try:
+            return self._score(probe.token_ids)
+        except RequestError as error:
+            raise WeightsError(f"this engine cannot score the probe of the new weights: {error}") from error
+
+    def _prove(self, directory: Path, probe: WeightsProbe | None, before: float | None) -> None:
+        if probe and (refusal := probe.refusal(directory, before, self._score(probe.token_ids))):
+            raise TornWeights(refusal)
 
     def _restore(self, cause: TornWeights, probe: WeightsProbe | None, before: float | None) -> None:
         if self.torn is not None:

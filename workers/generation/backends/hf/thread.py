@@ -31,7 +31,6 @@ from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.swap import Weights
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, WeightsProbe
-from workers.generation.limits import check_token_ids
 from workers.generation.preprocess import VisionInputs, VisionProcessor
 from workers.guard.rules import GuardRules
 from workers.guard.watch import GuardCost
@@ -62,7 +61,7 @@ class DecodeThread:
         self._stopping = False
         self._ended: EngineError | None = None
         self._weights: Weights | None = None
-        self._idle = False
+        self._idle = self._loading = False
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sluice-hf-decode", daemon=True)
 
@@ -89,8 +88,8 @@ class DecodeThread:
             self._wake.notify()
 
     def progress(self) -> float:
-        """Monotonic seconds of the last step, or of now while idle."""
-        return time.monotonic() if self._idle else self._progress
+        """Monotonic seconds of the last step; of now while idle, or amid a weight load, which has its own limit."""
+        return time.monotonic() if self._idle or self._loading else self._progress
 
     def stop(self) -> None:
         """End the thread after the current step; one that hangs is left behind after `_STOP_S`."""
@@ -140,8 +139,9 @@ class DecodeThread:
         self._drop_cancelled(decoder)
         self._end_aborted(decoder)
         while self._loads:
+            self._loading = True
             self._load(decoder, *self._loads.popleft())
-            self._progress = time.monotonic()
+            self._progress, self._loading = time.monotonic(), False
         while self._scores:
             self._score(decoder, *self._scores.popleft())
         self._answer(decoder.join(self._admitted(decoder)))
@@ -236,9 +236,6 @@ class DecodeThread:
 
     def _score(self, decoder: Decoder, token_ids: tuple[int, ...], future: Future[float]) -> None:
         try:
-            if len(token_ids) < 2:
-                raise EngineError(f"a score needs at least 2 tokens, got {len(token_ids)}")
-            check_token_ids("score", token_ids, decoder.model.facts.vocab_size)
             _resolve(future, decoder.score(token_ids))
         except SluiceError as error:
             _fail(future, error)

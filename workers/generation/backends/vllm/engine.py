@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.errors import EngineError, TornWeights, WeightsError
+from pipeline.errors import EngineError
 from workers.generation.backends.vllm.logs import EngineLog
 from workers.generation.backends.vllm.sequences import Sequences
 from workers.generation.backends.vllm.starting import StartedEngine, start_engine
@@ -113,16 +113,7 @@ class Engine:
         names = await self._weights.checked(directory)
         sequences = self._running()
         async with sequences.paused():
-            sequences.torn = TornWeights(f"loading {directory} was broken off; load a version again")
-            try:
-                await self._weights.load(directory, names, probe)
-            except TornWeights as error:
-                sequences.torn = error
-                raise
-            except WeightsError:
-                sequences.torn = None
-                raise
-            sequences.torn = None
+            await self._weights.load(directory, names, probe)
             self._version = sequences.version = version
 
     async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:

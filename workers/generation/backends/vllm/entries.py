@@ -44,8 +44,8 @@ class Entries:
         self._progress = time.monotonic()
 
     def progress(self) -> float:
-        """Monotonic seconds of the newest `beat`, or of now while nothing runs."""
-        return self._progress if self._entries else time.monotonic()
+        """Monotonic seconds of the newest `beat`; of now while nothing runs, or in a pause, which has its own limit."""
+        return self._progress if self._entries and not self._paused else time.monotonic()
 
     def beat(self) -> None:
         """The core gave something."""

@@ -71,12 +71,7 @@ class Sequences:
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob of tokens 1.. . Raises EngineError."""
-        facts = self._engine.facts
-        if len(token_ids) < 2:
-            raise EngineError(f"a score needs at least 2 tokens, got {len(token_ids)}")
-        check_token_ids("score", token_ids, facts.vocab_size)
-        if len(token_ids) >= facts.context_length:
-            raise EngineError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
+        self._check_scored(token_ids)
         async with self._entries.entered("") as entry:
             await self._admitted(entry)
             async with self._entries.sent(entry) as request_id:
@@ -84,7 +79,16 @@ class Sequences:
 
     async def score_in_pause(self, token_ids: Sequence[int]) -> float:
         """The same for who holds the pause."""
+        self._check_scored(token_ids)
         return await self._score(token_ids, "sluice-probe")
+
+    def _check_scored(self, token_ids: Sequence[int]) -> None:
+        facts = self._engine.facts
+        if len(token_ids) < 2:
+            raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+        check_token_ids("score", token_ids, facts.vocab_size)
+        if len(token_ids) >= facts.context_length:
+            raise RequestError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
 
     async def _score(self, token_ids: Sequence[int], request_id: str) -> float:
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}

@@ -1,0 +1,100 @@
+"""The weights that are published: the bench's model, and copies of it that differ a little, made once.
+
+- Version v has those of variant v modulo their number, so neighbours always differ.
+- What is zero stays zero: nothing ends early under any of them.
+- The probe scores are measured as a trainer does it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.config.types import ModelConfig
+from pipeline.messages import WeightVersion
+from pipeline.tokens import TokenArray
+
+COUNT = 3
+_RELATIVE = 1e-2  # of every weight: a token's logprob changes by far more than passes differ by rounding
+_PROBE_TOKENS = 16
+_PROBE = "probe.json"
+
+
+class _Probe(msgspec.Struct):
+    token_ids: list[int]
+    scores: list[float]
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Model directories, and what the probe scores under each."""
+
+    root: Path
+    probe: _Probe
+
+    @classmethod
+    def read(cls, root: Path) -> Variants:
+        """Those of `ensure_variants`."""
+        return cls(root, msgspec.json.decode((root / _PROBE).read_bytes(), type=_Probe))
+
+    def directory(self, version: int) -> Path:
+        """The model whose weights this version has."""
+        return self.root / str(version % COUNT)
+
+    def manifest(self, version: int, published_at: float = 0.0) -> WeightVersion:
+        """What a trainer knows before it writes the version."""
+        return WeightVersion(
+            version=version,
+            path="",
+            digest="",
+            probe_token_ids=TokenArray(self.probe.token_ids),
+            probe_score=self.probe.scores[version % COUNT],
+            published_at=published_at,
+        )
+
+
+def ensure_variants(home: Path, model: Path) -> Path:
+    """Directory of the variants of `model`; made now unless equal ones are there."""
+    from demo.tiny import cache
+
+    settings = [model.name, COUNT, _RELATIVE, _PROBE_TOKENS]
+    target = home / f"proximal-{cache.content_key(settings, [sys.modules[__name__]], {})}"
+    if not target.is_dir():
+        with cache.written_aside(target) as aside:
+            _save(model, aside)
+    return target
+
+
+def _save(model: Path, root: Path) -> None:
+    import torch
+
+    from consumers.training.model import load_policy, probe_score, probe_tokens
+
+    scores: list[float] = []
+    tokens: list[int] = []
+    for number in range(COUNT):
+        directory = root / str(number)
+        shutil.copytree(model, directory)
+        if number:
+            _perturb(directory / "model.safetensors", torch.Generator().manual_seed(number))
+        policy: Any = load_policy(directory, ModelConfig(path=str(directory), device="cpu"))
+        tokens = tokens or probe_tokens(int(policy.config.vocab_size), _PROBE_TOKENS, seed=0)
+        scores.append(probe_score(policy, tokens))
+    (root / _PROBE).write_bytes(msgspec.json.encode(_Probe(tokens, scores)))
+
+
+def _perturb(file: Path, generator: Any) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    changed = {
+        name: tensor * (1 + _RELATIVE * torch.randn(tensor.shape, generator=generator))
+        for name, tensor in tensors.items()
+    }
+    save_file(changed, file, metadata={"format": "pt"})
