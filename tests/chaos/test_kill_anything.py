@@ -13,13 +13,13 @@ from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import wait_gone
 
 pytestmark = pytest.mark.chaos
-KILLS = 6
+KILLS = 4
 
 
 def test_random_kills_lose_nothing(make_stack: MakeStack) -> None:
     dice = seeded()
     stack = make_stack(
-        detection_rows(200),
+        detection_rows(144),
         worker={**PATIENT, "count": 2, "lease_s": 2},
         up={"max_restarts": 50, "restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,13 @@ from workers.generation.contracts import Backend, SequenceOutput, SequenceReques
 
 TOLERANCE = 1e-4  # nats, fp32
 WAIT_S = 60.0
+
+
+@pytest.fixture
+def backend(backend: Backend, model_dir: Path) -> Iterator[Backend]:
+    """The session's engine, with its own weights again for the next test."""
+    yield backend
+    asyncio.run(backend.load_weights(model_dir, 0))
 
 
 @dataclass(frozen=True)

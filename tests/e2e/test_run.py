@@ -34,31 +34,20 @@ def run_command(stack: Stack, data: Path | None = None) -> Process:
 
 
 def test_run_goes_to_the_end_and_a_second_time_does_nothing(make_stack: MakeStack) -> None:
+    """The rows come from a Parquet file."""
+    parquet = pytest.importorskip("pyarrow.parquet")
     stack = make_stack(detection_rows(48))
-    first = run_command(stack)
+    table = stack.directory / "data.parquet"
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(stack.rows), table)
+    first = run_command(stack, table)
     assert first.wait() == 0, first.tail()
     stack.assert_exactly_once()
     before = (stack.trained(), stack.digests(), (stack.run_dir / "metrics.jsonl").read_text())
-    second = run_command(stack)
+    second = run_command(stack, table)
     assert second.wait() == 0, second.tail()
     assert "complete: enqueued 48, trained 48, dead 0, dropped 0" in second.text()
     assert (stack.trained(), stack.digests(), (stack.run_dir / "metrics.jsonl").read_text()) == before
     wait_gone(stack.mark)
-
-
-def test_run_reads_parquet_on_its_own_broker(make_stack: MakeStack) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    stack = make_stack(detection_rows(16), embedded=True)
-    table = stack.directory / "data.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(stack.rows), table)
-    command = run_command(stack, table)
-    assert command.wait() == 0, command.tail()
-    assert "complete: enqueued 16, trained 16, dead 0, dropped 0, weights v2" in command.text()
-    assert set(stack.trained()) == stack.expected()
-    assert len(stack.trained()) == 16
-    wait_gone(stack.mark)
-    assert not (stack.directory / "broker/broker.json").exists()
 
 
 def test_up_starts_as_many_workers_as_asked(make_stack: MakeStack) -> None:

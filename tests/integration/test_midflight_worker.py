@@ -102,7 +102,8 @@ async def test_sequences_go_on_under_new_weights(config: Config, client: Any, ke
     published = Published(client, keys, run_dir)
     await published.publish(0)
     made = {version: published.make(version) for version in (1, 2)}
-    await enqueue(client, keys, *"abcdefghijkl", sampling=LONG)
+    for at, name in enumerate("abcdefghijkl"):  # of lengths of their own: where one row ends, the other is amid one
+        await enqueue(client, keys, name, sampling=SamplingParams(max_new_tokens=120 + 7 * at))
     async with engine(config) as backend, working(config, backend, "w"):
         for version in sorted(made):
             await over(client, keys, version)
