@@ -1,9 +1,10 @@
-"""How every benchmark speaks: readable lines, then with `--json` one JSON object as the last line."""
+"""How every benchmark speaks: readable lines on stderr; the result on stdout, with `--json` as one JSON object."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,8 @@ SCHEMA_VERSION = 1
 
 
 def say(line: str) -> None:
-    """One readable line on stdout, at once."""
-    print(line, flush=True)
+    """One readable line on stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def finish(result: Mapping[str, Any], *, as_json: bool) -> None:
@@ -22,7 +23,7 @@ def finish(result: Mapping[str, Any], *, as_json: bool) -> None:
         print(json.dumps(full), flush=True)
         return
     for name, value in full.items():
-        say(f"{name:24} {json.dumps(value) if isinstance(value, list | dict) else value}")
+        print(f"{name:24} {json.dumps(value) if isinstance(value, list | dict) else value}", flush=True)
 
 
 def _machine() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bench.engine.model import CONTEXT
 from bench.engine.usage import cpu_s
 from bench.proximal.plan import Sizes
 from bench.proximal.rows import requests, running
@@ -71,7 +72,7 @@ def fields(rounds: Sequence[Round]) -> dict[str, Any]:
 
 async def _one(backend: Backend, variants: Variants, sizes: Sizes, kind: str, seed: int) -> Sample:
     version = backend.version
-    room = sizes.step_count + 128  # on vLLM some rows run ahead while others are prefilled
+    room = CONTEXT - sizes.prompt - sizes.generated  # on vLLM some rows run far ahead while others are prefilled
     asks = requests(version, sizes.prompt, [sizes.generated] * sizes.rows, room, seed + KINDS.index(kind))
     async with running(backend, asks) as rows:
         await rows.until(lambda: rows.steps() >= _SETTLED, "the rows to run")

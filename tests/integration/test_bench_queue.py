@@ -31,7 +31,7 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path, env: 
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout)
     assert all(found[name].keys() == {"2"} and found[name]["2"] > 0 for name in BY_COUNT)
     assert all(found[name] > 0 for name in SINGLE)
     assert found["commit_s"].keys() == {"1", "16", "256"}

@@ -20,7 +20,7 @@ def test_a_small_run_compares_equal_tokens_and_leaves_nothing(tmp_path: Path) ->
         [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout)
     assert found["hf_vs_padded"]["4"] > 0
     assert found["hf_vs_continuous"]["4"] > 0
     assert found["vllm_efficiency"] is None

@@ -98,7 +98,7 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
         [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout)
     assert 0 < found["step_share"]["hf"]["2"] < 1
     assert found["ns_per_token"] > 0
     assert found["naive_ns_per_token"] > 0

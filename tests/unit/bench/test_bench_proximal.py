@@ -75,7 +75,7 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
         timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout)
     first = found["publish_to_first_token_s"]["hf"]
     assert 0 < first["from_register"]["median"] < first["median"] <= first["worst"]
     assert first["fewest_sequences"] > 0
