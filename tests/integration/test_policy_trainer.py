@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections import Counter
 from pathlib import Path
@@ -16,23 +17,19 @@ from consumers.training.rollouts import read_rollouts
 from consumers.training.trainer import Trainer
 from pipeline.broker import Scripts
 from pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
-from pipeline.errors import first_cause
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.tokens import FloatArray, Runs
 from tests.contract.engine_fixtures import reference, reference_logprobs
+from tests.cut_off import cut_off_at
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, train_step
 from workers.score.role import serve_scores
 
 PROMPT = 2
-
-
-class CutOff(Exception):
-    """Where a SIGKILL would have struck."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +97,12 @@ async def train(config: Config, source: Path, *, stop_at: str = "") -> None:
             await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
 
 
+async def scorer_is_ready(client: Any, keys: Keys) -> bool:
+    """Two models are never loaded at once: transformers patches itself while it loads one, and is not thread-safe."""
+    rows = (await snapshot(client, keys)).processes
+    return any(row.role == "scorer" and (row.waiting_for or "").startswith("score jobs") for row in rows)
+
+
 def directory(config: Config) -> Path:
     return Path(config.run_dir) / config.run
 
@@ -123,6 +126,7 @@ async def test_every_trained_token_is_right_or_on_policy(
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_scores(config, stop))
+        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
         await train(config, source)
         stop.set()
     found = [
@@ -170,23 +174,8 @@ async def test_drops_are_counted_once_wherever_the_trainer_was_cut_off(
 ) -> None:
     config = config_of(broker_config, keys, run_dir, source, max_token_staleness=0, on_stale="drop")
     await hand_on(client, keys, DROPS)
-    target, at_call = CUTS[place]
-    module, _, name = target.rpartition(".")
-    holder: Any = __import__("pkgutil").resolve_name(module)
-    real, calls = getattr(holder, name), [0]
-
-    def cut(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == at_call:
-            raise CutOff
-        return real(*args, **kwargs)
-
     if place != "nowhere":
-        with monkeypatch.context() as patch:
-            patch.setattr(holder, name, cut)
-            with pytest.raises(ExceptionGroup) as caught:
-                await train(config, source)
-        assert isinstance(first_cause(caught.value), CutOff)
+        await cut_off_at(*CUTS[place], monkeypatch, train(config, source))
     await train(config, source)
     await assert_ended(client, keys, config, trained_ids=["0-0", "0-1", "1-1", "3-0", "3-1"], reason="stale")
 
@@ -249,6 +238,7 @@ async def test_versions_that_are_retired_leave_tokens_masked_and_are_named_once(
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_scores(config, stop))
+        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
         await train(config, source)
         stop.set()
     assert (record(config, 4)["missing_proximal_tokens"], record(config, 4)["valid_proximal_share"]) == (2, 0)
@@ -268,6 +258,7 @@ async def test_a_stop_ends_the_wait_for_scores_and_nothing_of_the_step(
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve_scores(config, stop))
+        await eventually(functools.partial(scorer_is_ready, client, keys), "the scorer's model")
         await train(config, source)
         stop.set()
     assert (await snapshot(client, keys)).complete

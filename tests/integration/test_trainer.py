@@ -21,13 +21,10 @@ from pipeline.messages import TrainingBatch, encode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.weights import WeightsRegistry, verify
+from tests.cut_off import CutOff, cut_off_at
 from tests.roles import role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, train_step
-
-
-class CutOff(Exception):
-    """Where a SIGKILL would have struck."""
 
 
 @pytest.fixture(scope="module")
@@ -112,22 +109,7 @@ async def test_a_restart_trains_each_sequence_once_wherever_it_was_cut_off(
 ) -> None:
     config = config_of(broker_config, keys, run_dir)
     await hand_on(client, keys, 0, 3)
-    target, at_call = CUTS[place]
-    module, _, name = target.rpartition(".")
-    holder: Any = __import__("pkgutil").resolve_name(module)
-    real, calls = getattr(holder, name), [0]
-
-    def cut(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == at_call:
-            raise CutOff
-        return real(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(holder, name, cut)
-        with pytest.raises(ExceptionGroup) as caught:
-            await train(config, source)
-    assert isinstance(first_cause(caught.value), CutOff)
+    await cut_off_at(*CUTS[place], monkeypatch, train(config, source))
     await train(config, source)
     await assert_each_once(client, keys, config, 3)
 
