@@ -118,12 +118,3 @@ def test_a_request_that_the_guard_could_not_end_is_refused(
     address: str, loops: LoopModel, options: dict[str, Any]
 ) -> None:
     assert complete(address, loops.healthy[0], **options)[0] == 400
-
-
-def test_a_server_without_its_subtree_does_not_start(loops: LoopModel, tmp_path: Path) -> None:
-    server = start(loops.directory, tmp_path / "log", free_port(), **{SWITCH: "1"})
-    try:
-        assert server.wait(START_S) != 0
-    finally:
-        end(server)
-    assert "the repeat_terminate subtree is missing" in (tmp_path / "log").read_text()
