@@ -32,8 +32,8 @@ class Keys:
         self.job_state = f"{self.prefix}job:"
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by
-        # the trainer from steps that made a version); also bytes (in flight), tokens, called, redelivered, replays,
-        # last:<stream>
+        # the trainer from steps that made a version); also bytes (in flight), tokens, called, replied, redelivered,
+        # replays, last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream
@@ -45,6 +45,12 @@ class Keys:
         self.processes = f"{self.prefix}processes"  # hash: role:name → JSON heartbeat
         self.score_jobs = f"{self.prefix}score:jobs"  # stream of ScoreJobs, group SCORE_GROUP
         self.score_answers = f"{self.prefix}score:answers:"  # + the trainer's nonce → list of ScoreResults, expires
+        # + job id + : + index → the SequenceResult or DeadLetter that its caller has not read yet, expires;
+        # + mailbox:<reply_to> → list of what came for one caller: TokenDeltas, and ids of sequences that ended, expires
+        self.replies = f"{self.prefix}reply:"
+        self.rollouts = f"{self.prefix}rollouts"  # zset: open rollout id → ms when it counts as abandoned
+        # + rollout id → hash: head, bytes, state (open | closed), t:<turn key> → its place in the list; + :turns → list
+        self.rollout = f"{self.prefix}rollout:"
         self.metrics = f"{self.prefix}metrics"  # string: newest metrics record
         self.owner = (
             f"{self.prefix}owner:"  # + role → nonce of the one process that plays it; + :last → the newest that did

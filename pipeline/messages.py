@@ -86,6 +86,10 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
     deadline_s: float | None = None  # seconds after enqueue; None = no deadline
     min_weight_version: int = 0
     max_weight_version: int | None = None
+    rollout_id: str | None = None  # agent rollouts only
+    turn: int | None = None  # of the rollout, from 0
+    reply_to: str | None = None  # the asking caller's mailbox: results go there, never into the training stream
+    stream_every: int = 0  # tokens between two TokenDeltas to the caller; 0 = none
     trace: dict[str, str] = {}  # W3C trace context
     metadata: dict[str, Any] = {}
 
@@ -109,9 +113,12 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     group_id: str  # [W] job_id of the prompt's group
     group_size: int  # [W]
     index: int  # [W]
-    rollout_id: str | None = None  # agent rollouts only
-    turn: int | None = None
-    reply_to: str | None = None
+    rollout_id: str | None = None  # [P] agent rollouts only
+    turn: int | None = None  # [P] of the rollout; of a whole trajectory: how many turns it has
+    reply_to: str | None = None  # [P] carried through
+    part: int = 0  # [P] of a rollout whose history forked: which trajectory this is, of `parts`
+    parts: int = 1  # [P]
+    reward: float | None = None  # [P] what the agent's side says of the whole rollout; None: the task decides
     attempt: int = 1  # [W] fencing number of the attempt that committed it
     worker: str = ""  # [W]
     backend: str = ""  # [W] hf | vllm

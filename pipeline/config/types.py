@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.config.image_types import ImagesConfig
 from pipeline.config.policy_types import PolicyConfig, ScorerConfig
+from pipeline.config.rollout_types import GatewayConfig, RolloutConfig, RolloutServerConfig
 from pipeline.config.section import Section
 from pipeline.messages import SamplingParams
 
@@ -166,5 +167,8 @@ class Config(Section, frozen=True, kw_only=True):
     policy: PolicyConfig = PolicyConfig()
     scorer: ScorerConfig = ScorerConfig()
     weights: WeightsConfig = WeightsConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    rollout_server: RolloutServerConfig = RolloutServerConfig()
+    rollout: RolloutConfig = RolloutConfig()
     up: UpConfig = UpConfig()
     custom: dict[str, Any] = {}  # free; custom.extra.rollout_matching is read as rollout_matching

@@ -9,15 +9,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.chat_template import render
 from pipeline.errors import ModelError, RequestError
 from tests.contract.engine_fixtures import request, run
 from tests.tiny_models import build_tokenizer
-from workers.generation.chat_template import load_tokenizer, render
 from workers.generation.contracts import Backend
 from workers.generation.engine import GenerationEngine
 from workers.generation.options import GenerationOptions, ModelLoadConfig
 from workers.generation.requests import TextGenerationRequest
 from workers.generation.stop_policy import StopStrings, end_reasons, text_decoder, truncate
+from workers.generation.tokenizer import load_tokenizer
 
 PROMPT = list(b"the abc of it")
 TOKENIZER: Any = build_tokenizer()

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline.chat_template import ChatTemplateOptions, render
 from pipeline.errors import EngineError, ModelError, RequestError
 from tests.contract.engine_fixtures import ragged_prompts
 from tests.tiny_models import CONTEXT, build_tokenizer, save_tiny_model
@@ -21,7 +22,7 @@ from workers.generation import (
     VlmGenerationRequest,
 )
 from workers.generation import engine as engine_module
-from workers.generation.chat_template import ChatTemplateOptions, load_tokenizer, render
+from workers.generation.tokenizer import load_tokenizer
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the abc of it"}]
 TOKENIZER: Any = build_tokenizer()

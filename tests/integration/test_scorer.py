@@ -27,7 +27,7 @@ from tests.e2e.processes import BIN, Process, environment, launch
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import CONTEXT, save_tiny_model
 from tests.tiny_vlms import save_tiny_llava
-from workers.generation.chat_template import load_tokenizer
+from workers.generation.tokenizer import load_tokenizer
 from workers.score.role import serve_scores
 from workers.score.scorer import Scorer
 from workers.score.versioned import VersionedModel

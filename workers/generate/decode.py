@@ -125,7 +125,7 @@ class Decoding:
 
 
 def _engine(settings: GenerateSettings) -> GenerationEngine:
-    from workers.generation.chat_template import ChatTemplateOptions
+    from pipeline.chat_template import ChatTemplateOptions
     from workers.generation.engine import GenerationEngine  # torch is slow to load
     from workers.generation.options import ModelLoadConfig
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
+from pipeline.chat_template import ChatTemplateOptions
 from pipeline.config.rules import check_guard
 from pipeline.config.types import RepeatTerminateConfig, WorkerConfig
 from pipeline.errors import EngineError, ModelError, RequestError, SluiceError
 from workers.generation.backends import BACKENDS, make_backend
-from workers.generation.chat_template import ChatTemplateOptions
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
 from workers.generation.limits import fit_prompt
 from workers.generation.options import GenerationOptions, ModelLoadConfig, VllmEngineOptions, VlmPreprocessOptions

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from pipeline.chat_template import ChatTemplateOptions, render, render_text
 from pipeline.config.types import ModelConfig
 from pipeline.errors import RequestError
 from pipeline.messages import Message
-from workers.generation.chat_template import ChatTemplateOptions, load_tokenizer, render, render_text
 from workers.generation.preprocess import check_placeholders, image_token_id, load_processor
+from workers.generation.tokenizer import load_tokenizer
 
 _IMAGE_TYPES = ("image", "image_url")
 

@@ -74,6 +74,6 @@ def _values(item: str) -> list[str]:
 def _tokenizer(directory: str) -> Any:
     if not directory:
         raise ConfigError("max_object_keys counts tokens of object_key_prefix: name the model's directory, --model DIR")
-    from workers.generation.chat_template import load_tokenizer  # slow to load
+    from workers.generation.tokenizer import load_tokenizer  # slow to load
 
     return load_tokenizer(directory)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.chat_template import ChatTemplateOptions
 from pipeline.config.types import ModelConfig
 from pipeline.errors import RequestError
 from tests.tiny_vlms import save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.chat_template import ChatTemplateOptions
 from workers.generation.prompts import Prompts
 
 IMAGE_PARTS: list[dict[str, Any]] = [

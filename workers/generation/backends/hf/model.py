@@ -21,10 +21,10 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import ModelError
 from workers.generation.backends.hf import attention
-from workers.generation.chat_template import load_tokenizer
 from workers.generation.contracts import EngineFacts
 from workers.generation.model_files import check_directory, eos_token_ids, has_vision
 from workers.generation.preprocess import VisionProcessor
+from workers.generation.tokenizer import load_tokenizer
 from workers.guard.rules import GuardRules
 
 NO_GUARD = RepeatTerminateConfig()

@@ -15,9 +15,9 @@ from workers.generation.backends.vllm.checkpoint import Checkpoint
 from workers.generation.backends.vllm.environment import FORK, engine_environment, prefer_fork, prepare_cpu
 from workers.generation.backends.vllm.images import Vision
 from workers.generation.backends.vllm.logs import EngineLog
-from workers.generation.chat_template import load_tokenizer
 from workers.generation.contracts import EngineFacts
 from workers.generation.model_files import check_directory, eos_token_ids
+from workers.generation.tokenizer import load_tokenizer
 from workers.guard.interface import check_interfaces
 from workers.guard.rules import GuardRules, check_end
 

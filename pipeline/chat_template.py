@@ -3,38 +3,30 @@
 - The messages go to the template as they are; nothing is added, merged or dropped.
 - `enable_thinking` is passed; a template that refuses the argument is asked again without it.
 - Where a template for images takes parts only, a string goes to it as one text part.
+- `conversation` is how the messages of an agent, as they come over HTTP, go to a template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 from jinja2 import TemplateError
 
 from pipeline.errors import ModelError, RequestError
 from pipeline.messages import Message
-from workers.generation.preprocess import normalise_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateOptions:
-    """How the template is asked to end."""
+    """How the template is asked to end, and the OpenAI function schemas that it shows to the model."""
 
     add_generation_prompt: bool = True
     enable_thinking: bool = False
     continue_final_message: bool = False
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model directory. Raises ModelError."""
-    from transformers import AutoTokenizer
-
-    try:
-        return normalise_tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
@@ -92,6 +84,8 @@ def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
     """What the template makes of the messages. Raises RequestError."""
     how["add_generation_prompt"] = options.add_generation_prompt
     how["continue_final_message"] = options.continue_final_message
+    if options.tools:
+        how["tools"] = list(options.tools)
     conversation = list(messages)
     try:
         try:
@@ -102,3 +96,41 @@ def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
         return tokenizer.apply_chat_template(conversation, **how)
     except (TemplateError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"the chat template refuses the messages: {error}") from error
+
+
+def conversation(messages: Sequence[Message]) -> list[Message]:
+    """Chat messages of the OpenAI protocol as templates expect them.
+
+    No content is the empty string, text parts are one string, and the arguments of a tool call are an object where they
+    are the JSON of one.
+    """
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> Message:
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _joined(message.get("content"))
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_with_object(call) for call in calls]
+    return plain
+
+
+def _joined(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content or ""
+    parts = cast("list[dict[str, Any]]", content)
+    if all(part.get("type") == "text" for part in parts):
+        return "".join(str(part.get("text") or "") for part in parts)
+    return parts
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function: dict[str, Any] = call.get("function") or {}
+    arguments: Any = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        arguments = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
