@@ -11,10 +11,9 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.blows import PATIENT
 from tests.e2e.fixtures import detection_rows
+from tests.e2e.processes import Process
 from tests.e2e.stack import Stack
 from tests.killable_broker import KillableBroker
 
@@ -41,36 +40,39 @@ def alive(stack: Stack) -> dict[str, tuple[int, float]]:
     return {row.name: (row.pid, row.started) for row in stack.snapshot().processes}
 
 
-@pytest.mark.parametrize("stalled", [False, True], ids=["killed", "stalled"])
-def test_an_outage_of_the_broker_ends_no_process_and_costs_nothing(
-    tmp_path: Path, model_dir: Path, *, stalled: bool
-) -> None:
+def test_outages_of_the_broker_end_no_process_and_cost_nothing(tmp_path: Path, model_dir: Path) -> None:
+    """It is killed, and later stalled."""
     data = tmp_path / "broker"
     data.mkdir()
     broker = KillableBroker(data)
     broker.start()
-    stack = Stack(tmp_path, broker.url, model_dir, detection_rows(96), "detection")
+    stack = Stack(tmp_path, broker.url, model_dir, detection_rows(128), "detection")
     stack.configure(worker={**PATIENT, "lease_s": 2, "renew_s": 0.5}, sampling={"max_new_tokens": 60})
     stack.configure(broker={"socket_timeout_s": 3, "connect_timeout_s": 3})
     try:
         started = [stack.start(role) for role in _ROLES]
         names = {process.name for process in started}
-        before = stack.wait(lambda now: now.committed >= 8 and names <= set(alive(stack)), "all roles at work")
-        was = alive(stack)
-        take_away(broker, stalled=stalled)
-        until = time.monotonic() + _DOWN_S
-        while time.monotonic() < until:
-            assert not [process.tail() for process in started if process.popen.poll() is not None]
-            time.sleep(0.1)
-        give_back(broker, stalled=stalled)
-        stack.wait(lambda now: now.trained >= before.trained + 16, "training to go on")
-        assert not [process.tail() for process in started if process.popen.poll() is not None]
-        assert {name: alive(stack)[name] for name in names} == {name: was[name] for name in names}
+        stack.wait(lambda now: now.committed >= 8 and names <= set(alive(stack)), "all roles at work")
+        for stalled in (False, True):
+            outlast(stack, broker, started, stalled=stalled)
         end = stack.finish()
         assert (end.dead, end.dropped) == (0, 0)
         stack.assert_exactly_once()
     finally:
-        if stalled:
-            broker.signal(signal.SIGCONT)
+        broker.signal(signal.SIGCONT)
         stack.close()
         broker.kill()
+
+
+def outlast(stack: Stack, broker: KillableBroker, started: list[Process], *, stalled: bool) -> None:
+    """One outage; every process is the same afterwards, and training goes on."""
+    names, before, was = {process.name for process in started}, stack.snapshot(), alive(stack)
+    take_away(broker, stalled=stalled)
+    until = time.monotonic() + _DOWN_S
+    while time.monotonic() < until:
+        assert not [process.tail() for process in started if process.popen.poll() is not None]
+        time.sleep(0.1)
+    give_back(broker, stalled=stalled)
+    stack.wait(lambda now: now.trained >= before.trained + 16, "training to go on")
+    assert not [process.tail() for process in started if process.popen.poll() is not None]
+    assert {name: alive(stack)[name] for name in names} == {name: was[name] for name in names}

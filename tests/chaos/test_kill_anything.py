@@ -20,10 +20,10 @@ def test_random_kills_lose_nothing(make_stack: MakeStack) -> None:
     dice = seeded()
     stack = make_stack(
         detection_rows(144),
-        worker={**PATIENT, "count": 2, "lease_s": 2},
+        worker={**PATIENT, "lease_s": 2},
         up={"max_restarts": 50, "restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
     )
-    command = stack.start("run")
+    command = stack.start("up", "--workers", "2")
     kills: list[str] = []
     while len(kills) < KILLS and command.popen.poll() is None:
         now = stack.snapshot()
@@ -35,6 +35,8 @@ def test_random_kills_lose_nothing(make_stack: MakeStack) -> None:
     assert command.wait(200) == 0, command.tail() + stack.report(stack.snapshot())
     stack.assert_exactly_once()
     assert stack.snapshot().dead == 0
+    logs = {log.stem for log in (stack.run_dir / "logs").glob("*.log")}
+    assert logs == {"producer", "worker-0", "worker-1", "consumer-0", "trainer"}
     assert kills, "the run was over before the first kill"
     wait_gone(stack.mark)
     assert not stack.litter()

@@ -23,9 +23,9 @@ def waiting_results(stack: Stack) -> int:
         return raw.xpending(stream, "consumers")["pending"] if raw.exists(stream) else 0
 
 
-def test_a_consumer_killed_with_a_half_filled_batch(make_stack: MakeStack) -> None:
-    rows = detection_rows(40)
-    stack = make_stack(rows, data={"limit": 12})
+def test_consumers_killed_with_a_half_filled_batch_and_paused(make_stack: MakeStack) -> None:
+    """The paused one is replaced, and takes nothing when it comes back."""
+    stack = make_stack(detection_rows(72), data={"limit": 12})
     stack.start("worker")
     first = stack.start("consume")
     limited = stack.start("produce")
@@ -36,8 +36,16 @@ def test_a_consumer_killed_with_a_half_filled_batch(make_stack: MakeStack) -> No
     first.kill()
     assert waiting_results(stack) == 4
     stack.configure(data={"limit": None})
-    for role in ("produce", "consume", "train"):
+    paused = stack.start("consume")
+    for role in ("produce", "train"):
         stack.start(role)
+    stack.wait(lambda now: now.accepted >= 16, "its successor to hand on a batch")
+    paused.expendable = True
+    paused.signal(signal.SIGSTOP)
+    stack.start("consume")
+    held = stack.snapshot().accepted
+    stack.wait(lambda now: now.accepted > held, "the third consumer to hand on a batch")
+    paused.signal(signal.SIGCONT)
     stack.finish()
     stack.assert_exactly_once()
 
@@ -45,22 +53,6 @@ def test_a_consumer_killed_with_a_half_filled_batch(make_stack: MakeStack) -> No
 def exhausted(stack: Stack, value: str) -> None:
     with stack.client() as client:
         client.hset(stack.keys.source, "exhausted", value)
-
-
-def test_a_paused_consumer_is_replaced_and_takes_nothing_when_it_comes_back(make_stack: MakeStack) -> None:
-    stack = make_stack(detection_rows(64))
-    paused = stack.start("consume")
-    for role in ("worker", "produce", "train"):
-        stack.start(role)
-    stack.wait(lambda now: now.accepted >= 8, "a first batch")
-    paused.expendable = True
-    paused.signal(signal.SIGSTOP)
-    stack.start("consume")
-    held = stack.snapshot().accepted
-    stack.wait(lambda now: now.accepted > held, "the second consumer to hand on a batch")
-    paused.signal(signal.SIGCONT)
-    stack.finish()
-    stack.assert_exactly_once()
 
 
 def test_a_producer_killed_again_and_again_enqueues_everything_once(make_stack: MakeStack) -> None:

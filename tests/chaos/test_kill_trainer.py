@@ -78,25 +78,35 @@ def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_sta
     assert len(stack.trained()) == 96
 
 
-@pytest.mark.parametrize("moment", ["midway", "at the end"])
-def test_a_paused_trainer_is_replaced_and_writes_nothing_when_it_comes_back(make_stack: MakeStack, moment: str) -> None:
-    stack = make_stack(detection_rows(64))
+def test_paused_trainers_are_replaced_and_write_nothing_when_they_come_back(make_stack: MakeStack) -> None:
+    """The first one in the middle of the run, the second one after its end."""
+    stack = make_stack(detection_rows(80))
     start_all_but_the_trainer(stack)
-    paused = stack.start("train")
+    first = stack.start("train")
     stack.wait(lambda now: now.trained >= 8, "a first step")
-    paused.expendable = True
-    paused.signal(signal.SIGSTOP)
-    second = stack.start("train")
-    stack.wait(lambda _: "published" in second.text(), "the second trainer to take over")
-    if moment == "at the end":
-        stack.wait(lambda now: now.state == "finished", "the second trainer to end the run")
-        assert second.wait() == 0, second.tail()
+    second = replaced_while_paused(stack, first)
     seen = stack.digests()
-    paused.signal(signal.SIGCONT)
-    assert_it_gave_up(paused)
+    first.signal(signal.SIGCONT)
+    assert_it_gave_up(first)
+    third = replaced_while_paused(stack, second)
+    stack.wait(lambda now: now.state == "finished", "the third trainer to end the run")
+    assert third.wait() == 0, third.tail()
+    assert seen.items() <= stack.digests().items(), "a version number has two digests"
+    seen = stack.digests()
+    second.signal(signal.SIGCONT)
+    assert_it_gave_up(second)
     stack.finish()
     assert seen.items() <= stack.digests().items(), "a version number has two digests"
     stack.assert_exactly_once()
+
+
+def replaced_while_paused(stack: Stack, trainer: Process) -> Process:
+    """The trainer that took over."""
+    trainer.expendable = True
+    trainer.signal(signal.SIGSTOP)
+    other = stack.start("train")
+    stack.wait(lambda _: "published" in other.text(), "another trainer to take over")
+    return other
 
 
 def assert_it_gave_up(trainer: Process) -> None:

@@ -48,13 +48,3 @@ def test_run_goes_to_the_end_and_a_second_time_does_nothing(make_stack: MakeStac
     assert "complete: enqueued 48, trained 48, dead 0, dropped 0" in second.text()
     assert (stack.trained(), stack.digests(), (stack.run_dir / "metrics.jsonl").read_text()) == before
     wait_gone(stack.mark)
-
-
-def test_up_starts_as_many_workers_as_asked(make_stack: MakeStack) -> None:
-    stack = make_stack(detection_rows(48))
-    command = stack.start("up", "--workers", "2")
-    stack.wait(lambda now: command.popen.poll() == 0, "the end of `sluice up`")
-    stack.assert_exactly_once()
-    logs = {log.stem for log in (stack.run_dir / "logs").glob("*.log")}
-    assert logs == {"producer", "worker-0", "worker-1", "consumer-0", "trainer"}
-    wait_gone(stack.mark)

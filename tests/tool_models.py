@@ -1,0 +1,79 @@
+"""A small real Qwen3 that surely calls the calculator: overfitted, in seconds, on a few conversations.
+
+- Greedy decoding of `CONVERSATIONS`' prompts gives their calls and, after the tools' results, their answers.
+- It is used with the four calculator tools, whose names its template shows; its tokenizer is that of the tools demo.
+- One that is in the directory already is given again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.tiny.model import ModelSettings, build_model
+from demo.tiny.warm_start import Example, Recipe, WarmStartSettings
+from demo.tools import demonstrations, tokenizer
+from demo.tools.problems import Problem, Step
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt of one user turn, the calls that the model makes one after the other, and what it says at last."""
+
+    prompt: str
+    calls: Sequence[Step]
+    answer: str
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole conversation, as the gateway's caller ends with it."""
+        return demonstrations.conversation([{"role": "user", "content": self.prompt}], self.calls, self.answer)
+
+
+def _worked(numbers: tuple[int, ...], operations: str, first: int = 0) -> Conversation:
+    problem = Problem(numbers, operations, first)
+    return Conversation(problem.text, problem.steps or [], str(problem.answer))
+
+
+CONVERSATIONS = (
+    _worked((37, 46, 12), "*+"),
+    _worked((812, 57, 3), "-*"),
+    _worked((5, 20, 7), "*+", 1),
+    _worked((96, 520, 13), "+/", 1),
+    _worked((63, 9), "*"),
+    _worked((880, 5), "/"),
+    _worked((41, 58), "+"),
+    _worked((300, 75), "-"),
+    Conversation("7/0", [], "none"),
+)
+"""The last one is answered without a call."""
+
+_SETTINGS = WarmStartSettings(
+    num_steps=160,
+    batch_size=len(CONVERSATIONS),
+    learning_rate=3e-3,
+    stop_loss=0.004,
+    model=ModelSettings(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2),
+)
+
+
+def _examples(count: int, seed: int, codec: Any) -> Any:
+    examples: list[Example] = [demonstrations.encode(codec, one.messages) for one in CONVERSATIONS]
+    return itertools.islice(itertools.cycle(examples), count)
+
+
+_RECIPE = Recipe(
+    name="tool-model",
+    sources=[demonstrations, tokenizer],
+    tokenizer=tokenizer.build_tokenizer,
+    network=build_model,
+    pairs=_examples,
+)
+
+
+def tool_model(directory: Path) -> Path:
+    """The model's directory, below `directory`; give the same one again (a session's) to train only once."""
+    return _RECIPE.ensure(directory, _SETTINGS)
