@@ -80,15 +80,17 @@ def test_dead_between_checkpoint_and_publish_publishes_the_same_weights(make_sta
 
 def test_paused_trainers_are_replaced_and_write_nothing_when_they_come_back(make_stack: MakeStack) -> None:
     """The first one in the middle of the run, the second one after its end."""
-    stack = make_stack(detection_rows(80))
+    stack = make_stack(detection_rows(120))
     start_all_but_the_trainer(stack)
     first = stack.start("train")
     stack.wait(lambda now: now.trained >= 8, "a first step")
-    second = replaced_while_paused(stack, first)
+    pause(first)
+    second = successor(stack)
+    pause(second)
     seen = stack.digests()
     first.signal(signal.SIGCONT)
     assert_it_gave_up(first)
-    third = replaced_while_paused(stack, second)
+    third = successor(stack)
     stack.wait(lambda now: now.state == "finished", "the third trainer to end the run")
     assert third.wait() == 0, third.tail()
     assert seen.items() <= stack.digests().items(), "a version number has two digests"
@@ -100,13 +102,16 @@ def test_paused_trainers_are_replaced_and_write_nothing_when_they_come_back(make
     stack.assert_exactly_once()
 
 
-def replaced_while_paused(stack: Stack, trainer: Process) -> Process:
-    """The trainer that took over."""
+def pause(trainer: Process) -> None:
     trainer.expendable = True
     trainer.signal(signal.SIGSTOP)
-    other = stack.start("train")
-    stack.wait(lambda _: "published" in other.text(), "another trainer to take over")
-    return other
+
+
+def successor(stack: Stack) -> Process:
+    """A trainer that has taken over."""
+    trainer = stack.start("train")
+    stack.wait(lambda _: "published" in trainer.text(), "another trainer to take over")
+    return trainer
 
 
 def assert_it_gave_up(trainer: Process) -> None:
