@@ -4,6 +4,9 @@ Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds th
 wrote (last match; group 1 when there is one). Both sides are compared without white space around them.
 
 - Right: reward 1, trained on the sampled tokens. Wrong: reward 0, trained on the truth's answer.
+- Of a rollout of several turns the last one gives the answer. Right: the sampled tokens of all turns are trained.
+  Wrong: the turns before it stay, with weight 0, and the truth's answer stands in its place.
+- A rollout that comes with a reward may be without a truth: it is right when its reward is above 0.
 - With a policy loss both keep what was sampled, all of it and nothing else; `policy.ce_weight` is the
   cross-entropy weight of what is right.
 - Refusing nested quantifiers would leave the polynomial patterns, so the search itself is bounded: the last
@@ -17,9 +20,9 @@ from typing import Any
 
 import regex
 
-from consumers.rollout import Response, rollout_metrics, training_sample
+from consumers.rollout import Response, rollout_metrics, sampled, training_sample
 from consumers.segments import Segment
-from consumers.spans import answer_ids
+from consumers.spans import answer_ids, last_turn
 from consumers.task import Matched, Parsed, TaskContext
 from pipeline.errors import TaskError
 from pipeline.messages import SequenceResult, TrainingSample
@@ -41,25 +44,29 @@ class Answer:
 class Verdict:
     """Whether the rollout says the answer."""
 
-    answer: Answer
+    answer: Answer | None  # None: its reward says it
     right: bool
 
 
 def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
-    """The sampled text before the turn terminator; valid when it is not blank."""
+    """The sampled text of the last turn before its terminator; valid when it is not blank."""
     ids = answer_ids(result, ctx.codec)
+    prefix_len = last_turn(result)[0] + len(ids)
     text = ctx.codec.decode(ids)[: ctx.options.max_text_chars]
     valid = bool(text.strip())
     metrics = rollout_metrics(result, ctx.options) | {
-        "rollout/parse_truncated": float(len(ids) == len(result.token_ids)),
+        "rollout/parse_truncated": float(prefix_len == len(result.token_ids)),
         "rollout/valid_samples": float(valid),
         "stage2/invalid_rollout": float(not valid),
     }
-    return Parsed(result, text, len(ids), valid, metrics)
+    return Parsed(result, text, prefix_len, valid, metrics)
 
 
 def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
     """Compare with the truth; raises TaskError for a truth that cannot be used."""
+    reward = parsed.result.reward
+    if truth is None and reward is not None:
+        return Matched(parsed, Verdict(None, reward > 0), {})
     answer = read_answer(truth, parsed.result.seq_id)
     right = parsed.valid and extract(parsed.value, answer.pattern) == answer.text.strip()
     return Matched(parsed, Verdict(answer, right), {})
@@ -76,35 +83,53 @@ def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
 def _sampled(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
     """Every token of the result; where one was not sampled, its mask says so and its weight becomes 0."""
     ids = list(parsed.result.token_ids)
-    if not verdict.right:
+    if verdict.answer and not verdict.right:
         _encode(verdict.answer.text, parsed.result.seq_id, ctx)  # a truth that cannot be written is never right
-    code = Segment.matched_desc if verdict.right else Segment.false_positive
-    stops = set(ctx.codec.eos_token_ids)
     return Response(
         token_ids=ids,
         labels=ids,
         weights=[ctx.policy.ce_weight if verdict.right else 0.0] * len(ids),
-        segments=[int(Segment.closing if token in stops else code) for token in ids],
+        segments=_codes(parsed.result, verdict.right, ctx),
         kept=len(ids),
     )
 
 
 def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
+    stops, sampled_ids = ctx.codec.eos_token_ids, parsed.result.token_ids
+    codes = _codes(parsed.result, verdict.right, ctx)
     if verdict.right:
-        kept, code = parsed.prefix_len, Segment.matched_desc
-        ids, stop = list(parsed.result.token_ids[:kept]), list(parsed.result.token_ids[kept : kept + 1])
-        kept += len(stop)
+        kept, start, new = parsed.prefix_len, 0, list[int]()
+        stop = [token for token in sampled_ids[kept : kept + 1] if token in stops]
     else:
-        kept, code = 0, Segment.appended_desc
-        ids, stop = _encode(verdict.answer.text, parsed.result.seq_id, ctx), []
-    token_ids = ids + (stop or [ctx.codec.eos_token_ids[0]])
+        kept = start = last_turn(parsed.result)[0]
+        new, stop = _truth_ids(parsed, verdict, ctx), list[int]()
+    token_ids = [*sampled_ids[:kept], *new, *(stop or stops[:1])]
     return Response(
         token_ids=token_ids,
         labels=token_ids,
-        weights=[1.0] * len(token_ids),
-        segments=[*[int(code)] * len(ids), int(Segment.closing)],
-        kept=kept,
+        weights=[0.0] * start + [1.0] * (len(token_ids) - start),
+        segments=[*codes[:kept], *[int(Segment.appended_desc)] * len(new), int(Segment.closing)],
+        kept=kept + len(stop),
     )
+
+
+def _codes(result: SequenceResult, right: bool, ctx: TaskContext) -> list[int]:
+    """The segment of each token of the result; what stands between two turns is a prompt."""
+    stops, code = set(ctx.codec.eos_token_ids), Segment.matched_desc if right else Segment.false_positive
+    on = [*sampled(result)[: last_turn(result)[1]], *[1] * len(result.token_ids)]
+    return [
+        int(Segment.prompt if not on[at] else Segment.closing if token in stops else code)
+        for at, token in enumerate(result.token_ids)
+    ]
+
+
+def _truth_ids(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> list[int]:
+    if verdict.answer is None:
+        raise TaskError(
+            f"{parsed.result.seq_id}: a reward of {parsed.result.reward} and no truth, so there is nothing to teach;"
+            " give its prompt a truth, or switch the policy loss on"
+        )
+    return _encode(verdict.answer.text, parsed.result.seq_id, ctx)
 
 
 def read_answer(truth: Any, where: str) -> Answer:

@@ -1,5 +1,9 @@
 """Puts the members of a group together. Entries stay unacked in the stream until their group is handed on,
-so a killed assembler loses nothing: its successor reads them again."""
+so a killed assembler loses nothing: its successor reads them again.
+
+- A member is one part of one index: a rollout whose history forked has several.
+- An index is whole when all its parts are here, or a tombstone, which has no parts.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,29 @@ from dataclasses import dataclass, field
 
 from pipeline.messages import DeadLetter, SequenceResult
 
+Place = tuple[int, int]
+"""Index in the group, and part of that index."""
+
 
 @dataclass
 class Group:
-    """Members so far, by index; a dead member is its DeadLetter."""
+    """Members so far, by place; a dead member is its DeadLetter."""
 
     group_id: str
     size: int
-    members: dict[int, SequenceResult | DeadLetter] = field(default_factory=dict)
+    members: dict[Place, SequenceResult | DeadLetter] = field(default_factory=dict)
     entry_ids: list[str] = field(default_factory=list)
+    parts: dict[int, int] = field(default_factory=dict)  # index → how many it has
+    unrecorded: list[DeadLetter] = field(default_factory=list)  # members that ended here, not in the queue
 
     @property
     def complete(self) -> bool:
         """All members are here, alive or dead."""
-        return len(self.members) >= self.size
-
-    @property
-    def unrecorded(self) -> list[DeadLetter]:
-        """Members that ended in the consumer; those that died in the queue are recorded there."""
-        return [m for m in self.members.values() if isinstance(m, DeadLetter) and m.state == "dropped"]
+        return len(self.parts) >= self.size and len(self.members) >= sum(self.parts.values())
 
     @property
     def living(self) -> list[SequenceResult]:
-        """Results in index order."""
+        """Results in the order of their places."""
         return [m for _, m in sorted(self.members.items()) if isinstance(m, SequenceResult)]
 
 
@@ -41,19 +45,37 @@ class Assembler:
 
     def add_result(self, entry_id: str, result: SequenceResult) -> Group | None:
         """Returns the group when this member completes it."""
-        return self._add(entry_id, result.group_id, result.group_size, result.index, result)
+        place = (result.index, result.part)
+        return self._add(entry_id, result.group_id, result.group_size, place, result.parts, result)
 
     def add_dead(self, entry_id: str, group_id: str, size: int, index: int, letter: DeadLetter) -> Group | None:
-        """The same for a tombstone, or for a result that cannot be read."""
-        return self._add(entry_id, group_id, size, index, letter)
+        """The same for a tombstone: who wrote it has counted it."""
+        return self._add(entry_id, group_id, size, (index, 0), 1, letter)
+
+    def add_unreadable(
+        self, entry_id: str, group_id: str, size: int, place: Place, parts: int, letter: DeadLetter
+    ) -> Group | None:
+        """The same for a result that cannot be read: its letter is still to be recorded."""
+        self._group(group_id, size).unrecorded.append(letter)
+        return self._add(entry_id, group_id, size, place, parts, letter)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def _add(
-        self, entry_id: str, group_id: str, size: int, index: int, member: SequenceResult | DeadLetter
+        self,
+        entry_id: str,
+        group_id: str,
+        size: int,
+        place: Place,
+        parts: int,
+        member: SequenceResult | DeadLetter,
     ) -> Group | None:
-        group = self._open.setdefault(group_id, Group(group_id, size))
-        group.members[index] = member
+        group = self._group(group_id, size)
+        group.members[place] = member
+        group.parts[place[0]] = parts
         group.entry_ids.append(entry_id)
         return self._open.pop(group.group_id) if group.complete else None
+
+    def _group(self, group_id: str, size: int) -> Group:
+        return self._open.setdefault(group_id, Group(group_id, size))

@@ -4,7 +4,7 @@
 
 | waits for                | unblocked by                     |
 |--------------------------|----------------------------------|
-| results                  | workers                          |
+| results                  | workers, or the end of rollouts  |
 | the rest of a group      | workers, or a tombstone          |
 | a full batch             | further results, or the end of the source |
 
@@ -84,26 +84,29 @@ class Consumer:
     async def _assemble(self, entry: Entry) -> Group | None:
         fields = entry.fields
         try:
-            place = fields[b"g"].decode(), int(fields[b"n"]), int(fields[b"i"])
+            group_id, size, index = fields[b"g"].decode(), int(fields[b"n"]), int(fields[b"i"])
+            part, parts = int(fields.get(b"k", 0)), int(fields.get(b"m", 1))
         except (KeyError, ValueError) as error:
             await self._discard(entry, error)
             return None
         try:
             if b"r" in fields:
                 return self._groups.add_result(entry.entry_id, decode(SequenceResult, fields[b"r"]))
-            return self._groups.add_dead(entry.entry_id, *place, decode(DeadLetter, fields[b"d"]))
+            return self._groups.add_dead(entry.entry_id, group_id, size, index, decode(DeadLetter, fields[b"d"]))
         except (MessageError, KeyError) as error:
-            if not await self._is_known(place[0]):
+            if not await self._is_known(group_id):
                 await self._discard(entry, error)
                 return None
-            problem = letter(f"{place[0]}:{place[2]}", "malformed_result", str(error))
-            return self._groups.add_dead(entry.entry_id, *place, problem)
+            name = f"{group_id}:{index}" + (f"/{part}" if part else "")
+            problem = letter(name, "malformed_result", str(error))
+            return self._groups.add_unreadable(entry.entry_id, group_id, size, (index, part), parts, problem)
 
-    async def _is_known(self, job_id: str) -> bool:
-        """Whether such a job was ever enqueued, as far as the broker remembers."""
-        if job_id.startswith(f"{self._role.config.run}:"):
+    async def _is_known(self, group_id: str) -> bool:
+        """Whether such a job was ever enqueued, or such a rollout opened, as far as the broker remembers."""
+        if group_id.startswith(f"{self._role.config.run}:"):
             return True
-        return bool(await self._role.client.exists(f"{self._role.keys.job_state}{job_id}", f"{ARQ_RESULT}{job_id}"))
+        names = (self._role.keys.job_state, ARQ_RESULT, self._role.keys.rollout)
+        return bool(await self._role.client.exists(*(f"{name}{group_id}" for name in names)))
 
     async def _discard(self, entry: Entry, problem: Exception) -> None:
         """Not written by a worker of this run: nobody's sequence, so it is no drop either."""
@@ -159,7 +162,8 @@ class Consumer:
     async def _at_the_end(self) -> bool:
         """Hand on what is left once no more results can come; True when the whole run is over."""
         now = await snapshot(self._role.client, self._role.keys)
-        if now.exhausted and now.queued_jobs == 0 and not self._groups and await self._nothing_unread():
+        no_more = now.exhausted and now.queued_jobs == 0 and now.open_rollouts == 0
+        if no_more and not self._groups and await self._nothing_unread():
             if self._samples:
                 await self._hand_off_batch()
             return now.complete

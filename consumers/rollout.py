@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from consumers.segments import Segment
+from consumers.spans import last_turn
 from pipeline.config.types import RolloutMatchingConfig
 from pipeline.messages import GeometryTarget, SequenceResult, TrainingSample
 from pipeline.tokens import FloatArray, Runs, TokenArray
@@ -31,9 +34,12 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
     guard = result.triggers
     triggered = bool(guard.get("repeat_terminate"))
     saved = max(0, result.sampling.max_new_tokens - int(guard.get("at_token", 0))) if triggered else 0
+    between = sampled(result)[: last_turn(result)[0]].count(0)
     metrics = {
         "rollout/samples": 1.0,
-        "rollout/gen_new_tokens": float(len(result.token_ids)),
+        "rollout/num_turns": 1.0 if result.turn is None else float(result.turn),
+        "rollout/tool_tokens": float(between),
+        "rollout/gen_new_tokens": float(len(result.token_ids) - between),
         "rollout/prompt_len": float(len(result.prompt_token_ids)),
         "rollout/rollout_len": float(len(result.token_ids)),
         "rollout/repeat_terminate_active": float(bool(guard.get("active"))),
@@ -46,13 +52,40 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
     return metrics if decode_s is None else metrics | {"rollout/decode_s": decode_s}
 
 
+def sampled(result: SequenceResult) -> list[int]:
+    """1 per token that the policy sampled, 0 per other one; shape (len(token_ids),)."""
+    return result.response_mask.expand() or [1] * len(result.token_ids)
+
+
+def final_turn(result: SequenceResult) -> SequenceResult:
+    """The last turn alone; all before it is its prompt."""
+    start, _ = last_turn(result)
+    if start == 0:
+        return result
+    names = ("response_mask", "versions", "proximal_versions")
+    runs = {name: Runs.of(getattr(result, name).expand()[start:]) for name in names}
+    return replace(
+        result,
+        prompt_token_ids=TokenArray([*result.prompt_token_ids, *result.token_ids[:start]]),
+        token_ids=TokenArray(result.token_ids[start:]),
+        logprobs=FloatArray(result.logprobs[start:]),
+        proximal_logprobs=FloatArray(result.proximal_logprobs[start:]),
+        **runs,
+    )
+
+
+def rewarded(sample: TrainingSample, reward: float | None) -> TrainingSample:
+    """The sample with the reward that the agent's side gave its rollout, if it gave one."""
+    return sample if reward is None else replace(sample, reward=reward, metrics=sample.metrics | _rewards(reward))
+
+
 def training_sample(
     result: SequenceResult, response: Response, metrics: dict[str, float], reward: float | None = None
 ) -> TrainingSample:
     """Prompt (weight 0) + response, with behaviour and proximal arrays of the kept sampled tokens."""
     prompt = list(result.prompt_token_ids)
     start, length = len(prompt), len(prompt) + len(response.token_ids)
-    mask = result.response_mask.expand() or [1] * len(result.token_ids)
+    mask = sampled(result)
     weights = [0.0 if at < response.kept and not mask[at] else w for at, w in enumerate(response.weights)]
 
     def spread(values: Sequence[float], empty: float) -> list[float]:

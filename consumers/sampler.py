@@ -1,6 +1,8 @@
 """A group of results → its training samples, and a reason for each member that gives none.
 
-With a policy loss, members with a reward also get their advantage within the group, unless the task gave one.
+- The agent's side may have given a rollout its reward; it goes before the task's.
+- With a policy loss, members with a reward also get their advantage within the group, unless the task gave one.
+  Parts of one index have one advantage: that of the first part that gives a sample.
 """
 
 from __future__ import annotations
@@ -8,10 +10,11 @@ from __future__ import annotations
 import time
 import traceback
 
-import msgspec
+from msgspec.structs import replace
 
 from consumers.advantage import group_advantages
-from consumers.group import Group
+from consumers.group import Group, Place
+from consumers.rollout import rewarded
 from consumers.task import Task, TaskContext
 from pipeline.config.types import ConsumerConfig
 from pipeline.errors import TaskError
@@ -29,31 +32,33 @@ class Sampler:
         self._task, self._context, self._config = task, context, config
 
     def samples_of(self, group: Group) -> tuple[list[TrainingSample], list[DeadLetter]]:
-        """Samples in index order, and letters of the members that are dropped here."""
-        letters = group.unrecorded
-        samples: list[TrainingSample] = []
+        """Samples in the order of their places, and letters of the members that are dropped here."""
+        letters = list(group.unrecorded)
+        samples: dict[Place, TrainingSample] = {}
         for result in group.living:
             outcome = self._outcome(result)
             if isinstance(outcome, DeadLetter):
                 letters.append(outcome)
             else:
-                samples.append(outcome)
+                samples[result.index, result.part] = outcome
         if len(samples) < len(group.members) and self._config.on_incomplete_group == "drop":
             reason = f"another member of group {group.group_id} is missing"
-            letters += [letter(sample.seq_id, "incomplete_group", reason) for sample in samples]
-            samples = []
+            letters += [letter(sample.seq_id, "incomplete_group", reason) for sample in samples.values()]
+            samples = {}
         return self._weighed(samples), letters
 
-    def _weighed(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+    def _weighed(self, samples: dict[Place, TrainingSample]) -> list[TrainingSample]:
         policy = self._context.policy
-        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        firsts: dict[int, float | None] = {}
+        for (index, _), sample in samples.items():
+            firsts.setdefault(index, sample.reward)
+        rewards = {index: reward for index, reward in firsts.items() if reward is not None}
         if not policy.enabled or not rewards:
-            return samples
-        advantages = iter(group_advantages(rewards, policy.advantage))
-        found = [None if sample.reward is None else next(advantages) for sample in samples]
+            return list(samples.values())
+        advantages = dict(zip(rewards, group_advantages(list(rewards.values()), policy.advantage), strict=True))
         return [
-            sample if sample.advantage is not None else msgspec.structs.replace(sample, advantage=advantage)
-            for sample, advantage in zip(samples, found, strict=True)
+            sample if sample.advantage is not None else replace(sample, advantage=advantages.get(index))
+            for (index, _), sample in samples.items()
         ]
 
     def _outcome(self, result: SequenceResult) -> TrainingSample | DeadLetter:
@@ -62,7 +67,7 @@ class Sampler:
         try:
             parsed = self._task.parse(result, self._context)
             matched = self._task.match(parsed, result.truth, self._context)
-            sample = self._task.target(matched, self._context)
+            sample = rewarded(self._task.target(matched, self._context), result.reward)
         except TaskError as error:
             return letter(result.seq_id, "invalid_truth", str(error))
         except Exception:  # steps are the user's code: one that fails must not stop the run

@@ -11,10 +11,21 @@ from pipeline.messages import SequenceResult
 _MOST_TORN = 5  # a character has at most 4 bytes, hence at most 4 tokens
 
 
+def last_turn(result: SequenceResult) -> tuple[int, int]:
+    """First token and end of the last turn that the policy sampled; an end that a guard forced is not part of it."""
+    at, turn = 0, (0, 0)
+    for value, count in result.response_mask.runs or ((1, len(result.token_ids)),):
+        if value == 1:
+            turn = (turn[0] if turn[1] == at else at, at + count)
+        at += count
+    return turn
+
+
 def answer_ids(result: SequenceResult, codec: TextCodec) -> list[int]:
-    """The sampled ids before the first turn terminator."""
+    """The sampled ids of the last turn, before its terminator."""
     stops = set(codec.eos_token_ids)
-    ids = list(result.token_ids)
+    start, end = last_turn(result)
+    ids = list(result.token_ids[start:end])
     return ids[: next((at for at, token in enumerate(ids) if token in stops), len(ids))]
 
 

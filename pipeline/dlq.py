@@ -207,14 +207,14 @@ def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
 
 
 def _remade(envelope: Envelope, payload: bytes, new_id: bytes, sequences: int) -> list[Any]:
-    """Payload, n, priority, deadline and call of the new job; what is not a decode job goes back as it is."""
+    """Payload, n, priority, deadline, call and mailbox of the new job; what is not a decode job goes back as it is."""
     job = envelope.job
     if job is None:
         unread = "?" if sequences == 1 else ""  # one: it may be a foreign job, and more than that once it can be read
-        return [payload, sequences, 0, 0, unread if envelope.problem else envelope.function]
+        return [payload, sequences, 0, 0, unread if envelope.problem else envelope.function, ""]
     again = msgspec.structs.replace(job, job_id=new_id.decode(errors="replace"), n=sequences)
     fresh = arq_payload(again, int(time.time() * 1000))
-    return [fresh, sequences, job.priority, int((job.deadline_s or 0) * 1000), ""]
+    return [fresh, sequences, job.priority, int((job.deadline_s or 0) * 1000), "", job.reply_to or ""]
 
 
 def _names(rows: list[Row]) -> list[str]:

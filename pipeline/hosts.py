@@ -1,9 +1,11 @@
 """Which URLs may be fetched, and to which addresses a connection may go.
 
-- A host is listed exactly: no wildcards, no other port than the one listed (the scheme's own if none is).
+- A host is listed exactly: no other port than the one listed (the scheme's own if none is, any with "host:*").
 - The address is checked when its socket is made, so no name can resolve to one thing here and another there.
 - Loopback and private addresses are up to the list; link-local ones (cloud metadata), multicast and
   unspecified ones are refused always.
+- `AllowedHosts.open_socket`: a loopback address only where the list names a loopback host for the port, so that no
+  other name leads to this host's own services.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ class RefusedAddress(Exception):
 
 
 class AllowedHosts:
-    """The entries of `images.hosts`: "host", "host:port" or "[IPv6]:port"."""
+    """Entries "host", "host:port" or "host:*" (any port), an IPv6 address in brackets; `key` holds them."""
 
-    def __init__(self, entries: Sequence[str]) -> None:
-        self._listed = {_listed(entry) for entry in entries}
+    def __init__(self, entries: Sequence[str], key: str) -> None:
+        self._listed: set[tuple[str, int | str | None]] = {_listed(entry) for entry in entries}
+        self._key = key
 
     def admit(self, text: str, where: str) -> URL:
         """The URL to fetch. Raises RequestError unless it is a plain http(s) URL of a listed host."""
         if not self._listed:
-            raise RequestError(f"{where}: this worker fetches no URLs; set images.hosts in its configuration")
+            raise RequestError(f"{where}: no URL is fetched here; set {self._key} in the configuration")
         if not text.isprintable() or " " in text or "\\" in text:
             raise RequestError(f"{where}: its URL has blanks, backslashes or control characters; encode them")
         try:
@@ -46,11 +49,25 @@ class AllowedHosts:
         if url.raw_user is not None or url.raw_password is not None:
             raise RequestError(f"{where}: a user or password in a URL is not accepted; remove it")
         host, port = _normal_host(url.raw_host or ""), url.port or 0
-        if (host, port) not in self._listed and not ((host, None) in self._listed and port == _PORTS[url.scheme]):
+        ports = (port, "*", None) if port == _PORTS[url.scheme] else (port, "*")
+        if not any((host, port) in self._listed for port in ports):
             raise RequestError(
-                f"{where}: {_shown(host, port)} is not a listed host; add it to images.hosts if it is to be trusted"
+                f"{where}: {_shown(host, port)} is not a listed host; add it to {self._key} if it is to be trusted"
             )
         return url.with_fragment(None)
+
+    def open_socket(self, info: tuple[Any, ...]) -> socket.socket:
+        """`guarded_socket`, to a loopback address only where the list names a loopback host. Raises RefusedAddress."""
+        address, port = str(info[4][0]), int(info[4][1])
+        if _is_loopback(address) and not any(
+            _is_local(host) and (at in (port, "*") or (at is None and port in _PORTS.values()))
+            for host, at in self._listed
+        ):
+            raise RefusedAddress(
+                f"its host is at {address}, this host itself, and {self._key} has no 127.0.0.1, localhost or [::1] "
+                f"with port {port}; list it if that service is meant"
+            )
+        return guarded_socket(info)
 
 
 def guarded_socket(info: tuple[Any, ...]) -> socket.socket:
@@ -62,7 +79,7 @@ def guarded_socket(info: tuple[Any, ...]) -> socket.socket:
 
 def refuse_address(text: str) -> None:
     """Raise RefusedAddress for a link-local, multicast or unspecified address, however it is wrapped."""
-    for address in _unwrapped(ip_address(text.partition("%")[0])):
+    for address in _unwrapped(text):
         kinds = ("link_local", "multicast", "unspecified")
         kind = next((kind for kind in kinds if getattr(address, f"is_{kind}")), None)
         if kind is not None:
@@ -72,8 +89,21 @@ def refuse_address(text: str) -> None:
             )
 
 
-def _unwrapped(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+def _is_loopback(text: str) -> bool:
+    return any(address.is_loopback for address in _unwrapped(text))
+
+
+def _is_local(host: str) -> bool:
+    """Whether a listed host means this host by its very name."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _unwrapped(text: str) -> list[IPv4Address | IPv6Address]:
     """The address, and the IPv4 address that is inside it (mapped, 6to4, NAT64)."""
+    address = ip_address(text.partition("%")[0])
     found = [address]
     if isinstance(address, IPv6Address):
         found += [inner for inner in (address.ipv4_mapped, address.sixtofour) if inner is not None]
@@ -82,9 +112,10 @@ def _unwrapped(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Add
     return found
 
 
-def _listed(entry: str) -> tuple[str, int | None]:
-    url = URL(f"http://{entry}")
-    return _normal_host(url.raw_host or ""), url.explicit_port
+def _listed(entry: str) -> tuple[str, int | str | None]:
+    """(host, port), the port None for that of the scheme and "*" for any."""
+    url = URL(f"http://{entry.removesuffix(':*')}")
+    return _normal_host(url.raw_host or ""), "*" if entry.endswith(":*") else url.explicit_port
 
 
 def _normal_host(host: str) -> str:

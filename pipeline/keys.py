@@ -27,8 +27,8 @@ class Keys:
         self.alone = f"{self.prefix}alone"  # zset: jobs that run alone; + :turn → the worker whose turn it is
         self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
-        # + job id → hash: n, ndone, score, at, bytes, expires, call, foreign, owner, worker, since, attempt, excused,
-        # shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress)
+        # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
+        # excused, shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress)
         self.job_state = f"{self.prefix}job:"
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by
@@ -49,7 +49,8 @@ class Keys:
         # + mailbox:<reply_to> → list of what came for one caller: TokenDeltas, and ids of sequences that ended, expires
         self.replies = f"{self.prefix}reply:"
         self.rollouts = f"{self.prefix}rollouts"  # zset: open rollout id → ms when it counts as abandoned
-        # + rollout id → hash: head, bytes, state (open | closed), t:<turn key> → its place in the list; + :turns → list
+        # + rollout id → hash: state (open | closed), head, stream, g, i, n, bytes, turns (how many), turn:<place>,
+        # t:<turn key> (its place); of a closed one state, g, i, n, and it expires
         self.rollout = f"{self.prefix}rollout:"
         self.metrics = f"{self.prefix}metrics"  # string: newest metrics record
         self.owner = (

@@ -214,6 +214,8 @@ _TABLE: list[Metric] = [
     Metric(f"{_NEW}_p90", Percentile(_NEW, 90), "tokens", "90th percentile of generated tokens"),
     Metric(f"{_NEW}_p99", Percentile(_NEW, 99), "tokens", "99th percentile of generated tokens"),
     _rate("rollout/gen_tokens_per_s", "gen_new_tokens", "decode_s", "per sequence", "tokens/s"),
+    Metric("rollout/num_turns", Mean("rollout/num_turns"), "turns", "mean number of turns"),
+    _counter("rollout/tool_tokens", "tokens", "between the turns, not sampled"),
     *(metric for part in ("prompt", "rollout", "train", "append") for metric in _lengths(part)),
     _counter("stage2/invalid_rollout", "sequences", "rollouts with nothing valid"),
     *(_counter(f"strict_drop/reason/{why}", "objects", f"objects dropped: {why}") for why in DROP_REASONS),

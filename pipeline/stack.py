@@ -59,11 +59,22 @@ def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
         roles[f"worker-{index}"] = sluice_command("worker", *with_file)
     for index in range(config.scorer.count if config.policy.enabled else 0):
         roles[f"scorer-{index}"] = sluice_command("score", *with_file)
+    for index in range(config.gateway.count):
+        roles[f"gateway-{index}"] = sluice_command("gateway", *with_file, "--index", str(index))
+    for index in range(config.rollout_server.count):
+        roles[f"rollout-server-{index}"] = sluice_command("rollout-server", *with_file, "--index", str(index))
     return roles
 
 
+def addresses(config: Config) -> list[str]:
+    """Where this run's servers listen, in words."""
+    gateway, server = config.gateway, config.rollout_server
+    found = [f"gateway http://{gateway.host}:{gateway.port + index}/v1" for index in range(gateway.count)]
+    return found + [f"rollout server http://{server.host}:{server.port + index}" for index in range(server.count)]
+
+
 def child_environment(config: Config) -> dict[str, str]:
-    """The URL goes by environment: passwords belong in no file. Other settings are in the resolved file alone."""
+    """The URL and bearer keys go by environment: secrets belong in no file. Other settings are in the resolved file."""
     inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     return {**inherited, "REDIS_URL": config.broker.url or ""}
 
@@ -77,6 +88,8 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
         supervisor.add(name, command)
     try:
         with Progress(title) as progress:
+            for address in addresses(config):
+                progress.say(address)
             watchman = Watchman(client, config, supervisor, progress, watch)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, watchman.stop.set)

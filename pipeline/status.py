@@ -6,6 +6,7 @@ It is one round trip; what takes more is in status_inspect.py and empty here.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -32,6 +33,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     tokens: int = 0
     redelivered_jobs: int = 0
     queued_jobs: int = 0
+    open_rollouts: int = 0
     waiting_batches: int = 0
     latest_version: int | None = None
     total: int | None = None  # sequences that the source holds, once known
@@ -81,24 +83,27 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
     for key in (keys.latest, keys.state, keys.metrics):
         pipe.get(key)
     pipe.zcard(keys.jobs)
+    pipe.zcard(keys.rollouts)
     pipe.xlen(keys.batches)
     pipe.xlen(keys.dead)
     pipe.time()
     answer = cast("list[Any]", await pipe.execute())
-    counts, source, processes, latest, state, metrics, jobs, batches, dead, (seconds, micros) = answer
+    counts, source, processes, latest, state, metrics, *sizes, (seconds, micros) = answer
+    jobs, rollouts, batches, dead = map(int, sizes)
     number = {key.decode(): int(value) for key, value in counts.items() if b"last:" not in key}
     names = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "replayed")
     counted: dict[str, Any] = {name: number.get(name, 0) for name in names}
     at = seconds + micros / 1e6
-    now = Snapshot(
+    return Snapshot(
         run=keys.run,
         state=(state or b"new").decode(),
         at=at,
         **counted,
         redelivered_jobs=number.get("redelivered", 0),
-        queued_jobs=int(jobs),
-        waiting_batches=int(batches),
-        dead_letters=int(dead),
+        queued_jobs=jobs,
+        open_rollouts=rollouts,
+        waiting_batches=batches,
+        dead_letters=dead,
         latest_version=None if latest is None else int(latest),
         total=_number(source, b"total"),
         exhausted=source.get(b"exhausted") == b"1",
@@ -106,14 +111,18 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         reasons={key: value for key, value in number.items() if ":" in key},
         metrics=_finite(msgspec.json.decode(metrics, type=dict[str, float | None]) if metrics else {}),
         processes=_processes(processes, at),
+        credit=_credit(number, source),
     )
-    now.credit = CreditUse(
-        sequences=now.enqueued - now.ended,
+
+
+def _credit(number: Mapping[str, int], source: dict[bytes, bytes]) -> CreditUse:
+    ended = sum(number.get(name, 0) for name in ("trained", "dead", "dropped"))
+    return CreditUse(
+        sequences=number.get("enqueued", 0) - ended,
         max_sequences=_number(source, b"max_in_flight"),
         bytes=number.get("bytes", 0),
         max_bytes=_number(source, b"max_bytes"),
     )
-    return now
 
 
 def _number(table: dict[bytes, bytes], field: bytes) -> int | None:

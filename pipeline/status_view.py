@@ -15,7 +15,7 @@ from pipeline.status_inspect import inspect
 from pipeline.status_parts import Lag, Lease, Process
 from pipeline.status_words import condition, credit, findings, guard, length, policy
 
-_ROLES = ("producer", "worker", "consumer", "scorer", "trainer")
+_ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer")
 _LEASES = 8  # lines
 _HIDDEN = {"owner"}  # facts that are for other processes
 
@@ -71,6 +71,8 @@ def _sums(now: Snapshot) -> list[list[str]]:
     if now.attempts and list(now.attempts) != ["1"]:
         tries = ", ".join(f"{count:,} in attempt {attempt}" for attempt, count in now.attempts.items())
         rows.append(["attempts", tries + (f"; {now.deaths:,} deaths of workers over them" if now.deaths else "")])
+    if now.open_rollouts:
+        rows.append(["rollouts", f"{now.open_rollouts:,} open"])
     rows.append(["credit", f"{credit(now.credit)} in use"])
     if watched := guard(now):
         rows.append(["guard", watched])

@@ -95,6 +95,7 @@ def _nobody(now: Snapshot) -> list[str]:
     work = {
         "producer": "" if now.exhausted else "there are rows to read",
         "worker": _waiting(now.queued_jobs, "job"),
+        "gateway": _waiting(now.open_rollouts, "rollout"),
         "consumer": _waiting(results, "result"),
         "scorer": _waiting(scores, "score job"),
         "trainer": _waiting(now.waiting_batches, "batch", "batches"),

@@ -29,7 +29,7 @@ from pipeline.messages import DecodeJob, Progress
 from workers.generation.contracts import Backend
 from workers.held import HeldJob, HeldJobs
 from workers.job_prompts import JobPrompt, JobPrompts
-from workers.sequences import request_for, result_of
+from workers.sequences import delta_of, request_for, result_of
 from workers.weights_watch import WeightsWatch
 
 _TOO_EARLY_S = 0.5  # a job that wants newer weights than these comes again after it
@@ -202,7 +202,8 @@ class DecodeWorker(LeasedWorker):
 
     def _store(self, claim: Claim, index: int, progress: Progress) -> None:
         """From the decode thread."""
-        self.loop.call_soon_threadsafe(self.committer.store, Piece(claim, index, progress))
+        delta = delta_of(claim, index, progress)
+        self.loop.call_soon_threadsafe(self.committer.store, Piece(claim, index, progress, delta))
 
     def _sequence_ended(self, held: HeldJob, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from pipeline.jobs import Claim, seed_for
-from pipeline.messages import DecodeJob, Progress, SequenceResult
+from pipeline.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
 from workers.guard.signal import triggers
@@ -20,8 +20,11 @@ def request_for(
 ) -> SequenceRequest:
     """What an earlier attempt had decoded is where this one goes on.
 
-    `seed` is the run's, for jobs that name none; progress is reported every `every` tokens (0 = never).
+    `seed` is the run's, for jobs that name none; progress is reported every `every` tokens (0 = never), and as often
+    as the job's caller wants to see some.
     """
+    if is_streamed(job):
+        every = min(every or job.stream_every, job.stream_every)
 
     def report(so_far: SequenceSoFar) -> None:
         piece = Progress(
@@ -47,6 +50,24 @@ def request_for(
     )
 
 
+def is_streamed(job: DecodeJob) -> bool:
+    """Whether its caller is told of each piece that is stored."""
+    return bool(job.reply_to) and job.stream_every > 0
+
+
+def delta_of(claim: Claim, index: int, progress: Progress) -> bytes:
+    """What the job's caller sees of a piece, encoded; nothing when it does not want it."""
+    if claim.job is None or not is_streamed(claim.job):
+        return b""
+    delta = TokenDelta(
+        seq_id=f"{claim.job_id}:{index}",
+        offset=progress.offset,
+        token_ids=progress.token_ids,
+        logprobs=progress.logprobs,
+    )
+    return encode(delta)
+
+
 def _so_far(stored: Progress | None) -> SequenceSoFar | None:
     if stored is None:
         return None
@@ -70,6 +91,9 @@ def result_of(
         group_id=claim.job_id,
         group_size=job.n,
         index=index,
+        rollout_id=job.rollout_id,
+        turn=job.turn,
+        reply_to=job.reply_to,
         attempt=claim.attempt,
         worker=worker,
         backend=output.fallback.get("used", facts.name),

@@ -1,6 +1,7 @@
 """What the model wrote: objects in order of appearance, each valid or dropped for one counted reason.
 
 - The answer ends at the first turn terminator; the literal must start it (white space aside).
+- Of a rollout of several turns only the last one is read; those before it are its prompt.
 - The kept prefix ends with the last complete object, valid or not; with nothing valid, nothing is kept.
 """
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from consumers.detection.grammar import Scan, scan
 from consumers.detection.objects import ParsedObject, read_object
-from consumers.rollout import rollout_metrics
+from consumers.rollout import final_turn, rollout_metrics
 from consumers.spans import answer_ids, clean_cut
 from consumers.task import Parsed, TaskContext
 from pipeline.messages import SequenceResult
@@ -40,6 +41,7 @@ class DetectionParse:
 
 def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
     """Read the rollout; never raises on what a model wrote."""
+    whole, result = result, final_turn(result)
     ids = answer_ids(result, ctx.codec)
     text = ctx.codec.decode(ids)
     found = scan(text[: ctx.options.max_text_chars], ctx.options.max_objects)
@@ -48,7 +50,7 @@ def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
     cut = objects[-1].end if valid else 0
     prefix_len, kept_chars = clean_cut(ctx.codec, ids, text, cut)
     value = DetectionParse(text, objects, not found.closed, cut, kept_chars)
-    metrics = rollout_metrics(result, ctx.options) | _metrics(value)
+    metrics = rollout_metrics(whole, ctx.options) | _metrics(value)
     return Parsed(result, value, prefix_len, valid, metrics)
 
 

@@ -12,8 +12,8 @@ def status(
 
     `--json` prints all of it as one object; it has up to 20 leases, the oldest first.
 
-    `--health ROLE` prints nothing and exits 0 when this host has a live process of that role (for container
-    health checks).
+    `--health ROLE` prints nothing and exits 0 when this host has a live process of that role, such as worker or
+    gateway (for container health checks).
 
     Example: `sluice status -c configs/text.yaml --json`
     """

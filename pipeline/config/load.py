@@ -1,7 +1,8 @@
 """Read a configuration: `--set` > the listed environment variables > YAML > defaults.
 
 - An unknown key is an error that names the file, the path and the nearest valid key.
-- Override values are parsed as YAML, so `--set trainer.learning_rate=1e-3` is a number.
+- Override values are parsed as YAML, so `--set trainer.learning_rate=1e-3` is a number; so are those of the
+  environment that are no text.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ ENVIRONMENT = {
     "SLUICE_RUN_DIR": "run_dir",
     "SLUICE_MODEL": "model.path",
     "SLUICE_DATA": "data.path",
+    "SLUICE_ROLLOUT_URL": "rollout.url",
+    "SLUICE_GATEWAY_URL": "rollout.gateway_url",
+    "ROLLOUT_SERVER_PORT": "rollout_server.port",
+    "MAX_CONCURRENT_ROLLOUTS": "rollout_server.max_concurrent_rollouts",
+    "TOKENIZER_CACHE_SIZE": "rollout_server.tokenizer_cache_size",
+    "TOKENIZER_TRUST_REMOTE_CODE": "rollout_server.tokenizer_trust_remote_code",
+    "HTTP_CLIENT_TIMEOUT": "rollout_server.http_client_timeout_s",
 }
+_PARSED = "rollout_server."  # the values of these keys are YAML, the others text
 
 
 def load_config(
@@ -36,9 +45,10 @@ def load_config(
     tree = _read(Path(path)) if path else {}
     origin = str(path) if path else "defaults"
     for name, dotted in ENVIRONMENT.items():
-        value = (os.environ if environ is None else environ).get(name)
-        if value:
-            _put(tree, dotted, value, f"environment variable {name}")
+        if text := (os.environ if environ is None else environ).get(name):
+            where = f"environment variable {name}"
+            value = _value_alone(dotted, text, where) if dotted.startswith(_PARSED) else text
+            _put(tree, dotted, value, where)
     for item in overrides:
         dotted, sep, text = item.partition("=")
         if not sep:
@@ -46,12 +56,7 @@ def load_config(
         _put(tree, dotted.strip(), parse_yaml(text, f"--set {item}"), f"--set {item}")
     _adopt_custom_subtree(tree, origin)
     suggest.refuse_unknown_keys(Config, tree, origin)
-    try:
-        config = msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
-    rules.check(config, origin)
-    return config
+    return _checked(tree, origin)
 
 
 def resolved_yaml(config: Config, *, secrets: bool = False) -> str:
@@ -68,6 +73,23 @@ def hide_password(url: str | None) -> str | None:
         return url
     scheme, _, rest = url.partition("://")
     return f"{scheme}://:***@{rest.rpartition('@')[2]}"
+
+
+def _checked(tree: dict[str, Any], origin: str) -> Config:
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
+    rules.check(config, origin)
+    return config
+
+
+def _value_alone(dotted: str, text: str, where: str) -> Any:
+    """A number or flag of the environment; what is wrong with it names the variable."""
+    tree: dict[str, Any] = {}
+    _put(tree, dotted, parse_yaml(text, where), where)
+    _checked(tree, where)
+    return parse_yaml(text, where)
 
 
 def _read(path: Path) -> dict[str, Any]:

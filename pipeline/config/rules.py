@@ -7,13 +7,21 @@ from ipaddress import IPv6Address
 from math import inf
 
 from pipeline.config.policy_rules import policy_checks
+from pipeline.config.rollout_rules import rollout_checks
 from pipeline.config.types import Config, RepeatTerminateConfig
 from pipeline.errors import ConfigError
 
 
 def check(config: Config, origin: str) -> None:
     """Raise ConfigError at the first rule that does not hold."""
-    checks = (*_identity(config), *_numbers(config), *_images(config), *_flow(config), *policy_checks(config))
+    checks = (
+        *_identity(config),
+        *_numbers(config),
+        *_images(config),
+        *_flow(config),
+        *policy_checks(config),
+        *rollout_checks(config),
+    )
     for holds, complaint in checks:
         if not holds:
             raise ConfigError(f"{origin}: {complaint}")
@@ -83,15 +91,15 @@ def _images(config: Config) -> list[tuple[bool, str]]:
     found.append((images.cache_mb >= 0, f"images.cache_mb must be >= 0, got {images.cache_mb}"))
     found.append((bool(images.formats), "images.formats is empty, so no image could be read; name at least one"))
     found.append((all(images.roots), "images.roots has an empty entry; write '.' for the working directory"))
-    for host in images.hosts:
-        complaint = f"images.hosts: {host!r} must be 'host', 'host:port' or '[IPv6]:port', without scheme or path"
-        found.append((_is_host(host), complaint))
+    for key, hosts in (("images.hosts", images.hosts), ("rollout_server.hosts", config.rollout_server.hosts)):
+        form = "'host', 'host:port' or 'host:*', an IPv6 address in brackets, without scheme or path"
+        found += [(_is_host(host), f"{key}: {host!r} must be {form}") for host in hosts]
     return found
 
 
 def _is_host(text: str) -> bool:
-    parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|[\w.-]+)(?::(\d{1,5}))?", text)
-    if parts is None or not 1 <= int(parts[2] or 1) <= 65_535:
+    parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|[\w.-]+)(?::(\d{1,5}|\*))?", text)
+    if parts is None or (parts[2] not in (None, "*") and not 1 <= int(parts[2]) <= 65_535):
         return False
     try:
         return parts[1] is None or bool(IPv6Address(parts[1]))

@@ -29,6 +29,7 @@ from pipeline.jobs.envelope import (
 from pipeline.jobs.keeper import LeaseKeeper
 from pipeline.jobs.queue import JobQueue
 from pipeline.jobs.types import (
+    NO_LIMIT,
     Call,
     Called,
     Claim,
@@ -46,6 +47,7 @@ from pipeline.jobs.worker import LeasedWorker
 
 __all__ = [
     "FUNCTION",
+    "NO_LIMIT",
     "Call",
     "Called",
     "Claim",

@@ -55,7 +55,7 @@ class JobQueue:
         self.script_args: list[Any] = [keys.job_state, keys.progress, keys.results, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING]
         self.script_args += [keys.claim]
         self._keep_ms = int(keep_result_s * 1000)
-        self.script_args += [partitions, self._keep_ms]
+        self.script_args += [partitions, self._keep_ms, keys.replies]
 
     async def enqueue(
         self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
@@ -69,7 +69,7 @@ class JobQueue:
         now_ms = int(time.time() * 1000)
         for i, job in enumerate(jobs):
             args += [job.job_id, arq_payload(job, now_ms), job.n, job.priority, 0, int((job.deadline_s or 0) * 1000)]
-            args += [cursors[i] if cursors else "", ""]
+            args += [cursors[i] if cursors else "", "", job.reply_to or ""]
         return await self._enqueue(args, credit, behind)
 
     async def enqueue_calls(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -79,7 +79,7 @@ class JobQueue:
         for call in calls:
             payload = call_payload(call.function, call.args, call.kwargs, now_ms)
             args += [call.job_id, payload, 1, call.priority, int(call.defer_s * 1000)]
-            args += [int((call.deadline_s or 0) * 1000), "", call.function]
+            args += [int((call.deadline_s or 0) * 1000), "", call.function, ""]
         return await self._enqueue(args, NO_LIMIT, "")
 
     async def claim(self, capacity: int, lease_s: float, max_attempts: int, held: int = 0) -> Claimed:
@@ -113,6 +113,7 @@ class JobQueue:
             call = "" if job else claim.function or "?"
             deadline_ms = int((job.deadline_s or 0) * 1000) if job else 0
             args += [claim.job_id, claim.attempt, job.n if job else 1, call, int(claim.enqueued_at * 1000), deadline_ms]
+            args.append((job.reply_to or "") if job else "")
         answer = await self._run("settle", args)
         return {claim.job_id for claim, outcome in zip(foreign, answer, strict=True) if outcome != b"ok"}
 
@@ -136,7 +137,7 @@ class JobQueue:
         for piece in pieces:
             progress = piece.progress
             args += [piece.claim.job_id, piece.index, piece.claim.attempt, progress.offset]
-            args += [len(progress.token_ids), packed(progress)]
+            args += [len(progress.token_ids), packed(progress), piece.delta]
         return [item.decode() for item in await self._run("checkpoint", args)]
 
     async def release(
@@ -177,6 +178,17 @@ class JobQueue:
         shown = raw_id.decode(errors="backslashreplace")
         args = [self.owner, self.worker, raw_id, attempt, "dead", "malformed_id", "the job id is not UTF-8", "", shown]
         await self._run("fail", args)
+
+    async def cancel(self, job_ids: Sequence[str]) -> int:
+        """Ask for jobs to be ended, as arq's Job.abort does; returns how many were under way.
+
+        What is not committed ends as dropped(cancelled), at the next look of the worker that holds it, or of any.
+        """
+        return int(await self._run("abort", list(job_ids))) if job_ids else 0
+
+    async def forget(self, job_id: str, n: int = 1) -> None:
+        """Remove the replies of an ended job, and that it was there: its id may be enqueued again."""
+        await self._run("forget", [job_id, n])
 
     async def reap(self, owner: str, max_attempts: int = 3) -> int:
         """End the leases of a process that is known to be dead; returns how many jobs it held."""

@@ -106,6 +106,7 @@ class Piece(msgspec.Struct, frozen=True):
     claim: Claim
     index: int
     progress: Progress
+    delta: bytes = b""  # a TokenDelta, for the job's caller
 
 
 def job_id_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> str:

@@ -2,11 +2,13 @@
 local LANE_MS = 1e9 -- a job of one priority higher goes before those that wait up to 11 days longer
 
 -- Returns the bytes that it holds until its end.
-local function admit(id, payload, n, score, at, expires, call)
+-- mailbox: '' = its results are to be trained on
+local function admit(id, payload, n, score, at, expires, call, mailbox)
   redis.call('SET', payload_of .. id, payload)
   local fields = { 'n', n, 'score', score, 'at', at, 'bytes', #payload }
   if expires then fields[#fields + 1] = 'expires'; fields[#fields + 1] = expires end
   if call ~= '' then fields[#fields + 1] = 'call'; fields[#fields + 1] = call end
+  if mailbox ~= '' then fields[#fields + 1] = 'reply'; fields[#fields + 1] = mailbox end
   redis.call('HSET', state_of .. id, unpack(fields))
   redis.call('ZADD', jobs, score, id)
   return #payload

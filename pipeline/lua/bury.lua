@@ -1,12 +1,13 @@
 -- End every uncommitted sequence of a job, and the job.
 -- dead: one row per sequence in the dead-letter stream, the payload with the first. dropped: one in its own stream.
--- Each missing index leaves a tombstone in the result stream, so that its group completes.
+-- Each missing index leaves a tombstone in the result stream, so that its group completes; of a job with a mailbox its
+-- caller is answered instead.
 -- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form}. Returns the number of sequences.
 local DROPPED_KEPT = 10000
 
 local function bury(id, how)
   local state = state_of .. id
-  local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p')
+  local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p', 'reply')
   local n, attempt, now = tonumber(f[1] or 1), tonumber(f[2] or 0), now_ms()
   local content, shown = payload(id) or '', how.shown or id
   local stream, buried, bytes = stream_of(id), 0, -tonumber(f[4] or 0)
@@ -24,7 +25,9 @@ local function bury(id, how)
       else
         redis.call('XADD', dropped, 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', letter)
       end
-      if not f[5] then
+      if f[7] then
+        reply(f[7], id, index, letter)
+      elseif not f[5] then
         redis.call('XADD', stream, '*', 'd', letter, 'g', id, 'i', index, 'n', n)
         bytes = bytes + #letter
       end

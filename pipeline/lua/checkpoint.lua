@@ -1,13 +1,14 @@
--- needs: names acquit
+-- needs: names reply acquit
 -- Store what was decoded of running sequences so far, piece by piece, only by the attempt that holds the job.
+-- What is stored is told to the job's caller in the same step, so that it only ever sees what a redelivery keeps.
 -- A piece from offset 0 replaces what an earlier attempt had stored.
--- ARGV owner then per piece: id index attempt offset tokens piece
+-- ARGV owner then per piece: id index attempt offset tokens piece delta('' = none)
 -- Returns per piece: ok | dup | gap | fenced
 local owner, out, bytes = ARGV[FIRST], {}, 0
-for i = FIRST + 1, #ARGV, 6 do
+for i = FIRST + 1, #ARGV, 7 do
   local id, index, offset, piece = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 3]), ARGV[i + 5]
   local state, key = state_of .. id, progress_of .. id .. ':' .. index
-  local f = redis.call('HMGET', state, 'owner', 'attempt', 'd:' .. index, 'p:' .. index)
+  local f = redis.call('HMGET', state, 'owner', 'attempt', 'd:' .. index, 'p:' .. index, 'reply')
   local stored = tonumber(f[4] or 0)
   if f[1] ~= owner or f[2] ~= ARGV[i + 2] or f[3] then
     acquit(id, owner)
@@ -23,6 +24,7 @@ for i = FIRST + 1, #ARGV, 6 do
     redis.call('HSET', state, 'p', 1, 'p:' .. index, offset + tonumber(ARGV[i + 4]))
     redis.call('HINCRBY', state, 'bytes', grown)
     bytes = bytes + grown
+    if f[5] and ARGV[i + 6] ~= '' then tell(f[5], ARGV[i + 6]) end
     out[#out + 1] = 'ok'
   end
 end

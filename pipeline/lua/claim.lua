@@ -1,4 +1,4 @@
--- needs: names adopt finish bury blame cancel
+-- needs: names adopt finish reply bury blame cancel
 -- Take up to `capacity` sequences' worth of ready jobs: highest priority first, oldest first.
 -- A leased job stays in the queue, with its lease's end as score; one that ran out goes back to its old place first.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)

@@ -1,15 +1,16 @@
--- needs: names finish acquit
+-- needs: names finish reply acquit
 -- Publish finished sequences, each once, only by the attempt that holds the job; finish jobs that are whole.
+-- Those of a job with a mailbox answer its caller instead.
 -- ARGV owner then per sequence: id index attempt tokens result call
 -- call: '' for a sequence; else `result` is arq's result of a plain call, to be kept so long (see finish)
 -- Returns per sequence: ok | dup | fenced
 local owner, now = ARGV[FIRST], now_ms()
-local out, committed, called, tokens, bytes = {}, 0, 0, 0, 0
+local out, committed, called, replied, tokens, bytes = {}, 0, 0, 0, 0, 0
 look_for_empty(alone, aborts)
 for i = FIRST + 1, #ARGV, 6 do
   local id, index, result = ARGV[i], ARGV[i + 1], ARGV[i + 4]
   local state = state_of .. id
-  local f = redis.call('HMGET', state, 'owner', 'attempt', 'n', 'd:' .. index, 'ndone', 'bytes', 'at', 'p')
+  local f = redis.call('HMGET', state, 'owner', 'attempt', 'n', 'd:' .. index, 'ndone', 'bytes', 'at', 'p', 'reply')
   local n = tonumber(f[3])
   if not n and redis.call('EXISTS', answer_of .. id) == 1 or f[4] then
     out[#out + 1] = 'dup'
@@ -21,8 +22,14 @@ for i = FIRST + 1, #ARGV, 6 do
     called, bytes = called + n, bytes - tonumber(f[6])
     out[#out + 1] = 'ok'
   else
-    redis.call('XADD', stream_of(id), '*', 'r', result, 'g', id, 'i', index, 'n', n)
-    committed, tokens, bytes = committed + 1, tokens + tonumber(ARGV[i + 3]), bytes + #result
+    if f[9] then
+      reply(f[9], id, index, result)
+      replied = replied + 1
+    else
+      redis.call('XADD', stream_of(id), '*', 'r', result, 'g', id, 'i', index, 'n', n)
+      committed, bytes = committed + 1, bytes + #result
+    end
+    tokens = tokens + tonumber(ARGV[i + 3])
     local ndone = tonumber(f[5] or 0) + 1
     if ndone >= n then
       finish(id, n, f[8], answer(id, nil, tonumber(f[2]), f[7], now, true, { committed = n }))
@@ -42,7 +49,8 @@ for i = FIRST + 1, #ARGV, 6 do
 end
 count('committed', committed)
 count('called', called)
-count('enqueued', -called) -- a plain call is no sequence
+count('replied', replied)
+count('enqueued', -called - replied) -- neither is trained on
 count('tokens', tokens)
 count('bytes', bytes)
 return out

@@ -1,4 +1,4 @@
--- needs: names finish bury blame acquit
+-- needs: names finish reply bury blame acquit
 -- Hand jobs back: to their place in the line, or later by `delay_ms`. With `blame` (why) it counts as a death.
 -- `excused`: its attempt does not count as a try.
 -- ARGV owner delay_ms blame traceback max_deaths excused(0|1) then per job: id attempt

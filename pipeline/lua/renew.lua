@@ -1,4 +1,4 @@
--- needs: names adopt finish bury cancel acquit
+-- needs: names adopt finish reply bury cancel acquit
 -- Extend the leases that this attempt still holds.
 -- ARGV owner lease_ms then per job: id attempt
 -- Returns the ids that are lost, cancelled ones included.

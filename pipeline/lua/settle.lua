@@ -1,9 +1,9 @@
--- needs: names finish bury
+-- needs: names finish reply bury
 -- What a worker read in the payload of a job that came without state.
--- ARGV owner then per job: id attempt n call('' = decode) enqueued_ms deadline_ms(0 = none)
+-- ARGV owner then per job: id attempt n call('' = decode) enqueued_ms deadline_ms(0 = none) mailbox('' = none)
 -- Returns per job: ok | expired (it is over) | fenced
 local owner, now, out = ARGV[FIRST], now_ms(), {}
-for i = FIRST + 1, #ARGV, 6 do
+for i = FIRST + 1, #ARGV, 7 do
   local id, n, call = ARGV[i], tonumber(ARGV[i + 2]), ARGV[i + 3]
   local state, deadline, at = state_of .. id, tonumber(ARGV[i + 5]), math.min(tonumber(ARGV[i + 4]), math.floor(now))
   local f = redis.call('HMGET', state, 'owner', 'attempt', 'foreign')
@@ -14,6 +14,7 @@ for i = FIRST + 1, #ARGV, 6 do
       redis.call('HSET', state, 'n', n, 'at', at, 'call', call)
       redis.call('HDEL', state, 'foreign')
       if call == '' then redis.call('HDEL', state, 'call') end
+      if ARGV[i + 6] ~= '' then redis.call('HSET', state, 'reply', ARGV[i + 6]) end
       if deadline > 0 then redis.call('HSET', state, 'expires', at + deadline) end
       count('enqueued', n - 1)
     end

@@ -240,7 +240,7 @@ async def test_the_same_call_twice_replays_once(w: World) -> None:
     """A lost answer makes the client repeat itself."""
     job = await w.dead("a", n=2)
     rows = await w.burial()
-    args = [f"{job.job_id}~r9", arq_payload(decode_job(f"{job.job_id}~r9", n=2)), 2, 0, 0, ""]
+    args = [f"{job.job_id}~r9", arq_payload(decode_job(f"{job.job_id}~r9", n=2)), 2, 0, 0, "", ""]
     answers = [await w.letters._run("replay", args, rows, rows) for _ in range(2)]
     assert answers == ["ok", "ok"]
     assert await w.counted("enqueued") == 4

@@ -11,50 +11,54 @@ from consumers.group import Assembler, Group
 from pipeline.messages import DeadLetter, SequenceResult
 from tests.factories import sequence_result
 
-GROUPS = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=6)
+# Per index its parts (True = one that can be read), or a tombstone where there are none.
+GROUPS = st.lists(st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
-def feed(groups: list[list[bool]], seed: int) -> tuple[list[Group], Assembler]:
-    """Members (True = living) in a random order."""
+def feed(groups: list[list[list[bool]]], seed: int) -> tuple[list[Group], Assembler]:
+    """Members in a random order."""
     drawn, assembler, closed = random.Random(seed), Assembler(), []
-    queues = []
-    for number, members in enumerate(groups):
-        order = [(number, index) for index in range(len(members))]
-        drawn.shuffle(order)
-        queues.append(order)
-    while queues:
-        queue = drawn.choice(queues)
-        number, index = queue.pop(0)
-        queues = [rest for rest in queues if rest]
-        name, entry = f"g{number}", f"{number}-{index}"
-        if groups[number][index]:
-            done = assembler.add_result(entry, sequence_result(name, index, len(groups[number])))
+    order = [
+        (number, index, part)
+        for number, members in enumerate(groups)
+        for index, parts in enumerate(members)
+        for part in range(len(parts) or 1)
+    ]
+    drawn.shuffle(order)
+    for number, index, part in order:
+        name, entry, size, parts = f"g{number}", f"{number}-{index}-{part}", len(groups[number]), groups[number][index]
+        gone = DeadLetter(seq_id=f"run:{name}:{index}", reason="abandoned", state="dropped")
+        if not parts:
+            done = assembler.add_dead(entry, name, size, index, gone)
+        elif parts[part]:
+            done = assembler.add_result(entry, sequence_result(name, index, size, part=part, parts=len(parts)))
         else:
-            letter = DeadLetter(seq_id=f"run:{name}:{index}", reason="expired")
-            done = assembler.add_dead(entry, name, len(groups[number]), index, letter)
+            done = assembler.add_unreadable(entry, name, size, (index, part), len(parts), gone)
         closed += [done] if done else []
     return closed, assembler
 
 
 @given(GROUPS, st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
-def test_any_order_of_members_completes_each_group_once(groups: list[list[bool]], seed: int) -> None:
+@settings(max_examples=200, deadline=None)
+def test_any_order_of_members_completes_each_group_once(groups: list[list[list[bool]]], seed: int) -> None:
     closed, assembler = feed(groups, seed)
     assert len(assembler) == 0
-    with_life = [group for group in closed if group.living]
-    assert sorted(group.group_id for group in with_life) == [f"g{n}" for n, alive in enumerate(groups) if any(alive)]
-    for group in with_life:
-        alive = groups[int(group.group_id[1:])]
-        assert [result.index for result in group.living] == [index for index, here in enumerate(alive) if here]
-        assert len(group.entry_ids) == len(alive)
+    assert sorted(group.group_id for group in closed) == [f"g{number}" for number in range(len(groups))]
+    for group in closed:
+        members = groups[int(group.group_id[1:])]
+        places = [(index, part) for index, parts in enumerate(members) for part, here in enumerate(parts) if here]
+        assert [(result.index, result.part) for result in group.living] == places
+        assert len(group.unrecorded) == sum(parts.count(False) for parts in members)
+        assert len(group.entry_ids) == len(set(group.entry_ids)) == sum(len(parts) or 1 for parts in members)
 
 
 @given(GROUPS, st.integers(0, 2**32))
 @settings(max_examples=80, deadline=None)
-def test_every_entry_leaves_with_one_group(groups: list[list[bool]], seed: int) -> None:
+def test_every_entry_leaves_with_one_group(groups: list[list[list[bool]]], seed: int) -> None:
     closed, _ = feed(groups, seed)
     entries = [entry for group in closed for entry in group.entry_ids]
-    assert len(entries) == len(set(entries)) == sum(len(members) for members in groups)
+    total = sum(len(parts) or 1 for members in groups for parts in members)
+    assert len(entries) == len(set(entries)) == total
 
 
 def test_an_open_group_waits() -> None:
@@ -64,3 +68,10 @@ def test_an_open_group_waits() -> None:
     done = assembler.add_result("2-0", sequence_result("g", 1, 2))
     assert done is not None
     assert all(isinstance(member, SequenceResult) for member in done.members.values())
+
+
+def test_an_index_waits_for_all_its_parts() -> None:
+    assembler = Assembler()
+    assert assembler.add_result("1-0", sequence_result("g", 0, 2, part=1, parts=2)) is None
+    assert assembler.add_result("2-0", sequence_result("g", 1, 2)) is None
+    assert assembler.add_result("3-0", sequence_result("g", 0, 2, part=0, parts=2)) is not None

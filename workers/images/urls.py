@@ -15,7 +15,7 @@ from yarl import URL
 
 from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
-from workers.images.hosts import AllowedHosts, RefusedAddress, guarded_socket
+from pipeline.hosts import AllowedHosts, RefusedAddress, guarded_socket
 from workers.images.paths import too_large
 
 PAUSES_S = (0.2, 0.6)
@@ -32,7 +32,7 @@ class UrlFetcher:
     """Bytes of allow-listed URLs; belongs to one event loop."""
 
     def __init__(self, config: ImagesConfig) -> None:
-        self._hosts = AllowedHosts(config.hosts)
+        self._hosts = AllowedHosts(config.hosts, "images.hosts")
         self._max_bytes = int(config.max_mb * 2**20)
         self._timeout_s = config.fetch_timeout_s
         self._session: aiohttp.ClientSession | None = None

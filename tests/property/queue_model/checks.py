@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
+from pipeline.errors import MessageError
 from pipeline.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
-from pipeline.messages import DeadLetter, decode
+from pipeline.messages import DeadLetter, SequenceResult, decode
 from tests.property.queue_model.model import QueueModel
 from tests.property.queue_model.state import Job
 from tests.property.queue_model.system import Fields, Snapshot
@@ -46,7 +48,7 @@ def check_places(found: Snapshot, keys: Keys, persistent: set[str]) -> None:
     rest = {
         name
         for name in found.keys - ours - fixed
-        if not name.startswith((keys.owner, keys.results, keys.claim, ARQ_RESULT))
+        if not name.startswith((keys.owner, keys.results, keys.claim, keys.replies, ARQ_RESULT))
     }
     assert not rest, f"orphans: {rest}"
 
@@ -66,6 +68,8 @@ def check_model(found: Snapshot, model: QueueModel, keys: Keys) -> None:
     for job_id, score in found.line.items():
         _check_score(jobs[job_id], score, found.now_ms)
     _check_streams(found, model)
+    assert {name: _reason_of(raw) for name, raw in found.replies.items()} == model.replies
+    assert found.mailbox == model.mailbox
     if model.keeps:
         tombstones = {name.removeprefix(ARQ_RESULT) for name in found.keys if name.startswith(ARQ_RESULT)}
         assert tombstones == set(model.ended) - set(jobs)
@@ -73,7 +77,18 @@ def check_model(found: Snapshot, model: QueueModel, keys: Keys) -> None:
     assert counted == {name: value for name, value in model.counts.items() if value}
 
 
-_COUNTED = {"enqueued", "committed", "called", "tokens", "dead", "dropped", "redelivered", "trained", "accepted"}
+_COUNTED = {
+    "enqueued",
+    "committed",
+    "called",
+    "replied",
+    "tokens",
+    "dead",
+    "dropped",
+    "redelivered",
+    "trained",
+    "accepted",
+}
 
 
 def _check_state(job: Job, state: dict[str, bytes]) -> None:
@@ -122,6 +137,12 @@ def check_once(found: Snapshot, seen: dict[str, str]) -> None:
 
 def _place(row: Fields) -> tuple[str, int, int]:
     return row[b"g"].decode(), int(row[b"i"]), int(row[b"n"])
+
+
+def _reason_of(raw: bytes) -> str:
+    with contextlib.suppress(MessageError):
+        return "" if decode(SequenceResult, raw) else "?"
+    return decode(DeadLetter, raw).reason
 
 
 def _letter(row: Fields) -> DeadLetter:

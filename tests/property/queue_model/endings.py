@@ -19,6 +19,8 @@ class Endings:
         self.aborts: dict[str, None] = {}
         self.counts: Counter[str] = Counter()
         self.results: list[list[Entry]] = [[] for _ in range(partitions)]
+        self.replies: dict[str, str] = {}  # sequence → reason of its letter, "" for a result
+        self.mailbox: list[str] = []  # what the caller was told, in order
         self.dead: list[Row] = []
         self.dropped: list[Entry] = []
         self.turn = ""
@@ -40,12 +42,20 @@ class Endings:
                 self.dead.append(Row(job.job_id, index, job.n, reason, first))
             else:
                 self.dropped.append(Entry(job.job_id, index, job.n, reason))
-            if not job.call:
+            if job.mailbox:
+                self.reply(job.job_id, index, reason)
+            elif not job.call:
                 self.results[self.partition(job.job_id)].append(Entry(job.job_id, index, job.n, reason))
         self.counts[ending] += len(missing)
         self.counts[f"{ending}:{reason}"] += len(missing)
         self.finish(job, False)
         return len(missing)
+
+    def reply(self, job_id: str, index: int, reason: str) -> None:
+        """The caller is answered."""
+        name = f"{job_id}:{index}"
+        self.replies[name] = reason
+        self.mailbox.append(name)
 
     def finish(self, job: Job, whole: bool) -> None:
         """Only the tombstone is left; `whole`: every sequence was committed."""

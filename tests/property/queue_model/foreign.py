@@ -11,6 +11,7 @@ from pipeline.jobs.envelope import call_payload
 from pipeline.messages import encode
 from tests.factories import decode_job
 
+MAILBOX = "box"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -22,6 +23,7 @@ class Foreign:
     n: int = 1
     call: str = ""
     reason: str = ""
+    mailbox: str = ""
     born_late: bool = False
 
 
@@ -37,6 +39,7 @@ def _newer(job_id: str, n: int) -> Foreign:
 
 _KINDS = {
     "job": lambda job_id, n: Foreign(arq_payload(decode_job(job_id, n=n)), n),
+    "asked": lambda job_id, n: Foreign(arq_payload(decode_job(job_id, n=n, reply_to=MAILBOX)), n, mailbox=MAILBOX),
     "map": lambda job_id, n: Foreign(call_payload("decode", ({"n": n, "messages": HELLO},), {}), n),
     "fields": lambda job_id, n: Foreign(call_payload("decode", (), {"n": n, "messages": HELLO}), n),
     "late": lambda job_id, n: Foreign(arq_payload(decode_job(job_id, n=n, deadline_s=1.0), 1000), n, born_late=True),

@@ -132,7 +132,21 @@ def three_deaths_alone_are_the_end(machine: Machine) -> None:
     assert [row.reason for row in machine.model.dead] == ["worker_deaths"]
 
 
+def a_caller_is_told_once_of_what_is_stored_and_answered_when_the_job_dies(machine: Machine) -> None:
+    _enqueue(machine, 1, 1, 2)  # every third job has a caller
+    machine.claim_some(0, 4)
+    for how in ("next", "next", "dup", "gap"):
+        machine.checkpoint(2, 0, how, 1)
+        machine.agrees()
+    machine.commit_one(2, 2, True)
+    machine.agrees()
+    machine.fail(2, "dead", 1)
+    assert machine.model.mailbox == ["delta m:j2:0 0", "delta m:j2:0 2", "m:j2:1", "m:j2:0"]
+    assert machine.model.replies == {"m:j2:1": "", "m:j2:0": "invalid_request"}
+
+
 HISTORIES = [
+    a_caller_is_told_once_of_what_is_stored_and_answered_when_the_job_dies,
     a_repeat_after_its_payload_was_lost,
     an_abort_that_was_cut_off_lets_nobody_else_in,
     an_abort_that_came_too_late,

@@ -92,7 +92,9 @@ class Machine(ProducerRules, WorkerRules, TimeRules, StreamRules):
             assert not self.system.redis("ZCARD", ARQ_ABORT)
         self.turn_ends()
         left = {
-            name for name in self.system.snapshot().keys if not name.startswith((ARQ_RESULT, keys.owner, keys.claim))
+            name
+            for name in self.system.snapshot().keys
+            if not name.startswith((ARQ_RESULT, keys.owner, keys.claim, keys.replies))
         }
         streams = {role.reader.stream for role in (*self.consumers, self.trainer)} | {keys.dead, keys.dropped}
         assert left <= streams | {keys.counts, keys.latest, keys.wake, keys.source}

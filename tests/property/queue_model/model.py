@@ -49,7 +49,8 @@ class QueueModel(Endings):
 
     def put_foreign(self, job: Job) -> None:
         """arq's own enqueue_job: nothing is counted yet."""
-        job.real = (job.n, job.call)
+        job.real = (job.n, job.call, job.mailbox)
+        job.mailbox = ""
         job.n, job.call, job.adopted, job.due = 1, "?", False, job.home
         self.jobs[job.job_id] = job
 
@@ -101,7 +102,7 @@ class QueueModel(Endings):
         for job in (self.jobs[item.job_id] for item in given):
             if job.real is None:
                 continue
-            (job.n, job.call), job.real = job.real, None
+            (job.n, job.call, job.mailbox), job.real = job.real, None
             self.counts["enqueued"] += job.n - 1
             if job.born_late:
                 self.bury(job, "dead", "expired")
@@ -171,8 +172,13 @@ class QueueModel(Endings):
             self.counts["enqueued"] -= job.n  # a plain call is no sequence
             self.finish(job, True)
             return "ok"
-        self.results[self.partition(job_id)].append(Entry(job_id, index, job.n, ""))
-        self.counts["committed"] += 1
+        if job.mailbox:
+            self.reply(job_id, index, "")
+            self.counts["replied"] += 1
+            self.counts["enqueued"] -= 1  # nor is what a caller asked for trained on
+        else:
+            self.results[self.partition(job_id)].append(Entry(job_id, index, job.n, ""))
+            self.counts["committed"] += 1
         self.counts["tokens"] += tokens
         job.done.add(index)
         job.progress.pop(index, None)
@@ -192,6 +198,8 @@ class QueueModel(Endings):
         if 0 < offset < len(stored):
             return "dup"
         job.progress[index] = stored[:offset] + tokens
+        if job.mailbox:
+            self.mailbox.append(f"delta {job_id}:{index} {offset}")
         return "ok"
 
     def renew(self, owner: str, held: dict[str, int]) -> list[str]:

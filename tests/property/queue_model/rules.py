@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -14,10 +14,15 @@ from pipeline.messages import DecodeJob, Progress
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job
 from tests.property.queue_model.base import INDEX, ORDERS, OWNERS, Owner, QueueMachine
-from tests.property.queue_model.foreign import KINDS, foreign
+from tests.property.queue_model.foreign import KINDS, MAILBOX, foreign
 from tests.property.queue_model.state import Job
 
 NOW_MS = 1_800_000_000_000  # any; of the same length as today
+
+
+def decoding(name: str, **changes: Any) -> DecodeJob:
+    """A decode job; every third has a caller that is answered."""
+    return decode_job(name, reply_to=MAILBOX if int(name.removeprefix("m:j")) % 3 == 2 else None, **changes)
 
 
 class ProducerRules(QueueMachine):
@@ -33,18 +38,19 @@ class ProducerRules(QueueMachine):
             model.jobs[job_id].payload = self.system.redis("GET", ARQ_JOB + job_id)  # says when it was enqueued
 
     def _as_model(self, job: DecodeJob) -> Job:
-        home = (-job.priority, self.model.stamp())
-        return Job(job.job_id, job.n, arq_payload(job, NOW_MS), home, expires=job.deadline_s is not None)
+        home, payload = (-job.priority, self.model.stamp()), arq_payload(job, NOW_MS)
+        has_end = job.deadline_s is not None
+        return Job(job.job_id, job.n, payload, home, mailbox=job.reply_to or "", expires=has_end)
 
     @rule(orders=ORDERS, k=INDEX, again=st.booleans())
     def enqueue(self, orders: list[tuple[int, int, bool]], k: int, again: bool) -> None:
         """New jobs; with `again` the same call once more, and an older job among them."""
         jobs = [
-            decode_job(self.new_name(), n=n, priority=priority, deadline_s=3600.0 if deadline else None)
+            decoding(self.new_name(), n=n, priority=priority, deadline_s=3600.0 if deadline else None)
             for n, priority, deadline in orders
         ]
         if again and self.model.keeps:
-            jobs.insert(k % len(jobs), decode_job(self.pick(self.names, k)))
+            jobs.insert(k % len(jobs), decoding(self.pick(self.names, k)))
         self.submit(jobs)
         if again:
             self.submit([job for job in jobs if self.model.keeps or job.job_id in self.model.jobs])
@@ -66,7 +72,7 @@ class ProducerRules(QueueMachine):
         self.system.put_foreign(name, made.payload)
         self.reasons[name] = made.reason
         home = (0, self.model.stamp())
-        self.model.put_foreign(Job(name, made.n, made.payload, home, made.call, born_late=made.born_late))
+        self.model.put_foreign(Job(name, made.n, made.payload, home, made.call, made.mailbox, born_late=made.born_late))
 
     @precondition(lambda self: self.model.jobs)
     @rule(k=st.integers(0, 15))
@@ -164,7 +170,9 @@ class WorkerRules(QueueMachine):
             offset=offset, token_ids=TokenArray(tokens), logprobs=FloatArray([-1.0, -2.0]), versions=Runs.of([0, 1])
         )
         args = (owner.queue.owner, claim.job_id, index, claim.attempt, offset, tokens)
-        assert self.system.run(owner.queue.checkpoint([Piece(claim, index, piece)])) == [self.model.checkpoint(*args)]
+        delta = f"delta {claim.job_id}:{index} {offset}".encode()
+        got = self.system.run(owner.queue.checkpoint([Piece(claim, index, piece, delta)]))
+        assert got == [self.model.checkpoint(*args)]
 
     @precondition(lambda self: any(owner.held for owner in self.owners))
     @rule(k=INDEX, everything=st.booleans(), later=st.booleans(), blame=st.sampled_from(["", "", "the engine failed"]))

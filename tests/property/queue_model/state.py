@@ -56,10 +56,11 @@ class Job:
     payload: bytes | None
     home: tuple[float, int]
     call: str = ""
+    mailbox: str = ""  # of the caller that is answered; "" = the results are for the consumers
     expires: bool = False
     late: bool = False  # its deadline has passed
     adopted: bool = True  # False: a foreign program put it here and no script has seen it yet
-    real: tuple[int, str] | None = None  # n and call of a foreign job, until a worker has read its payload
+    real: tuple[int, str, str] | None = None  # n, call, mailbox of a foreign job, until its payload is read
     born_late: bool = False  # a foreign job whose deadline is over already
     where: Where = "ready"
     due: tuple[float, int] = (0.0, 0)

@@ -13,6 +13,7 @@ from pipeline.broker import Scripts
 from pipeline.config.types import BrokerConfig
 from pipeline.jobs import JobQueue
 from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from tests.property.queue_model.foreign import MAILBOX
 
 LEASE_S = 3600.0  # leases end when the machine says so
 PARTITIONS = 2
@@ -39,6 +40,8 @@ class Snapshot:
     batches: list[tuple[str, Fields]]
     dead: list[tuple[str, Fields]]
     dropped: list[tuple[str, Fields]]
+    replies: dict[str, bytes]  # sequence → its stored reply
+    mailbox: list[str]
     aborts: set[str]
     persistent: set[str]  # payloads without a time to live
 
@@ -145,7 +148,13 @@ async def _names(client: Any, keys: Keys) -> list[str]:
 
 
 async def _read(
-    client: Any, keys: Keys, states: list[str], payloads: list[str], running: list[str], stored: list[str]
+    client: Any,
+    keys: Keys,
+    states: list[str],
+    payloads: list[str],
+    running: list[str],
+    stored: list[str],
+    replies: list[str],
 ) -> list[Any]:
     """Everything at one moment."""
     async with client.pipeline(transaction=True) as pipe:
@@ -162,16 +171,21 @@ async def _read(
             pipe.get(ARQ_RUNNING + job_id)
         for name in stored:
             pipe.strlen(keys.progress + name)
+        for name in replies:
+            pipe.get(keys.replies + name)
+        pipe.lrange(f"{keys.replies}mailbox:{MAILBOX}", 0, -1)
         return await pipe.execute()
 
 
 async def _snapshot(client: Any, keys: Keys) -> Snapshot:
     names = await _names(client, keys)
-    prefixes = (keys.job_state, ARQ_JOB, ARQ_RUNNING, keys.progress)
-    states, payloads, running, stored = (
-        [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for prefix in prefixes
+    mailbox = f"{keys.replies}mailbox:{MAILBOX}"
+    prefixes = (keys.job_state, ARQ_JOB, ARQ_RUNNING, keys.progress, keys.replies)
+    states, payloads, running, stored, replies = (
+        [name.removeprefix(prefix) for name in names if name.startswith(prefix) and name != mailbox]
+        for prefix in prefixes
     )
-    answers = iter(await _read(client, keys, states, payloads, running, stored))
+    answers = iter(await _read(client, keys, states, payloads, running, stored, replies))
     seconds, micros = next(answers)
     counts = {name.decode(): int(value) for name, value in next(answers).items() if not name.startswith(b"last:")}
     line, apart, leases = (_scores(next(answers)) for _ in range(3))
@@ -189,6 +203,8 @@ async def _snapshot(client: Any, keys: Keys) -> Snapshot:
         payloads={job_id: payload for job_id, (payload, _) in of_payloads.items()},
         running={job_id: next(answers).decode() for job_id in running},
         stored={name: next(answers) for name in stored},
+        replies={name: next(answers) for name in replies},
+        mailbox=[word.decode() for word in next(answers)],
         counts=counts,
         results=streams[:PARTITIONS],
         batches=streams[PARTITIONS],

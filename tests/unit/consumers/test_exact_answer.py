@@ -90,10 +90,68 @@ def test_with_a_policy_loss_what_was_not_sampled_stays_off() -> None:
     first, tool, second = ids_of("seven"), CTX.codec.encode("tool says"), ids_of("so")
     ids = first + tool + second
     mask = [1] * len(first) + [0] * len(tool) + [1] * (len(second) - 1) + [0]
-    sample = run(ids, "seven", POLICY, response_mask=Runs.of(mask), finish_reason="repeat_terminated")
+    sample = run(ids, "so", POLICY, response_mask=Runs.of(mask), finish_reason="repeat_terminated")
     assert list(sample.token_ids[PROMPT_LEN:]) == ids
     assert list(sample.response_mask)[PROMPT_LEN:] == mask
     assert list(sample.weights)[PROMPT_LEN:] == [0.25 * on for on in mask]
+
+
+CALL, TOOL = ids_of("call the tool"), [*CTX.codec.encode("tool says nine"), EOS]
+
+
+def trajectory(last: list[int]) -> dict[str, Any]:
+    """Two turns with a tool's answer, terminator and all, between them."""
+    ids, mask = CALL + TOOL + last, [1] * len(CALL) + [0] * len(TOOL) + [1] * len(last)
+    versions = Runs.of(3 if on else -1 for on in mask)
+    return {"ids": ids, "response_mask": Runs.of(mask), "versions": versions, "turn": 2}
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_of_several_turns_the_last_one_answers(ended: bool) -> None:
+    last = ids_of("seven", ended=ended)
+    sample = run(**trajectory(last), truth="seven")
+    assert sample.reward == 1.0
+    assert list(sample.token_ids[PROMPT_LEN:]) == CALL + TOOL + ids_of("seven")
+    on = [1] * len(CALL) + [0] * len(TOOL) + [1] * (len(last) + (not ended))
+    assert list(sample.weights)[PROMPT_LEN:] == on
+    assert list(sample.response_mask)[PROMPT_LEN:] == on[: len(on) - (not ended)] + [0] * (not ended)
+    assert {code for code, tool in zip(list(sample.segments)[PROMPT_LEN:], on, strict=True) if not tool} == {0}
+    found = reduce([sample.metrics])
+    assert (found["rollout/num_turns"], found["rollout/tool_tokens"]) == (2, len(TOOL))
+    assert found["rollout/gen_new_tokens_total"] == len(CALL) + len(last)
+    assert found["rollout/parse_truncated"] == float(not ended)
+
+
+def test_what_a_tool_says_after_the_last_turn_is_not_trained() -> None:
+    ids = ids_of("seven", ended=False)
+    sample = run(ids + TOOL, "seven", response_mask=Runs.of([1] * len(ids) + [0] * len(TOOL)))
+    assert list(sample.token_ids[PROMPT_LEN:]) == [*ids, EOS]
+    assert list(sample.weights)[PROMPT_LEN:] == [1.0] * (len(ids) + 1)
+
+
+def test_what_an_earlier_turn_or_a_tool_says_is_no_answer() -> None:
+    for said in ("call the tool", "tool says nine"):
+        assert run(**trajectory(ids_of("seven")), truth=said).reward == 0.0
+
+
+def test_a_wrong_last_turn_is_taught_the_truth_after_the_turns_before_it() -> None:
+    sample = run(**trajectory(ids_of("eight")), truth="seven")
+    before, taught = CALL + TOOL, ids_of("seven")
+    assert sample.reward == 0.0
+    assert list(sample.token_ids[PROMPT_LEN:]) == before + taught
+    assert list(sample.weights)[PROMPT_LEN:] == [0] * len(before) + [1] * len(taught)
+    assert list(sample.response_mask)[PROMPT_LEN:] == [1] * len(CALL) + [0] * (len(TOOL) + len(taught))
+    assert list(sample.versions)[PROMPT_LEN:] == [3] * len(CALL) + [-1] * (len(TOOL) + len(taught))
+
+
+def test_a_reward_stands_for_a_truth_that_is_not_there() -> None:
+    ids = ids_of("anything")
+    assert list(run(ids, None, reward=0.5).weights)[PROMPT_LEN:] == [1.0] * len(ids)
+    assert list(run(ids, None, POLICY, reward=0.0).weights)[PROMPT_LEN:] == [0.0] * len(ids)
+    with pytest.raises(TaskError, match="no truth, so there is nothing to teach"):
+        run(ids, None, reward=0.0)
+    with pytest.raises(TaskError, match="truth is None"):
+        run(ids, None)
 
 
 def test_with_a_policy_loss_a_truth_that_cannot_be_written_is_still_refused() -> None:

@@ -151,6 +151,41 @@ def test_loss_and_gradient_are_those_of_plain_passes(source: Path, shape: dict[s
         torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("odd", [0.0, -80.0, float("nan")])
+def test_a_rollout_of_several_turns_is_its_sampled_tokens_alone(source: Path, odd: float) -> None:
+    """Whatever stands at the tokens of tools: no ratio, no gradient, no part in the gap to the engine."""
+    step = train_step(source, policy=POLICY, max_grad_norm=NO_CLIPPING)
+    on = np.array([0] * 4 + [1] * 5 + [0] * 3 + [1] * 4 + [0] * 2 + [1] * 3, dtype=bool)
+    whole = policy_sample(step, "turns", len(on), -0.7)
+    logp = plain_logprobs(step, whole)
+    proximal, behaviour = np.array(whole.proximal_logprobs), np.array(whole.logprobs)
+    sample = replace(
+        whole,
+        response_mask=Runs.of(on.astype(int).tolist()),
+        versions=Runs.of(np.where(on, 4, -1).tolist()),
+        proximal_logprobs=FloatArray(np.where(on, proximal, odd)),
+        logprobs=FloatArray(np.where(on, behaviour, odd)),
+        prompt_len=4,
+    )
+    places = np.flatnonzero(on)
+    values = logp.tolist()
+    tokens = [(values[at], float(proximal[at]), float(behaviour[at]), -0.7) for at in places]
+    wanted, slopes = reference(tokens, [True] * len(tokens), POLICY)
+    step.model.zero_grad()
+    ((logp[places] * torch.from_numpy(slopes)).sum() / len(tokens)).backward()
+    gradient = {name: value.grad.clone() for name, value in step.model.named_parameters() if value.grad is not None}
+    step.model.zero_grad()
+    record, got = run(step, [sample], version=4)
+    assert record["policy/tokens"] == len(tokens) == 12
+    assert record["policy/loss"] == pytest.approx(wanted.loss / len(tokens), rel=1e-4)
+    assert record["policy/approx_kl"] == pytest.approx(wanted.approx_kl / len(tokens), rel=1e-3)
+    gaps = [abs(token[0] - token[2]) for token in tokens]
+    assert record["policy/engine_logprob_gap_mean"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert got.keys() == gradient.keys()
+    for name, value in gradient.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5)
+
+
 def test_the_cross_entropy_is_reported_as_without_a_policy_loss(source: Path) -> None:
     step, off = train_step(source, policy=POLICY), train_step(source)
     samples = batch(step)

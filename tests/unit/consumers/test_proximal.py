@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -102,6 +103,19 @@ def test_tool_tokens_between_turns_have_no_part() -> None:
     assert versions == [-1, -1, 1, -1, -1, 2, -1]
     assert mask == [0, 0, 1, 0, 0, 1, 1]
     assert proximal[3:5] == [0, 0]
+
+
+def test_scorers_and_the_trainer_score_sampled_tokens_of_all_turns_alone() -> None:
+    sample = rollout([0, 1, -1, -1, 0, 2, -1, 3], mask=[1, 1, 0, 0, 1, 1, 0, 1], proximal_versions=Runs.of([-1] * 10))
+    made = plan(sample, 4, MASK)
+    jobs = score_jobs(made, "r")
+    assert [(job.version, list(job.positions)) for job in jobs] == [(1, [0, 4]), (2, [1]), (3, [5])]
+    assert {len(job.token_ids) for job in jobs} == {8}, "what the tools said is context"
+    assert np.flatnonzero(made.recompute).tolist() == [9]
+    done = filled(sample, 4)
+    assert (done.counts.foreign, done.counts.stale, done.counts.trained) == (0, 0, 5)
+    assert done.counts.lag_sum == 4 + 3 + 4 + 2 + 1
+    assert arrays(done)[2] == sample.response_mask.expand()
 
 
 def scored(versions: list[int], values: list[float], claimed: list[int]) -> TrainingSample:

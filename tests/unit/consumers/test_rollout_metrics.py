@@ -55,3 +55,12 @@ def test_both_backends_are_told_apart() -> None:
     alone = reduce([rollout_metrics(looped(1, 2, backend="vllm"), RolloutMatchingConfig())])
     assert (alone["rollout/backend_hf"], alone["rollout/backend_vllm"]) == (0, 1)
     assert alone[f"{PREFIX}triggered_sequences"] == 1
+
+
+def test_turns_are_averaged_and_what_stands_between_them_is_not_generated() -> None:
+    single = looped(1, 2)  # the terminator that the guard forced is no tool's
+    several = result(2, turn=3, response_mask=Runs([(1, 1), (0, 1), (1, 1)]))
+    found = reduce([rollout_metrics(one, RolloutMatchingConfig()) for one in (single, several)])
+    assert (found["rollout/num_turns"], found["rollout/tool_tokens"]) == (2, 1)
+    assert found["rollout/gen_new_tokens_total"] == 3 + 2
+    assert found["rollout/rollout_len_mean"] == 3

@@ -27,7 +27,10 @@ def sampler(task: Task = TASK, **options: object) -> Sampler:
 
 
 def group(*members: SequenceResult | DeadLetter, size: int | None = None) -> Group:
-    return Group("g", size or len(members), dict(enumerate(members)), [str(at) for at in range(len(members))])
+    """Whole; a dead member whose state is `dropped` ended in the consumer."""
+    places = {(at, 0) if isinstance(one, DeadLetter) else (one.index, one.part): one for at, one in enumerate(members)}
+    own = [one for one in members if isinstance(one, DeadLetter) and one.state == "dropped"]
+    return Group("g", size or len(members), places, [str(at) for at in range(len(members))], unrecorded=own)
 
 
 def result(index: int = 0, size: int = 1, **changes: object) -> SequenceResult:
@@ -121,3 +124,46 @@ def test_without_a_policy_loss_there_are_no_advantages() -> None:
     samples, _ = sampler().samples_of(group(result(0, 2), result(1, 2)))
     assert [sample.reward for sample in samples] == [0.0, 0.0]
     assert advantages(samples) == [None, None]
+
+
+def fork(index: int, parts: int, size: int, **changes: object) -> list[SequenceResult]:
+    return [result(index, size, part=part, parts=parts, **changes) for part in range(parts)]
+
+
+def test_the_parts_of_an_index_have_its_one_advantage() -> None:
+    members = [*fork(0, 3, 2), result(1, 2)]
+    samples, letters = rewarding(1.0, 0.0).samples_of(group(*members, size=2))
+    assert letters == []
+    assert advantages(samples) == [0.5, 0.5, 0.5, -0.5], "three parts weigh no more than one"
+
+
+def test_the_first_part_that_gives_a_sample_speaks_for_its_index() -> None:
+    first, second, third = fork(0, 3, 2)
+    first = structs.replace(first, finish_reason="error")
+    second, third = structs.replace(second, reward=3.0), structs.replace(third, reward=9.0)
+    judge = rewarding(0.0, 1.0, on_incomplete_group="train_partial")
+    samples, [letter] = judge.samples_of(group(first, second, third, result(1, 2), size=2))
+    assert letter.reason == "error"
+    assert [sample.reward for sample in samples] == [3.0, 9.0, 1.0]
+    assert advantages(samples) == [1.0, 1.0, -1.0]
+
+
+def test_a_part_that_is_missing_makes_its_group_incomplete() -> None:
+    first, second = fork(0, 2, 1)
+    samples, letters = sampler().samples_of(group(first, structs.replace(second, finish_reason="deadline"), size=1))
+    assert samples == []
+    assert [letter.reason for letter in letters] == ["deadline", "incomplete_group"]
+
+
+def test_the_reward_of_the_agents_side_goes_before_the_tasks() -> None:
+    ids = CONTEXT.codec.encode("seven")
+    right = result(0, 2, reward=0.25, token_ids=TokenArray(ids), logprobs=FloatArray([-0.5] * len(ids)),
+                   versions=Runs.of([0] * len(ids)))  # fmt: skip
+    wrong = result(1, 2, reward=-2.0)
+    samples, _ = rewarding(1.0, 0.0).samples_of(group(right, wrong))
+    assert [sample.reward for sample in samples] == [0.25, -2.0]
+    assert [sample.metrics["rollout/rewards"] for sample in samples] == [0.25, -2.0]
+    assert advantages(samples) == [1.125, -1.125]
+    plain, _ = sampler().samples_of(group(right, wrong))
+    assert [sample.reward for sample in plain] == [0.25, -2.0]
+    assert sum(plain[0].response_mask) == len(ids), "the task still says what is right"

@@ -125,14 +125,23 @@ def test_truth_only_samples_are_a_fixed_share() -> None:
     assert sum(sample.response_mask) == 0
 
 
-def test_tokens_of_tools_are_never_supervised() -> None:
+def test_turns_before_the_last_one_are_its_prompt() -> None:
     from consumers.detection import match, parse, target
 
     codec, ctx = tiny_codec(), context(tiny_codec())
-    ids = codec.encode(answer(TRUTHS[:1], codec))
-    result = rollout(ids, response_mask=Runs([(1, 3), (0, 2), (1, len(ids) - 5)]))
+    ids, before = codec.encode(answer(TRUTHS[:1], codec)), codec.encode("look at it<|im_end|>tool: done<|im_end|>")
+    mask = Runs([(1, 3), (0, len(before) - 3), (1, len(ids))])
+    result = rollout(before + ids, response_mask=mask, turn=2)
     sample = target.target(match.match(parse.parse(result, ctx), TRUTHS, ctx), ctx)
-    assert list(sample.weights)[3:9] == [1, 1, 1, 0, 0, 1]
+    _, alone = run(ids, TRUTHS, ctx)
+    assert list(sample.token_ids) == PROMPT + before + list(alone.token_ids)[len(PROMPT) :]
+    assert list(sample.weights) == [0.0] * len(before) + list(alone.weights)
+    assert list(sample.response_mask) == [0] * len(before) + list(alone.response_mask)
+    kept = sum(alone.response_mask)
+    start = sample.prompt_len
+    assert list(sample.logprobs)[start : start + kept] == list(result.logprobs)[len(before) : len(before) + kept]
+    assert list(sample.versions)[start : start + kept] == result.versions.expand()[len(before) : len(before) + kept]
+    assert sample.metrics["rollout/tool_tokens"] == len(before) - 3
 
 
 def test_metrics_of_samples_reduce_to_the_frozen_names() -> None:

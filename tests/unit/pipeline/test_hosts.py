@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, RequestError
-from workers.images.hosts import AllowedHosts, RefusedAddress, guarded_socket, refuse_address
+from pipeline.hosts import AllowedHosts, RefusedAddress, guarded_socket, refuse_address
 
-LISTED = AllowedHosts(["allowed.org", "Ported.org:8080", "[::1]:81", "[2001:db8::1]", "10.0.0.1", "bücher.de"])
+KEY = "images.hosts"
+LISTED = AllowedHosts(
+    ["allowed.org", "Ported.org:8080", "[::1]:81", "[2001:db8::1]", "10.0.0.1", "bücher.de", "any.org:*", "[::2]:*"],
+    KEY,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,10 @@ LISTED = AllowedHosts(["allowed.org", "Ported.org:8080", "[::1]:81", "[2001:db8:
         "http://10.0.0.1/",
         "https://BÜCHER.de/",
         "https://xn--bcher-kva.de/",
+        "http://any.org/",
+        "https://any.org/",
+        "http://any.org:6379/",
+        "http://[::2]:6379/",
     ],
 )
 def test_a_listed_host_is_admitted(url: str) -> None:
@@ -49,6 +57,8 @@ def test_a_listed_host_is_admitted(url: str) -> None:
         ("http://[::1]/", r"\[::1\]:80 is not a listed host"),
         ("http://[::1%25lo]:81/", "not a listed host"),
         ("http://allowed.org[]@", "cannot be read"),
+        ("http://any.org.evil.org:6379/", "not a listed host"),
+        ("http://any.org:*/", "cannot be read"),
         ("http://evil.org/allowed.org", "not a listed host"),
         ("http://evil.org#allowed.org/", "not a listed host"),
         ("http://evil.org?@allowed.org/", "not a listed host"),
@@ -75,7 +85,7 @@ def test_all_else_is_refused_with_the_reason(url: str, reason: str) -> None:
 
 def test_without_hosts_the_key_is_named() -> None:
     with pytest.raises(RequestError, match=r"set images\.hosts"):
-        AllowedHosts([]).admit("http://allowed.org/", "x")
+        AllowedHosts([], KEY).admit("http://allowed.org/", "x")
 
 
 @given(st.text(st.sampled_from("ab.:/@\\#?[]%0\t "), max_size=12), st.text(st.sampled_from("ab.:/@#?[]%0"), max_size=8))
@@ -115,6 +125,40 @@ def test_the_list_decides_about_the_others(address: str) -> None:
     refuse_address(address)
 
 
+LOOPBACK = ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"]
+
+
+@pytest.mark.parametrize("address", LOOPBACK)
+@pytest.mark.parametrize(
+    "entries", [["a.org:*"], ["a.org"], ["127.0.0.1:81"], ["localhost", "[::1]:8080"], ["10.0.0.1:*"]]
+)
+def test_a_listed_name_does_not_lead_to_this_host(entries: list[str], address: str) -> None:
+    with pytest.raises(RefusedAddress, match=r"this host itself, and the\.key has no 127"):
+        AllowedHosts(entries, "the.key").open_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 6379)))
+
+
+@pytest.mark.parametrize("entry", ["127.0.0.1:6379", "localhost:*", "[::1]:6379", "127.0.0.2:*"])
+def test_this_host_can_be_listed_with_a_port(entry: str) -> None:
+    with AllowedHosts([entry], KEY).open_socket(
+        (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 6379))
+    ) as made:
+        assert made.family == socket.AF_INET
+
+
+def test_this_host_without_a_port_is_the_port_of_the_scheme() -> None:
+    with AllowedHosts(["localhost"], KEY).open_socket(
+        (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 80))
+    ) as made:
+        assert made.type == socket.SOCK_STREAM
+
+
+@pytest.mark.parametrize("hosts", ["['a.org/x']", "['a.org:**']", "['*:80']", "['*']", "['a.org:0']"])
+def test_both_lists_have_one_syntax(hosts: str) -> None:
+    for key in ("images.hosts", "rollout_server.hosts"):
+        with pytest.raises(ConfigError, match=f"{key}: .* must be 'host', 'host:port' or 'host:"):
+            load_config(None, [f"{key}={hosts}"], environ={})
+
+
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
@@ -141,6 +185,6 @@ def test_a_bad_setting_is_refused(setting: str, complaint: str) -> None:
 
 
 def test_every_host_that_the_rules_accept_can_be_listed() -> None:
-    setting = "images.hosts=['a.org', 'a.org:81', '[::1]', '[::1]:81', '10.0.0.1:5', localhost, bücher.de]"
-    config = load_config(None, [setting], environ={})
-    assert AllowedHosts(config.images.hosts).admit("http://localhost/", "x").host == "localhost"
+    hosts = "['a.org', 'a.org:81', '[::1]', '[::1]:81', '10.0.0.1:5', localhost, bücher.de, 'b.org:*', '[::1]:*']"
+    config = load_config(None, [f"images.hosts={hosts}"], environ={})
+    assert AllowedHosts(config.images.hosts, KEY).admit("http://localhost/", "x").host == "localhost"

@@ -29,6 +29,8 @@ PLAIN = [
     "f1",
     "match_rate",
     "matched_iou_mean",
+    "num_turns",
+    "tool_tokens",
     "gen_new_tokens_total",
     "gen_new_tokens_mean",
     "gen_new_tokens_p90",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pipeline.config.policy_types import PolicyConfig, ScorerConfig
-from pipeline.config.types import Config, WorkerConfig
-from pipeline.stack import plan
+from pipeline.config.rollout_types import GatewayConfig, RolloutServerConfig
+from pipeline.config.types import BrokerConfig, Config, WorkerConfig
+from pipeline.stack import addresses, child_environment, plan
 
 FILE = Path("config.json")
 BASE = {"trainer", "producer", "consumer-0", "worker-0", "worker-1"}
@@ -26,3 +29,26 @@ def test_scorers_run_with_a_policy_loss_alone() -> None:
 def test_a_scorer_is_the_score_command_on_the_same_configuration() -> None:
     command = plan(Config(policy=PolicyConfig(enabled=True)), FILE)["scorer-0"]
     assert command[-3:] == ["score", "-c", str(FILE)]
+
+
+def test_gateways_and_rollout_servers_are_started_where_they_are_asked_for() -> None:
+    config = Config(gateway=GatewayConfig(count=2), rollout_server=RolloutServerConfig(count=1, port=9100))
+    roles = plan(config, FILE)
+    assert roles["gateway-1"][-5:] == ["gateway", "-c", str(FILE), "--index", "1"]
+    assert roles["rollout-server-0"][-5:] == ["rollout-server", "-c", str(FILE), "--index", "0"]
+    assert addresses(config) == [
+        "gateway http://127.0.0.1:8081/v1",
+        "gateway http://127.0.0.1:8082/v1",
+        "rollout server http://127.0.0.1:9100",
+    ]
+    assert not [name for name in plan(Config(), FILE) if name.startswith(("gateway", "rollout"))]
+
+
+def test_bearer_keys_and_the_brokers_url_go_to_children_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"SLUICE_GATEWAY_API_KEY": "g", "SLUICE_ROLLOUT_API_KEY": "r"}
+    for name, value in {**keys, "SLUICE_ROLLOUT_URL": "http://elsewhere:1"}.items():
+        monkeypatch.setenv(name, value)
+    found = child_environment(Config(broker=BrokerConfig(url="redis://:secret@h")))
+    assert keys.items() <= found.items()
+    assert found["REDIS_URL"] == "redis://:secret@h"
+    assert "SLUICE_ROLLOUT_URL" not in found, "the resolved file says it"

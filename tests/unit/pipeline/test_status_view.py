@@ -138,3 +138,13 @@ def test_a_policy_loss_says_what_it_trained_on_and_what_it_left_out() -> None:
         "reward 0.250", "960 tokens, 1.5 versions old, the oldest 3", "left out: 7 stale;", "differ by 2.0e-06 nats"
     ):  # fmt: skip
         assert words in line
+
+
+def test_open_rollouts_are_counted_and_need_a_gateway() -> None:
+    assert "rollouts" not in as_text(state())
+    now = state(open_rollouts=2)
+    assert any(line.split() == ["rollouts", "2", "open"] for line in as_text(now).splitlines())
+    assert "no gateway is alive, and 2 rollouts wait" in findings(now)
+    assert not [
+        line for line in findings(state(open_rollouts=2, processes=[process("g-0", "gateway")])) if "rollouts" in line
+    ]

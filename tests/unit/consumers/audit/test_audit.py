@@ -172,3 +172,12 @@ def test_versions_of_equal_weights_cannot_be_told_apart(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts", write_weights(tmp_path, seeds=(7, 7, 7)))
     found = look(tmp_path)
     assert (found.right, found.told_apart) == (TOKENS - MARKED, 0)
+
+
+def test_tokens_of_tools_are_compared_with_nothing(run: Path) -> None:
+    before = look(run)
+    for field in ("logprobs", "proximal_logprobs"):
+        change(run, "tool", put(field, 3, -70.0))
+    assert look(run) == before, "the versions at these tokens say that nobody sampled them"
+    change(run, "tool", put("logprobs", 5, -70.0))
+    assert [(fault.kind, fault.position) for fault in look(run).worst] == [("behaviour", PROMPT + 5)]

@@ -1,0 +1,45 @@
+-- How far enqueueing may run ahead. Needs nothing: every key is an argument.
+
+-- "epoch:row" is before another one
+local function behind(cursor, other)
+  local a, b = string.match(cursor, '^(-?%d+):(-?%d+)$')
+  local c, d = string.match(other, '^(-?%d+):(-?%d+)$')
+  a, b, c, d = tonumber(a), tonumber(b), tonumber(c), tonumber(d)
+  return a and c and (a < c or (a == c and b < d))
+end
+
+-- The stored position when the broker lost its newest part, and the source has to be read again from there; else nil.
+-- before: the position that the caller knows to be stored, '' = none
+local function rewound(source, before)
+  if before == '' then return nil end
+  local stored = redis.call('HGET', source, 'cursor') or '-1:-1'
+  if behind(stored, before) then return stored end
+end
+
+-- What is in use now, and the limits (max_in_flight 0 = none); see admits.
+local function credit_of(counts, latest, max_in_flight, max_bytes, per_version, staleness)
+  local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes', 'thinned')
+  local trained = tonumber(c[2] or 0)
+  -- Batches may run over samples_per_version (groups stay whole), or lose samples in the trainer: what was trained
+  -- counts as it is.
+  local so_far = math.max(tonumber(redis.call('GET', latest) or 0) * per_version - tonumber(c[6] or 0), trained)
+  return {
+    max_in_flight = max_in_flight, max_bytes = max_bytes, ahead = (staleness + 1) * per_version + so_far,
+    enqueued = tonumber(c[1] or 0), trained = trained, bytes = tonumber(c[5] or 0),
+    lost = tonumber(c[3] or 0) + tonumber(c[4] or 0), added = 0, added_bytes = 0,
+  }
+end
+
+-- Whether n more sequences of so many bytes fit. What is alone in the system always does, but for its staleness.
+local function admits(credit, n, bytes)
+  if credit.max_in_flight <= 0 then return true end
+  local used = credit.enqueued + credit.added + n - credit.lost
+  local in_flight = used - credit.trained
+  if in_flight > credit.max_in_flight or used > credit.ahead then return false end
+  return credit.bytes + credit.added_bytes + bytes <= credit.max_bytes or in_flight - n <= 0
+end
+
+-- They are in use from now on; the caller counts `added` and `added_bytes` at the end.
+local function take_credit(credit, n, bytes)
+  credit.added, credit.added_bytes = credit.added + n, credit.added_bytes + bytes
+end

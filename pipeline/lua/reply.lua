@@ -1,0 +1,18 @@
+-- Answers of jobs that were asked for by a caller ("reply" in the job's state names its mailbox).
+-- The stored reply is the truth; the mailbox only says that there is one, so a word of it may get lost.
+local REPLY_KEPT_MS, MAILBOX_MOST = 600 * 1000, 10000
+
+-- A delta, or the name of a sequence that has ended. A key of another type under that name is no mailbox.
+local function tell(mailbox, word)
+  local list = replies_of .. 'mailbox:' .. mailbox
+  local length = redis.pcall('RPUSH', list, word)
+  if type(length) ~= 'number' then return end
+  if length > MAILBOX_MOST then redis.call('LTRIM', list, -MAILBOX_MOST, -1) end -- nobody reads it
+  redis.call('PEXPIRE', list, REPLY_KEPT_MS)
+end
+
+local function reply(mailbox, id, index, answer)
+  local name = id .. ':' .. index
+  redis.call('SET', replies_of .. name, answer, 'PX', REPLY_KEPT_MS)
+  tell(mailbox, name)
+end

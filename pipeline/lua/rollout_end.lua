@@ -1,0 +1,35 @@
+-- The end of a rollout: nothing of it is left but a small hash, which answers whoever comes late.
+
+-- f: its state, place (stream, g, i, n) and bytes, as HMGET gives them.
+local PLACE = { 'state', 'stream', 'g', 'i', 'n', 'bytes' }
+
+-- word: nil while the rollout is open
+local function look(id)
+  local f = redis.call('HMGET', rollout_of .. id, unpack(PLACE))
+  if not f[1] then return 'unknown' end
+  return f[1] ~= 'open' and 'closed' or nil, f
+end
+
+local function close(id, f)
+  redis.call('DEL', rollout_of .. id)
+  redis.call('HSET', rollout_of .. id, 'state', 'closed', 'g', f[3], 'i', f[4], 'n', f[5])
+  redis.call('PEXPIRE', rollout_of .. id, keep_ms)
+  redis.call('ZREM', open, id)
+  count('bytes', -tonumber(f[6]))
+end
+
+-- Its letter among the dropped ones, and a tombstone in the result stream, so that its group completes.
+-- Returns ok | closed | unknown
+local function drop_rollout(id, reason, detail)
+  local word, f = look(id)
+  if word then return word end
+  local letter = cmsgpack.pack({
+    kind = 'dead_letter', schema = 1, seq_id = id, reason = reason, state = 'dropped', detail = detail,
+    at = now_ms() / 1000,
+  })
+  drop(counts, dropped, reason, letter)
+  redis.call('XADD', f[2], '*', 'd', letter, 'g', f[3], 'i', f[4], 'n', f[5])
+  count('bytes', #letter)
+  close(id, f)
+  return 'ok'
+end

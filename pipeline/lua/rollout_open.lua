@@ -1,0 +1,29 @@
+-- needs: rollout_names credit
+-- Open rollouts in order until the credit is used up; the rules are those of enqueue.lua.
+-- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
+--      then per rollout: id head stream group index size cursor('' = none)
+-- Returns per rollout: enqueued | duplicate (open) | done (closed) | over_credit; or {rewound, cursor}
+local stored = rewound(source, ARGV[FIRST + 4])
+if stored then return { 'rewound', stored } end
+local credit = credit_of(counts, latest, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
+  tonumber(ARGV[FIRST + 3]))
+local until_ms, out, full, cursor = now_ms() + ttl_ms, {}, false, ''
+for i = FIRST + 5, #ARGV, 7 do
+  local id, head = ARGV[i], ARGV[i + 1]
+  local state = redis.call('HGET', rollout_of .. id, 'state')
+  local outcome = full and 'over_credit' or state == 'open' and 'duplicate' or state and 'done'
+  if not outcome and not admits(credit, 1, #head) then outcome, full = 'over_credit', true end
+  if not outcome then
+    redis.call('HSET', rollout_of .. id, 'state', 'open', 'head', head, 'stream', ARGV[i + 2], 'g', ARGV[i + 3],
+      'i', ARGV[i + 4], 'n', ARGV[i + 5], 'bytes', #head, 'turns', 0)
+    take_credit(credit, 1, #head)
+    outcome = 'enqueued'
+  end
+  if outcome == 'enqueued' or outcome == 'duplicate' then redis.call('ZADD', open, until_ms, id) end
+  if outcome ~= 'over_credit' and ARGV[i + 6] ~= '' then cursor = ARGV[i + 6] end
+  out[#out + 1] = outcome
+end
+count('enqueued', credit.added)
+count('bytes', credit.added_bytes)
+if cursor ~= '' then redis.call('HSET', source, 'cursor', cursor) end
+return out

@@ -1,0 +1,161 @@
+"""Answers to jobs that name a mailbox (`reply_to`): whoever asked waits for its own results here.
+
+    enqueue(reply_to) ──▶ worker ──commit.lua, bury.lua──▶ stored replies ──┐
+                            └──────checkpoint.lua──▶ mailbox: deltas, ids of what ended ──▶ Expected
+
+| waits for                         | unblocked by                                                |
+|-----------------------------------|-------------------------------------------------------------|
+| an answer (Expected)              | it; ResultsLost; the end of `run`; the caller's own deadline |
+| words in the mailbox, in `run`    | the next one, or the next look                              |
+
+- The stored reply is the truth, and stored progress that of deltas. A look at them every second finds what the mailbox
+  lost, and what was told to another process that had asked for the same job.
+- A job of which the broker knows nothing was lost with its newest part: ResultsLost, and it can be enqueued again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis
+
+from pipeline.errors import BrokerError, MessageError, ResultsLost
+from pipeline.expected import Awaited, Expected, read_end
+from pipeline.jobs import JobQueue
+from pipeline.jobs.pieces import joined
+from pipeline.keys import ARQ_JOB, Keys
+from pipeline.logs import get_logger
+from pipeline.messages import TokenDelta, decode
+
+_BLOCK_S, _LOOK_S = 0.5, 1.0
+_MOST_WORDS, _MOST_JOBS = 512, 256  # of one call
+
+
+class Replies:
+    """One per process that asks; jobs name it as `reply_to=replies.name`. The owner runs `run` beside its waits."""
+
+    def __init__(self, client: Redis, keys: Keys) -> None:
+        self.name = secrets.token_hex(8)
+        self._client, self._keys, self._queue = cast(Any, client), keys, JobQueue(client, keys)
+        self._mailbox = f"{keys.replies}mailbox:{self.name}"
+        self._open: dict[str, list[Expected]] = {}  # by job
+        timeout_s = self._client.connection_pool.connection_kwargs.get("socket_timeout")
+        self._block_s = min(_BLOCK_S, timeout_s / 2) if timeout_s else _BLOCK_S
+
+    async def run(self) -> None:
+        """Hand out what comes, until cancelled; then, and when the broker is away for too long, every wait fails."""
+        due = time.monotonic()
+        try:
+            while True:
+                await self._read()
+                if time.monotonic() >= due:
+                    await self._look([one for some in self._open.values() for one in some if one.is_asked])
+                    due = time.monotonic() + _LOOK_S
+        finally:
+            for one in [one for some in self._open.values() for one in some]:
+                one.fail(BrokerError("this process no longer reads replies: it stops, or the broker is away"))
+
+    @contextlib.contextmanager
+    def expect(self, job_id: str, n: int = 1) -> Generator[Expected]:
+        """Collect the answer to a job of `n` sequences while the block lasts; begin it before the job is enqueued."""
+        expected = Expected(job_id, n, self._look)
+        self._open.setdefault(job_id, []).append(expected)
+        try:
+            yield expected
+        finally:
+            self._open[job_id].remove(expected)
+            if not self._open[job_id]:
+                del self._open[job_id]
+
+    async def forget(self, job_id: str, n: int = 1) -> None:
+        """The answer was read: it is removed, and the id of the job, which has ended, is free again."""
+        await self._queue.forget(job_id, n)
+
+    async def _read(self) -> None:
+        first = await self._client.blpop([self._mailbox], timeout=self._block_s)
+        if first is None:
+            return
+        more = await self._client.lpop(self._mailbox, _MOST_WORDS)
+        over: list[tuple[Expected, Awaited]] = []
+        for word in cast("list[bytes]", [first[1], *(more or [])]):
+            if word[:1] and word[0] & 0xF0 == 0x80:  # a msgpack map; no id begins so, as they are UTF-8
+                self._add(word)
+            else:
+                over += self._find(word.decode(errors="replace"))
+        if over:
+            stored = await self._client.mget([self._keys.replies + one.seq_id for _, one in over])
+            for (expected, one), raw in zip(over, stored, strict=True):
+                _finish(expected, one, raw)
+
+    def _find(self, seq_id: str) -> list[tuple[Expected, Awaited]]:
+        """Who waits for it."""
+        found = [(expected, expected.of(seq_id)) for expected in self._open.get(seq_id.rpartition(":")[0], [])]
+        return [(expected, one) for expected, one in found if one is not None and one.end is None]
+
+    def _add(self, word: bytes) -> None:
+        try:
+            delta = decode(TokenDelta, word)
+        except MessageError as error:
+            get_logger().warning("unreadable delta discarded", error=str(error))
+            return
+        for expected, one in self._find(delta.seq_id):
+            one.add(delta.offset, delta.token_ids, delta.logprobs)
+            expected.changed()
+
+    async def _look(self, asked: Sequence[Expected]) -> None:
+        waiting = [expected for expected in asked if expected.missing()]
+        for start in range(0, len(waiting), _MOST_JOBS):
+            page = waiting[start : start + _MOST_JOBS]
+            await self._look_at_replies(page)
+            await self._look_at_progress([expected for expected in page if expected.is_streamed])
+
+    async def _look_at_replies(self, page: Sequence[Expected]) -> None:
+        pipe: Any = self._client.pipeline(transaction=False)
+        looks = [(expected, expected.missing()) for expected in page]
+        for expected, missing in looks:  # the job first: if it ends in between, its replies are there
+            pipe.exists(ARQ_JOB + expected.job_id, self._keys.job_state + expected.job_id)
+            pipe.mget([self._keys.replies + one.seq_id for one in missing])
+        answers = cast("list[Any]", await pipe.execute())
+        for (expected, missing), alive, stored in zip(looks, answers[::2], answers[1::2], strict=True):
+            for one, raw in zip(missing, stored, strict=True):
+                _finish(expected, one, raw)
+            if not alive and expected.missing():  # what is left of it would keep it from being enqueued again
+                await self.forget(expected.job_id, len(expected.sequences))
+                expected.fail(ResultsLost(f"job {expected.job_id}: the broker has neither the job nor all its replies"))
+
+    async def _look_at_progress(self, page: Sequence[Expected]) -> None:
+        """Of streams of which nothing came since the last look."""
+        missing = [(expected, one) for expected in page for one in expected.missing()]
+        quiet = [(expected, one) for expected, one in missing if one.is_quiet]
+        for _, one in missing:
+            one.is_quiet = True
+        if quiet:
+            stored = await self._client.mget([self._keys.progress + one.seq_id for _, one in quiet])
+            for (expected, one), raw in zip(quiet, stored, strict=True):
+                _catch_up(expected, one, raw)
+
+
+def _finish(expected: Expected, one: Awaited, raw: bytes | None) -> None:
+    if raw is None or one.end is not None:
+        return
+    try:
+        one.finish(read_end(raw))
+        expected.changed()
+    except MessageError as error:
+        expected.fail(error)
+
+
+def _catch_up(expected: Expected, one: Awaited, pieces: bytes | None) -> None:
+    if not pieces:
+        return
+    try:
+        so_far = joined(pieces)
+    except MessageError as error:
+        get_logger().warning("stored progress is unusable", sequence=one.seq_id, error=str(error))
+        return
+    one.add(0, so_far.token_ids, so_far.logprobs)
+    expected.changed()
