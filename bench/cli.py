@@ -140,3 +140,27 @@ def proximal(
     from bench.report import finish
 
     finish(measure(Plan.of(backends=backends, rounds=rounds, quick=quick)), as_json=json)
+
+
+@app.command
+def rollout(
+    *,
+    json: bool = False,
+    rounds: int | None = None,
+    vllm: bool = True,
+    quick: bool = False,
+) -> None:
+    """Agent rollouts through rollout server, gateway and worker, and the gateway beside vLLM's own server.
+
+    What the gateway adds to one call of the engine, on an idle queue; 200 rollouts of 3 turns at once, with tools that
+    take 10 to 100 ms, beside the same turns on the engine alone; requests of a vLLM worker behind the gateway beside
+    the same ones of vLLM's OpenAI server. The sides of each take turns. About 5 minutes. --rounds is for rollouts and
+    requests; --quick takes seconds and proves nothing.
+
+    Example: `sluice bench rollout --no-vllm --json`
+    """
+    from bench.report import finish
+    from bench.rollout.measure import measure
+    from bench.rollout.plan import Plan
+
+    finish(measure(Plan.of(rounds=rounds, vllm=vllm, quick=quick)), as_json=json)

@@ -39,9 +39,14 @@ def audit(config: Config, run_dir: Path) -> Audit:
         dead=now.dead,
         dropped=now.dropped,
         lost=len(expected - set(trained)) - now.dead - now.dropped,
-        duplicated=sum(count - 1 for count in trained.values()) + len(set(trained) - expected),
+        duplicated=sum(count - 1 for count in trained.values()) + len({_whole(one) for one in trained} - expected),
         versions=now.latest_version or 0,
     )
+
+
+def _whole(seq_id: str) -> str:
+    """The sequence; where the history of a rollout forked, each trajectory after the first is named `<id>/<part>`."""
+    return seq_id.partition("/")[0]
 
 
 def _expected(config: Config) -> set[str]:

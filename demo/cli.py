@@ -25,7 +25,8 @@ def demo(
     ----------
     task
         `digits`: read handwritten digits, teacher-forced on matched targets. `arithmetic`: sums by steps, learnt
-        from rewards with a policy loss, while new weights land in the middle of running sequences.
+        from rewards with a policy loss, while new weights land in the middle of running sequences. `tools`: sums
+        with a calculator, learnt in rollouts of several turns, through the rollout server and the gateway.
     json
         Print one object with the counts and scores at the end.
     seed

@@ -26,8 +26,10 @@ from workers.generation.requests import TextGenerationRequest
 _EVERY_S = 3.0  # leaves the cores to the pipeline
 
 
-def decode(task: DemoTask, model_dir: Path, chosen: Sequence[Any]) -> list[str]:
-    """Greedy answers of the model in a directory."""
+def decode(task: DemoTask, model_dir: Path, chosen: Sequence[Any]) -> Sequence[Any]:
+    """Greedy answers of the model in a directory: texts, or what the task makes of them."""
+    if task.answers is not None:
+        return task.answers(model_dir, chosen)
     model = ModelLoadConfig(model_name_or_path=str(model_dir))
     requests = [TextGenerationRequest(messages=list(task.messages(problem))) for problem in chosen]
     with GenerationEngine(model, max_batch=64) as engine:

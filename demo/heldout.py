@@ -18,8 +18,8 @@ class Heldout:
     """`before[i]` and `after[i]` answer `problems[i]`."""
 
     problems: Sequence[Any]
-    before: Sequence[str]
-    after: Sequence[str]
+    before: Sequence[Any]
+    after: Sequence[Any]
 
     @classmethod
     def of(cls, task: DemoTask, warm: Path, final: Path, count: int | None = None) -> Heldout:
@@ -32,9 +32,10 @@ class Heldout:
         return Heldout(self.problems[:count], self.before[:count], self.after[:count])
 
     def scores(self, task: DemoTask) -> dict[str, float]:
-        """`<metric>_warm` and `<metric>_final`, rounded to 4 digits."""
-        texts = {"warm": self.before, "final": self.after}
+        """`<metric>_warm` and `<metric>_final`, rounded to 4 digits, and so for what else the task names."""
+        warm, final = (task.score(answers, self.problems) for answers in (self.before, self.after))
         return {
-            f"{task.metric}_{name}": round(task.score(answers, self.problems)[task.metric], 4)
-            for name, answers in texts.items()
+            f"{key}_{name}": round(score[key], 4)
+            for key in (task.metric, *task.also)
+            for name, score in (("warm", warm), ("final", final))
         }

@@ -30,6 +30,7 @@ def write(
     steps = read_steps(run_dir / "metrics.jsonl")
     charts = [_score_chart(task, summary, drill, steps), _flow_chart(drill), _rate_chart(drill)]
     charts += [_span_chart(landed)] if landed else []
+    charts += [_turns_chart(drill, steps)] if "turns" in task.also else []
     page = templates.get_template(task.page).render(
         run=run_dir.name,
         task=task,
@@ -103,3 +104,14 @@ def _rate_chart(drill: Drill, window_s: float = 5.0) -> str:
 def _span_chart(landed: MidSequence) -> str:
     bars = [(str(versions), float(count)) for versions, count in landed.spans.items()]
     return bar_chart("Weight versions within one trained sequence", "versions", "sequences", bars)
+
+
+def _turns_chart(drill: Drill, steps: list[dict[str, Any]]) -> str:
+    key = "rollout/num_turns"
+    lines = [
+        Line("held out, greedy", [(score["version"], score["turns"]) for score in drill.scores()]),
+        Line(
+            "training rollouts, sampled", [(float(step["version"]), float(step[key])) for step in steps if key in step]
+        ),
+    ]
+    return line_chart("Turns of a rollout over weight versions", "weight version", lines)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,21 @@ def _config(task: DemoTask, directory: Path, warm: Path, seed: int, workers: int
         f"data.path={run_dir / run / 'train.jsonl'}",
         f"worker.count={workers}",
     ]
+    config = load_config(task.config_path(), overrides)
+    if config.rollout.url is None:
+        return config
+    gateway, server = _free_ports(2)
+    overrides += [f"gateway.port={gateway}", f"rollout_server.port={server}", f"rollout.url=http://127.0.0.1:{server}"]
     return load_config(task.config_path(), overrides)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody listens on, so that two demos can run side by side."""
+    with ExitStack() as scope:
+        sockets = [scope.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def _newest_version(run_dir: Path) -> Path:

@@ -6,6 +6,7 @@
 |------------|--------------------------------------------|-----------------------|
 | digits     | teacher forcing on matched targets         | F1 of boxes           |
 | arithmetic | reward of its own groups (decoupled PPO)   | share of right answers|
+| tools      | the same, over rollouts with a calculator  | share of right answers|
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from demo.tiny.warm_start import OnProgress
 from pipeline.config.suggest import did_you_mean
 from pipeline.errors import ConfigError, SluiceError
 
-NAMES = ("digits", "arithmetic")
+NAMES = ("digits", "arithmetic", "tools")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class RolloutLine:
 
 @dataclass(frozen=True)
 class DemoTask:
-    """One task. `Any` stands for the task's own type of a held-out problem."""
+    """One task. `Any` stands for the task's own types of a held-out problem and of its answer."""
 
     name: str
     title: str  # of the report
@@ -50,8 +51,10 @@ class DemoTask:
     write_data: Callable[[Path, int, int], Path]  # path, count, seed
     heldout: Callable[[int, int], list[Any]]  # count, seed
     messages: Callable[[Any], list[dict[str, str]]]
-    score: Callable[[Sequence[str], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
-    show: Callable[[Sequence[Any], Sequence[str], Sequence[str]], Any]  # for `page`: problems, answers before, after
+    score: Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
+    show: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]  # for `page`: problems, answers before, after
+    answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: a text each
+    also: tuple[str, ...] = ()  # more keys of the score for the summary
 
     def config_path(self) -> Path:
         """The config file of the checkout, or of the installed package."""

@@ -1,4 +1,4 @@
-"""The producer: rows → deterministic decode jobs → the queue, as far as credit allows.
+"""The producer: rows → deterministic jobs → the broker, as far as credit allows.
 
 Waits for credit (unblocked by the trainer's acks and new versions). A restart goes on behind the stored cursor;
 what was enqueued already answers `duplicate` or `done`, so nothing runs twice. A broker that lost its newest part
@@ -7,70 +7,76 @@ what was enqueued already answers `duplicate` or `done`, so nothing runs twice. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 from pipeline.config.types import Config
 from pipeline.errors import DataError
-from pipeline.jobs import Credit, JobQueue, SourceRewound, job_id_for
+from pipeline.jobs import Credit, SourceRewound
 from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
-from pipeline.messages import DecodeJob
+from producers.intake import DecodeIntake, Intake
 from producers.place import SourcePlace
-from producers.sources import Malformed, Row, count_rows, identity, read_rows
+from producers.sources import Malformed, count_rows, read_rows
 
-_CHUNK = 100
 _CREDIT = "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)"
-Placed = tuple[DecodeJob, str]  # a job and the cursor that stands behind it
+
+
+Placed = tuple[Any, str]  # an item, and the cursor that stands behind it: empty for all but the last one of a row
 
 
 async def produce(config: Config) -> None:
     """Run the producer role until its source is exhausted or it is asked to stop."""
     rows = count_rows(config.data)
     async with role_process(config, "producer", default_name("producer")) as role:
-        queue = JobQueue(role.client, role.keys, partitions=config.consumer.count)
         place = SourcePlace(role)
         cursor = await place.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
-        submitter = Submitter(role, queue, cursor)
-        while not role.stop.is_set():
-            try:
-                if await _read_all(config, place, submitter):
-                    await place.finish()
-                return
-            except SourceRewound as back:
-                get_logger().warning("reading again: the broker lost its newest part", behind=back.cursor)
-                submitter.cursor = back.cursor
-                place.rewind()
+        async with _intake(role) as intake:
+            submitter = Submitter(role, intake, cursor)
+            while not role.stop.is_set():
+                try:
+                    if await _read_all(config, place, intake, submitter):
+                        await place.finish()
+                    return
+                except SourceRewound as back:
+                    get_logger().warning("reading again: the broker lost its newest part", behind=back.cursor)
+                    submitter.cursor = back.cursor
+                    place.rewind()
 
 
-async def _read_all(config: Config, place: SourcePlace, submitter: Submitter) -> bool:
+async def _read_all(config: Config, place: SourcePlace, intake: Intake, submitter: Submitter) -> bool:
     """Enqueue everything behind the submitter's cursor; False when asked to stop. Raises SourceRewound."""
-    for chunk in _chunks(_jobs(config, submitter.cursor, place)):
+    for chunk in _chunks(_placed(config, submitter.cursor, place, intake), intake.chunk):
         await place.store_skipped()
-        if not await submitter.submit(chunk):
+        if not (await intake.room() and await submitter.submit(chunk)):
             return False
     await place.store_skipped()
+    await submitter.confirm()
+    if not await intake.settled():
+        return False
     await submitter.confirm()
     return True
 
 
 class Submitter:
-    """Enqueues within credit; `cursor` is that of the newest job that the broker has taken."""
+    """Enqueues within credit; `cursor` is that of the newest row that the broker has taken as a whole."""
 
-    def __init__(self, role: Role, queue: JobQueue, cursor: str) -> None:
-        self._role, self._queue, self.cursor = role, queue, cursor
+    def __init__(self, role: Role, intake: Intake, cursor: str) -> None:
+        self._role, self._intake, self.cursor = role, intake, cursor
         self._credit = _credit(role.config)
 
     async def submit(self, chunk: list[Placed]) -> bool:
         """Enqueue all of a chunk, waiting for credit; False when asked to stop."""
         while chunk:
-            jobs, cursors = [job for job, _ in chunk], [cursor for _, cursor in chunk]
-            outcomes = await self._queue.enqueue(jobs, self._credit, cursors, behind=self.cursor)
-            for job, outcome in zip(jobs, outcomes, strict=True):
+            items, cursors = [item for item, _ in chunk], [cursor for _, cursor in chunk]
+            outcomes = await self._intake.enqueue(items, self._credit, cursors, behind=self.cursor)
+            for item, outcome in zip(items, outcomes, strict=True):
                 if outcome in ("duplicate", "done"):
-                    get_logger().warning("row has the id of an earlier one; not decoded again", row=job.metadata["row"])
+                    get_logger().warning("not enqueued again: the id of this row is known", row=item.metadata["row"])
             over = outcomes.count("over_credit")
             taken = len(chunk) - over
-            self.cursor = cursors[taken - 1] if taken else self.cursor
+            self.cursor = next((cursor for cursor in reversed(cursors[:taken]) if cursor), self.cursor)
             chunk = chunk[taken:]
             if taken:
                 self._role.status.waiting(None)
@@ -81,7 +87,18 @@ class Submitter:
 
     async def confirm(self) -> None:
         """Raises SourceRewound when the broker has lost what it had taken."""
-        await self._queue.enqueue([], self._credit, behind=self.cursor)
+        await self._intake.enqueue([], self._credit, behind=self.cursor)
+
+
+@contextlib.asynccontextmanager
+async def _intake(role: Role) -> AsyncGenerator[Intake]:
+    if role.config.rollout.url is None:
+        yield DecodeIntake(role)
+        return
+    from producers.asking.intake import rollout_intake
+
+    async with rollout_intake(role, role.config.rollout.url) as intake:
+        yield intake
 
 
 def _credit(config: Config) -> Credit:
@@ -90,13 +107,13 @@ def _credit(config: Config) -> Credit:
     return Credit(settings.max_in_flight, per_version, settings.max_staleness, settings.max_in_flight_mb << 20)
 
 
-def _chunks(jobs: Iterator[Placed]) -> Iterator[list[Placed]]:
-    """Lists of up to `_CHUNK`; what came before a malformed row goes out before its error."""
+def _chunks(placed: Iterator[Placed], size: int) -> Iterator[list[Placed]]:
+    """Lists of up to `size`; what came before a malformed row goes out before its error."""
     chunk: list[Placed] = []
     try:
-        for job in jobs:
-            chunk.append(job)
-            if len(chunk) == _CHUNK:
+        for item in placed:
+            chunk.append(item)
+            if len(chunk) == size:
                 yield chunk
                 chunk = []
     except DataError:
@@ -106,27 +123,13 @@ def _chunks(jobs: Iterator[Placed]) -> Iterator[list[Placed]]:
         yield chunk
 
 
-def _jobs(config: Config, cursor: str, place: SourcePlace) -> Iterator[Placed]:
+def _placed(config: Config, cursor: str, place: SourcePlace, intake: Intake) -> Iterator[Placed]:
     done_epoch, done_row = (int(part) for part in cursor.split(":"))
     for epoch in range(config.data.epochs):
         for number, row in enumerate(read_rows(config.data)):
             if isinstance(row, Malformed):
                 place.skip(row)
             elif (epoch, number) > (done_epoch, done_row):
-                yield _job(config, row, epoch), f"{epoch}:{number}"
-
-
-def _job(config: Config, row: Row, epoch: int) -> DecodeJob:
-    name = identity(row)
-    n = config.producer.group_size
-    return DecodeJob(
-        run=config.run,
-        job_id=job_id_for(config.run, name, epoch, config.sampling, n),
-        n=n,
-        messages=row.messages,
-        images=row.image_refs(),
-        sampling=config.sampling,
-        truth=row.truth,
-        task=config.rollout_matching.task,
-        metadata={**row.metadata, "row": name[:256], "epoch": epoch},
-    )
+                *others, last = intake.items(row, epoch)
+                yield from ((item, "") for item in others)
+                yield last, f"{epoch}:{number}"

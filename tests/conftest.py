@@ -11,13 +11,14 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline import broker
+from pipeline.config.load import ENVIRONMENT
 from pipeline.config.types import BrokerConfig
 from pipeline.embedded import embedded_broker
 from pipeline.keys import Keys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for _name in ("REDIS_URL", "SLUICE_RUN_DIR", "SLUICE_MODEL", "SLUICE_DATA"):
+for _name in (*ENVIRONMENT, "SLUICE_GATEWAY_API_KEY", "SLUICE_ROLLOUT_API_KEY"):
     os.environ.pop(_name, None)
 
 

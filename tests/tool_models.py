@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from demo.tiny.model import ModelSettings, build_model
 from demo.tiny.warm_start import Example, Recipe, WarmStartSettings
 from demo.tools import demonstrations, tokenizer
@@ -52,10 +54,11 @@ CONVERSATIONS = (
 """The last one is answered without a call."""
 
 _SETTINGS = WarmStartSettings(
-    num_steps=160,
+    num_steps=120,
+    num_warmup_steps=10,
     batch_size=len(CONVERSATIONS),
-    learning_rate=3e-3,
-    stop_loss=0.004,
+    learning_rate=1e-2,
+    stop_loss=0.02,
     model=ModelSettings(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2),
 )
 
@@ -76,4 +79,9 @@ _RECIPE = Recipe(
 
 def tool_model(directory: Path) -> Path:
     """The model's directory, below `directory`; give the same one again (a session's) to train only once."""
-    return _RECIPE.ensure(directory, _SETTINGS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several threads wait for each other where other processes have the cores
+    try:
+        return _RECIPE.ensure(directory, _SETTINGS)
+    finally:
+        torch.set_num_threads(threads)

@@ -34,6 +34,8 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
 
 Pair = tuple[list[int], list[int]]
 """Prompt ids and answer ids, turn terminator included."""
+Example = tuple[list[int], ...]
+"""A pair, or a conversation: what is given and what is to be written, in turn."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Recipe:
     sources: Sequence[ModuleType]
     tokenizer: Callable[[], PreTrainedTokenizerFast]
     network: Callable[[Any, PreTrainedTokenizerFast], Qwen3ForCausalLM]
-    pairs: Callable[[int, int, PreTrainedTokenizerFast], Iterator[Pair]]
+    pairs: Callable[[int, int, PreTrainedTokenizerFast], Iterator[Example]]
 
     def key(self, settings: WarmStartSettings) -> str:
         """Cache key: settings, the sources of the task and of this package, and the libraries."""
@@ -96,7 +98,7 @@ def train(
     network: Qwen3ForCausalLM,
     codec: Any,
     settings: WarmStartSettings,
-    pairs: Iterator[Pair],
+    pairs: Iterator[Example],
     on_progress: OnProgress | None = None,
 ) -> None:
     """Train in place with AdamW: linear warm-up, then a constant rate, as later training has.
@@ -124,15 +126,19 @@ def train(
             return
 
 
-def collate(pairs: Sequence[Pair], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def collate(pairs: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded inputs and next-token labels, int64 [batch, length - 1]; -100 is no label."""
-    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    length = max(sum(map(len, example)) for example in pairs)
     inputs = torch.full((len(pairs), length), pad_id)
     labels = torch.full((len(pairs), length), IGNORED)
-    for row, (prompt, answer) in enumerate(pairs):
-        end = len(prompt) + len(answer)
-        inputs[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = inputs[row, len(prompt) : end]
+    for row, example in enumerate(pairs):
+        start = 0
+        for number, piece in enumerate(example):
+            end = start + len(piece)
+            inputs[row, start:end] = torch.tensor(piece)
+            if number % 2:
+                labels[row, start:end] = inputs[row, start:end]
+            start = end
     return inputs[:, :-1], labels[:, 1:]
 
 

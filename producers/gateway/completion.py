@@ -2,7 +2,8 @@
 
 - `finish_reason` is one that OpenAI's clients know: `stop` for a natural end and for one that the repeat guard forced
   (an end-of-sequence token is there), `length` for all that was cut short.
-- Every choice carries `repeat_terminate_triggered` 0|1 and `token_ids`; the completion carries `prompt_token_ids`.
+- Every choice carries `repeat_terminate_triggered` 0|1 and `token_ids`; the completion carries `prompt_token_ids`, and
+  `token_ids` and `logprobs` (natural logs, raw, one each) of its first choice.
 - The flag is the worker's own, never a guess from the ending or the text.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pipeline.errors import MessageError
-from pipeline.messages import FinishReason, SequenceResult
+from pipeline.messages import FinishReason, Message, SequenceResult
 
 _FINISH: dict[FinishReason, str] = {
     "stop": "stop",
@@ -36,41 +37,76 @@ def repeat_terminate_triggered(result: SequenceResult) -> Literal[0, 1]:
 
 
 def chat_completion(
-    results: Sequence[SequenceResult], *, model: str, logprobs: bool = False, created: int | None = None
+    results: Sequence[SequenceResult],
+    *,
+    model: str,
+    logprobs: bool = False,
+    created: int | None = None,
+    messages: Sequence[Message] | None = None,
 ) -> dict[str, Any]:
     """One completion with a choice for each result, all of one prompt; plain values.
 
-    `created` is in Unix seconds (None: now). `logprobs`: natural logs, raw; tokens are named `token_id:<id>`.
+    `created` is in Unix seconds (None: now). `logprobs`: of each choice too; tokens are named `token_id:<id>`.
+    `messages`: what each choice says (None: its text).
     Raises MessageError for no results, or one that is an error and no answer.
     """
     if not results:
         raise MessageError("a chat completion needs at least one result")
-    prompt, new = len(results[0].prompt_token_ids), sum(len(result.token_ids) for result in results)
+    said = messages or [{"role": "assistant", "content": result.text} for result in results]
+    first = results[0]
     return {
-        "id": f"chatcmpl-{results[0].seq_id}",
+        "id": f"chatcmpl-{first.seq_id}",
         "object": "chat.completion",
         "created": int(time.time()) if created is None else created,
         "model": model,
-        "choices": [_choice(index, result, logprobs) for index, result in enumerate(results)],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
-        "prompt_token_ids": list(results[0].prompt_token_ids),
+        "system_fingerprint": fingerprint(first),
+        "choices": [
+            _choice(index, result, message, logprobs)
+            for index, (result, message) in enumerate(zip(results, said, strict=True))
+        ],
+        "usage": usage(results),
+        "prompt_token_ids": list(first.prompt_token_ids),
+        "token_ids": list(first.token_ids),
+        "logprobs": list(first.logprobs),
     }
 
 
-def _choice(index: int, result: SequenceResult, logprobs: bool) -> dict[str, Any]:
+def usage(results: Sequence[SequenceResult]) -> dict[str, int]:
+    """Tokens of one prompt and its answers."""
+    prompt, new = len(results[0].prompt_token_ids), sum(len(result.token_ids) for result in results)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def fingerprint(result: SequenceResult) -> str:
+    """Which weights sampled it: `v3`, or `v3-4` where new ones came on the way."""
+    versions = [version for version in result.versions if version >= 0]
+    if not versions:
+        return ""
+    low, high = min(versions), max(versions)
+    return f"v{low}" if low == high else f"v{low}-{high}"
+
+
+def finish_reason(result: SequenceResult, message: Message) -> str:
+    """In OpenAI's words. Raises MessageError for one that is an error and no answer."""
     if result.finish_reason not in _FINISH:
         raise MessageError(f"{result.seq_id}: it ended with {result.finish_reason}, which is no answer to send")
+    found = _FINISH[result.finish_reason]
+    return "tool_calls" if found == "stop" and message.get("tool_calls") else found
+
+
+def _choice(index: int, result: SequenceResult, message: Message, logprobs: bool) -> dict[str, Any]:
     return {
         "index": index,
-        "message": {"role": "assistant", "content": result.text},
-        "finish_reason": _FINISH[result.finish_reason],
-        "logprobs": _logprobs(result) if logprobs else None,
+        "message": message,
+        "finish_reason": finish_reason(result, message),
+        "logprobs": openai_logprobs(result) if logprobs else None,
         "token_ids": list(result.token_ids),
         "repeat_terminate_triggered": repeat_terminate_triggered(result),
     }
 
 
-def _logprobs(result: SequenceResult) -> dict[str, Any]:
+def openai_logprobs(result: SequenceResult) -> dict[str, Any]:
+    """As OpenAI writes them."""
     pairs = zip(result.token_ids, result.logprobs, strict=True)
     return {
         "content": [

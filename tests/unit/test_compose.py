@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,18 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.config import Config, load_config
+
 ROOT = Path(__file__).resolve().parents[2]
 STACK: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = STACK["services"]
 ROLES = sorted(set(SERVICES) - {"redis"})
+AGENTS = ("gateway", "rollout-server")
+NETWORKS = {
+    "producer": ["broker", "agents"],
+    "gateway": ["broker", "agents", "edge"],
+    "rollout-server": ["agents"],
+}
 CONFIG = re.compile(r"/configs/\$\{SLUICE_CONFIG_FILE:-(.+)\}")
 
 
@@ -23,7 +33,7 @@ def words(service: str) -> str:
 
 def test_the_services_are_there() -> None:
     assert {"redis", "producer", "worker", "consumer", "trainer"} <= set(SERVICES)
-    assert {p for service in SERVICES.values() for p in service.get("profiles", [])} == {"cpu", "gpu"}
+    assert {p for service in SERVICES.values() for p in service.get("profiles", [])} == {"cpu", "gpu", "agents"}
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
@@ -33,8 +43,9 @@ def test_a_service_is_watched_private_and_unprivileged(name: str) -> None:
     assert service["restart"] in ("on-failure", "unless-stopped")
     assert service["stop_grace_period"]
     assert service["user"].split(":")[0] not in ("", "0", "root")
-    assert service["networks"] == ["broker"]
-    assert not {"ports", "container_name", "privileged"} & set(service)
+    assert service["networks"] == NETWORKS.get(name, ["broker"])
+    assert not {"container_name", "privileged"} & set(service)
+    assert service.get("ports", []) == (["127.0.0.1:8080-8130:8081"] if name == "gateway" else [])
     assert re.search(r":\d", service["image"]), "a fixed version, never `latest`"
 
 
@@ -54,8 +65,44 @@ def test_a_role_runs_a_real_command_on_a_shipped_config(name: str) -> None:
     config = CONFIG.fullmatch(rest[rest.index("-c") + 1])
     assert config
     assert (ROOT / "configs" / config[1]).exists()
-    assert "${REDIS_PASSWORD:?" in SERVICES[name]["environment"]["REDIS_URL"]
-    assert "runs:/runs" in SERVICES[name]["volumes"]
+    if name != "rollout-server":
+        assert "${REDIS_PASSWORD:?" in SERVICES[name]["environment"]["REDIS_URL"]
+        assert "runs:/runs" in SERVICES[name]["volumes"]
+
+
+def test_only_the_gateways_have_a_way_out_and_tools_have_none_to_the_broker() -> None:
+    outside = {name for name, network in STACK["networks"].items() if not (network or {}).get("internal")}
+    assert {name for name, service in SERVICES.items() if outside & set(service["networks"])} == {"gateway"}
+    assert set(STACK["networks"]) == {name for service in SERVICES.values() for name in service["networks"]}
+    assert not [value for value in SERVICES["rollout-server"]["environment"].values() if "REDIS" in value]
+    assert not SERVICES["rollout-server"]["depends_on"]
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_server_of_the_agents_listens_and_wants_its_keys(name: str, tmp_path: Path) -> None:
+    service, marker = SERVICES[name], tmp_path / "ran"
+    section = name.replace("-", "_")
+    assert service["profiles"] == ["agents"]
+    assert f"--set {section}.host=0.0.0.0" in words(name)
+    port = {"gateway": Config().gateway.port, "rollout-server": Config().rollout_server.port}[name]
+    assert f"http://127.0.0.1:{port}/health" in service["healthcheck"]["test"][-1]
+    entrypoint = [word.replace("$$", "$") for word in service["entrypoint"]]
+    for first, second, runs in (("", "", False), ("k", "", False), ("k", "k", True)):
+        keys = {"SLUICE_ROLLOUT_API_KEY": first, "SLUICE_GATEWAY_API_KEY": second}
+        env = {"PATH": os.environ["PATH"], **keys}
+        done = subprocess.run([*entrypoint, "touch", str(marker)], env=env, check=False)
+        assert ((done.returncode == 0), marker.exists()) == (runs, runs)
+
+
+def test_the_agents_find_each_other_by_their_services_names() -> None:
+    example = dict(re.findall(r"^# (SLUICE_\w+)=(.*)$", (ROOT / ".env.example").read_text(), flags=re.MULTILINE))
+    environment = SERVICES["producer"]["environment"]
+    assert set(example) <= set(environment)
+    given = {"SLUICE_ROLLOUT_URL": example["SLUICE_ROLLOUT_URL"], "SLUICE_GATEWAY_URL": example["SLUICE_GATEWAY_URL"]}
+    sets = words("rollout-server").split("--set ")[1:]
+    config = load_config(ROOT / "configs/agents.yaml", [word.strip() for word in sets], given)
+    assert (config.rollout.url, config.rollout.gateway_url) == ("http://rollout-server:9000", "http://gateway:8081")
+    assert config.rollout_server.hosts == ("gateway:*",)
 
 
 def test_gpu_services_see_the_gpus_and_workers_share_the_locks() -> None:

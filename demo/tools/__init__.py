@@ -1,0 +1,9 @@
+"""Sums that need a calculator: the policy learns, from rewards, to call the right tools in the right order.
+
+    problems ──▶ data (JSONL: id, messages, truth) ──▶ rollout server ⇄ gateway ⇄ workers ──▶ consumers.exact_answer
+        └─▶ demonstrations ─▶ warm_start ──▶ model directory (transformers, vLLM)
+    answers of any model directory, with the same tools and the same rendering ──▶ evaluate
+
+- Train and held-out problems never overlap.
+- Everything follows from seeds: problems, weights, warm start.
+"""

@@ -1,0 +1,77 @@
+"""The tools task, as the demo sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from demo.tasks import DemoTask, RolloutLine
+from demo.tools.data import messages_of, write_jsonl
+from demo.tools.evaluate import MAX_NEW_TOKENS, Conversation, accuracy, converse, is_right
+from demo.tools.problems import Problem, problems
+from demo.tools.warm_start import ensure_warm_start
+
+
+def _write(path: Path, count: int, seed: int) -> Path:
+    return write_jsonl(path, "train", count, seed)
+
+
+def _heldout(count: int, seed: int) -> list[Problem]:
+    """The problems that decide; none of them is ever trained on."""
+    return list(problems("heldout", count, seed))
+
+
+def _score(answers: Sequence[Conversation], chosen: Sequence[Problem]) -> dict[str, float]:
+    return {
+        "accuracy": accuracy(answers, chosen),
+        "turns": fmean(one.num_turns for one in answers) if answers else 0.0,
+    }
+
+
+def _rows(chosen: Sequence[Problem], before: Sequence[Conversation], after: Sequence[Conversation]) -> list[Any]:
+    """One dict a problem, for tools.html.j2."""
+    return [
+        {
+            "problem": problem.text,
+            "answer": problem.answer,
+            "views": [{"lines": _lines(one), "right": is_right(one.answer, problem)} for one in both],
+        }
+        for problem, *both in zip(chosen, before, after, strict=True)
+    ]
+
+
+def _lines(one: Conversation) -> list[str]:
+    """`multiply(37, 46) → 1702`, and at last what the model says."""
+    results = {message["tool_call_id"]: message["content"] for message in one.messages if message["role"] == "tool"}
+    lines: list[str] = []
+    for message in one.messages:
+        if message["role"] == "assistant":
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                lines.append(f"{function['name']} {function['arguments']} → {results.get(call['id'], '(not called)')}")
+            lines += [str(message["content"])] if message["content"] else []
+    return lines
+
+
+TASK = DemoTask(
+    name="tools",
+    title="a calculator, learnt from rewards",
+    config_file="demo-tools.yaml",
+    metric="accuracy",
+    metric_title="held-out accuracy",
+    rollouts=RolloutLine("rollout/reward_mean", "training rollouts, sampled"),
+    num_heldout=200,
+    max_new_tokens=MAX_NEW_TOKENS,
+    mid_sequence=True,
+    page="tools.html.j2",
+    ensure_warm_start=lambda cache, on_progress: ensure_warm_start(cache, on_progress=on_progress),
+    write_data=_write,
+    heldout=_heldout,
+    messages=messages_of,
+    score=_score,
+    show=_rows,
+    answers=converse,
+    also=("turns",),
+)

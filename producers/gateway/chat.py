@@ -1,0 +1,188 @@
+"""A chat call from request to answer: a plain one, or the next turn of a rollout.
+
+    request ─ plan_turn ─▶ DecodeJob(reply_to) ─ Decoding ─▶ deltas, result ─ Rollouts.add ─▶ Answer
+
+- A rollout's turn is stored before it is answered; the stored one is what every repeat is given.
+- All work on the tokenizer is done in the event loop's thread, as it is not safe in several.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from pipeline.config.types import Config
+from pipeline.hosts import AllowedHosts
+from pipeline.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
+from pipeline.rollouts import Rollout, RolloutHead, Rollouts, Turn
+from pipeline.tokens import TokenArray
+from pipeline.turn_tokens import Renderer
+from producers.gateway.answers import Answer
+from producers.gateway.decoding import Decoding
+from producers.gateway.history import digest
+from producers.gateway.images import images_of
+from producers.gateway.metrics import Metrics
+from producers.gateway.refusals import Refusal, closed, unknown
+from producers.gateway.requests import ChatRequest
+from producers.gateway.tool_calls import Parsed, ToolParser, assistant_message
+from producers.gateway.trajectory import known_token_ids, path_to
+from producers.gateway.turns import Plan, plan_turn
+
+
+class Chat:
+    """Answers chat calls; `name` is this process's mailbox."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        *,
+        renderer: Renderer,
+        parser: ToolParser,
+        decoding: Decoding,
+        rollouts: Rollouts,
+        metrics: Metrics,
+    ) -> None:
+        self._config, self._name, self._renderer, self.parser = config, name, renderer, parser
+        self._decoding, self._rollouts, self._metrics = decoding, rollouts, metrics
+        self._hosts = AllowedHosts(config.images.hosts, "images.hosts")
+
+    def check(self, request: ChatRequest) -> SamplingParams:
+        """What can be said before anything is done. Raises Refusal."""
+        known = ("default", self._config.gateway.model_name)
+        if request.model not in known:
+            raise Refusal(404, f"model {request.model!r:.80} is not served; it may be {' or '.join(known)}", "model")
+        request.check()
+        return request.sampling(self._config.sampling)
+
+    async def events(self, request: ChatRequest, sampling: SamplingParams) -> AsyncGenerator[TokenDelta | Answer]:
+        """Tokens as they come, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
+        messages = request.plain_messages()
+        images = images_of(messages, self._hosts)
+        if request.rollout_id is None:
+            flow = self._plain(request, messages, images, sampling)
+        elif images:
+            raise Refusal(400, "a rollout's turns are text alone; take the image out, or rollout_id", "messages")
+        else:
+            flow = self._turn(request, request.rollout_id, messages, sampling)
+        async with aclosing(flow) as events:
+            async for event in events:
+                if request.stream or isinstance(event, Answer):
+                    yield event
+
+    async def _plain(
+        self, request: ChatRequest, messages: list[Message], images: list[Any], sampling: SamplingParams
+    ) -> AsyncGenerator[TokenDelta | Answer]:
+        name = secrets.token_hex(12)
+        if images:
+            prompt: dict[str, Any] = {"messages": messages, "images": images}
+        else:
+            plan = self._plan([], request, messages, sampling)
+            prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids)}
+        job = self._job(request, f"chat-{name}", sampling, n=request.count, **prompt)
+        results: list[SequenceResult] = []
+        async with aclosing(self._decoding.events(job)) as events:
+            async for event in events:
+                if isinstance(event, TokenDelta):
+                    yield event
+                else:
+                    results.append(event)
+        await self._decoding.forget(job)
+        results.sort(key=lambda result: result.index)
+        said = [self._message(request, result, f"{name}{result.index:x}") for result in results]
+        yield Answer(request.model, results, said)
+
+    async def _turn(
+        self, request: ChatRequest, rollout_id: str, messages: list[Message], sampling: SamplingParams
+    ) -> AsyncGenerator[TokenDelta | Answer]:
+        rollout = await self._open(rollout_id)
+        plan = self._plan(rollout.turns, request, messages, sampling)
+        if (stored := _place_of(rollout.turns, plan.key)) is not None:
+            yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
+            return
+        job = self._job(
+            request,
+            digest([rollout_id, plan.key]),
+            sampling,
+            prompt_token_ids=TokenArray(plan.prompt_token_ids),
+            rollout_id=rollout_id,
+            turn=plan.depth,
+            task=rollout.head.task,
+        )
+        result: SequenceResult | None = None
+        async with aclosing(self._decoding.events(job)) as events:
+            async for event in events:
+                if isinstance(event, TokenDelta):
+                    yield event
+                else:
+                    result = event
+        assert result is not None, "a job's events end with its results"
+        turn = plan.turn(result, self._message(request, result, plan.key))
+        turns, place = await self._add(rollout, turn, plan)
+        await self._decoding.forget(job)
+        yield _answer(request, turns, place, resynced=plan.added.resynced)
+
+    async def _open(self, rollout_id: str) -> Rollout:
+        """Raises Refusal for a closed one."""
+        rollout = await self._rollouts.load(rollout_id)
+        if rollout is None:
+            head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
+            self._metrics.rollouts.labels("opened").inc((await self._rollouts.open([head])) == ["enqueued"])
+            rollout = await self._rollouts.load(rollout_id)
+        if rollout is None or rollout.state == "closed":
+            raise closed(rollout_id)
+        return rollout
+
+    async def _add(self, rollout: Rollout, turn: Turn, plan: Plan) -> tuple[Sequence[Turn], int]:
+        """Turns of the rollout, and the place among them of this one, or of another of its key. Raises Refusal."""
+        rollout_id = rollout.head.rollout_id
+        word, place = await self._rollouts.add(rollout_id, turn)
+        if word == "unknown":
+            raise unknown(rollout_id)
+        if word == "closed":
+            raise closed(rollout_id)
+        if word == "ok" and place == len(rollout.turns):
+            self._metrics.resyncs.inc(plan.added.resynced)
+            self._metrics.rollouts.labels("forked").inc(plan.forks)
+            return [*rollout.turns, turn], place
+        return (await self._open(rollout_id)).turns, place  # another call of it was faster
+
+    def _plan(
+        self, turns: Sequence[Turn], request: ChatRequest, messages: list[Message], sampling: SamplingParams
+    ) -> Plan:
+        mask = request.response_mask
+        return plan_turn(
+            turns, messages, request.tools or [], sampling=sampling, renderer=self._renderer, response_mask=mask
+        )
+
+    def _job(self, request: ChatRequest, name: str, sampling: SamplingParams, **fields: Any) -> DecodeJob:
+        gateway = self._config.gateway
+        return DecodeJob(
+            run=self._config.run,
+            job_id=f"{self._config.run}:{name}",
+            sampling=sampling,
+            deadline_s=gateway.request_timeout_s,
+            reply_to=self._name,
+            stream_every=gateway.stream_tokens if request.stream else 0,
+            **fields,
+        )
+
+    def _message(self, request: ChatRequest, result: SequenceResult, key: str) -> Message:
+        parsed = self.parser(result.text) if request.parses_tools else Parsed(result.text)
+        return assistant_message(parsed, key)
+
+
+def _answer(request: ChatRequest, turns: Sequence[Turn], place: int, *, resynced: bool) -> Answer:
+    turn = turns[place]
+    prompt = known_token_ids(path_to(turns, turn.parent)) + list(turn.added_token_ids)
+    result = msgspec.structs.replace(turn.result, prompt_token_ids=TokenArray(prompt))
+    rollout = {"id": request.rollout_id, "turn": place, "parent": turn.parent, "resynced": resynced}
+    return Answer(request.model, [result], [turn.message], rollout)
+
+
+def _place_of(turns: Sequence[Turn], key: str) -> int | None:
+    return next((place for place, turn in enumerate(turns) if turn.key == key), None)

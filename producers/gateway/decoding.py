@@ -1,0 +1,142 @@
+"""Decode jobs of callers that wait for the answer.
+
+| waits for                | unblocked by                                         |
+|--------------------------|------------------------------------------------------|
+| the next tokens, the end | a worker; `gateway.request_timeout_s` (504 names it) |
+
+- A job that nobody waits for any more is cancelled, by a task of its own: a caller's end waits for nothing.
+- Whoever asks for the same job id waits for the same job, or is given its answer. One that was cancelled, or ran out
+  of time, before it brought anything is enqueued again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from redis import RedisError
+
+from pipeline.errors import BrokerError, ResultsLost
+from pipeline.jobs import NO_LIMIT, JobQueue
+from pipeline.logs import get_logger
+from pipeline.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
+from pipeline.replies import Expected, Replies
+from producers.gateway.refusals import Refusal, of_letter
+
+Event = TokenDelta | SequenceResult
+
+_MOST_TRIES = 20
+_AGAIN = ("cancelled", "expired")
+
+
+class _Again(Exception):
+    """The job ended without an answer, and not by a fault of its own."""
+
+
+class Decoding:
+    """The queue as the gateway's calls see it; `run` cancels what was given up."""
+
+    def __init__(self, queue: JobQueue, replies: Replies, timeout_s: float) -> None:
+        self._queue, self._replies, self._timeout_s = queue, replies, timeout_s
+        self._waiting = Counter[str]()
+        self._given_up: asyncio.Queue[str] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Cancel abandoned jobs until cancelled; one that cannot be cancelled ends by its deadline."""
+        while True:
+            await self._cancel(await self._given_up.get())
+
+    async def settle(self) -> None:
+        """Cancel what was given up and not cancelled yet; the end of the process."""
+        while not self._given_up.empty():
+            await self._cancel(self._given_up.get_nowait())
+
+    async def _cancel(self, job_id: str) -> None:
+        if self._waiting[job_id]:  # somebody asked again
+            return
+        try:
+            await self._queue.cancel([job_id])
+        except (RedisError, BrokerError, OSError) as error:
+            get_logger().warning("an abandoned job goes on to its deadline", job=job_id, error=str(error))
+
+    async def events(self, job: DecodeJob) -> AsyncGenerator[Event]:
+        """Tokens as they come, and each sequence's result. Raises Refusal, BrokerError. Close it to stop listening."""
+        until = time.monotonic() + self._timeout_s
+        for _ in range(_MOST_TRIES):
+            try:
+                with self._asked(job) as expected:
+                    async with aclosing(self._try(job, expected, until)) as events:
+                        async for event in events:
+                            yield event
+                return
+            except _Again:
+                await self.forget(job)
+        raise Refusal(503, f"the sequence was cancelled {_MOST_TRIES} times before it began; try again later")
+
+    async def forget(self, job: DecodeJob) -> None:
+        """The answer is safe elsewhere, or of no use."""
+        await self._replies.forget(job.job_id, job.n)
+
+    async def _try(self, job: DecodeJob, expected: Expected, until: float) -> AsyncGenerator[Event]:
+        began = False
+        while True:
+            try:
+                await self._queue.enqueue([job], NO_LIMIT)
+                async with aclosing(_generator(expected.events())) as events:
+                    while (event := await _next(events, until)) is not None:
+                        if isinstance(event, DeadLetter):
+                            if event.reason in _AGAIN and not began:
+                                raise _Again
+                            raise of_letter(event)
+                        began = True
+                        yield event
+                return
+            except ResultsLost as error:
+                get_logger().warning("enqueued again", job=job.job_id, reason=str(error))
+            except TimeoutError:
+                raise Refusal(504, self._overdue(job)) from None
+
+    @contextlib.contextmanager
+    def _asked(self, job: DecodeJob) -> Iterator[Expected]:
+        """Listened for; given up by the last that leaves before its end."""
+        over = False
+        self._waiting[job.job_id] += 1
+        try:
+            with self._replies.expect(job.job_id, job.n) as expected:
+                yield expected
+            over = True
+        except _Again:
+            over = True
+            raise
+        except Refusal as refusal:
+            over = refusal.status != 504
+            raise
+        finally:
+            self._waiting[job.job_id] -= 1
+            if not self._waiting[job.job_id]:
+                del self._waiting[job.job_id]
+                if not over:
+                    self._given_up.put_nowait(job.job_id)
+
+    def _overdue(self, job: DecodeJob) -> str:
+        return (
+            f"no answer within {self._timeout_s:g} s (gateway.request_timeout_s): waited for a worker to decode "
+            f"{job.job_id}; look at `sluice status` for workers and waiting jobs"
+        )
+
+
+def _generator(events: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+    """`Expected.events` is one."""
+    assert isinstance(events, AsyncGenerator)
+    return events
+
+
+async def _next(events: AsyncGenerator[Any], until: float) -> Any:
+    """The next event, None after the last. Raises TimeoutError."""
+    async with asyncio.timeout(max(0.0, until - time.monotonic())):
+        return await anext(events, None)

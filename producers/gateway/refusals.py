@@ -1,0 +1,100 @@
+"""What a caller is told when there is no answer.
+
+| status | why                                                                   |
+|--------|-----------------------------------------------------------------------|
+| 400    | well-formed, and cannot be honoured; the message names the field      |
+| 404    | no such model or rollout                                              |
+| 409    | the rollout is closed                                                 |
+| 422    | not the schema; `param` is the path                                   |
+| 429    | too many requests in hand; try again after `Retry-After` seconds      |
+| 500    | the sequence died in the queue, or a fault of ours                    |
+| 503    | the broker is away                                                    |
+| 504    | no answer in time; the message names what was waited for              |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from redis import RedisError
+
+from pipeline.errors import BrokerError, RequestError, SluiceError
+from pipeline.messages import DeadLetter
+from producers.http.errors import problem
+
+_THEIRS = ("invalid_request",)
+
+
+class Refusal(SluiceError):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, message: str, path: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.path, self.code = status, path, code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that belong to it."""
+        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """In the form of OpenAI's API."""
+        body = problem(self.status, str(self), self.path)
+        if self.code is not None:
+            body["error"]["code"] = self.code
+        return body
+
+
+class ProblemDetail(BaseModel):
+    """What went wrong, where, and what to do."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Problem(BaseModel):
+    """Every answer that is an error."""
+
+    error: ProblemDetail
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """The same as an answer."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, BrokerError | RedisError | OSError):
+        return Refusal(503, "the broker does not answer; try again later, and look at `sluice status`")
+    if isinstance(error, RequestError):
+        return Refusal(400, str(error))
+    if isinstance(error, RecursionError):
+        return Refusal(400, "the request is nested too deeply; send a flatter one")
+    if isinstance(error, SluiceError):
+        return Refusal(500, str(error))
+    return Refusal(500, f"a fault of the gateway ({type(error).__name__}); its log says more")
+
+
+def of_schema(problems: Sequence[Any]) -> Refusal:
+    """The first of what pydantic found, without the value that was sent."""
+    first = problems[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    return Refusal(422, f"{where or 'the body'}: {first['msg']}", where or None)
+
+
+def of_letter(letter: DeadLetter) -> Refusal:
+    """Why a sequence died."""
+    status = 400 if letter.reason in _THEIRS else 500
+    return Refusal(status, f"the sequence was not decoded: {letter.reason}: {letter.detail}".rstrip(": "))
+
+
+def closed(rollout_id: str) -> Refusal:
+    """Nothing may be added to it."""
+    return Refusal(409, f"rollout {rollout_id} is closed; begin another one with an id of its own", "rollout_id")
+
+
+def unknown(rollout_id: str) -> Refusal:
+    """Nobody opened it, or it ended long ago."""
+    return Refusal(404, f"rollout {rollout_id} is not known; it never began, or ended long ago", "rollout_id")

@@ -1,0 +1,169 @@
+"""A chat request as it is sent, and what of it the workers honour.
+
+- What a request leaves out, or sends as null, is the run's own setting.
+- Harmless fields that are not listed are ignored; one that would change the answer is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from pydantic import ConfigDict, Field, field_validator
+
+from pipeline.messages import MAX_GROUP, Message, SamplingParams
+from producers.gateway.refusals import Refusal
+from producers.rollout.schemas.completions import CompletionsRequest
+from producers.rollout.schemas.constants import MAX_ID_LENGTH, MAX_TOKENS_LIMIT, JsonObject, Schema, TokenId
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_json": (),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+    "web_search_options": (),
+}
+"""Fields that change the answer and are not honoured, with the values that change nothing; null is always one."""
+
+_EXAMPLE = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "What is 15 times 23?"}],
+    "rollout_id": "r-1",
+    "max_tokens": 256,
+}
+
+
+class StreamOptions(Schema):
+    """What a stream says beside its text."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(CompletionsRequest):
+    """`POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
+
+    rollout_id: str | None = Field(  # type: ignore[assignment]
+        default=None,
+        min_length=1,
+        max_length=MAX_ID_LENGTH,
+        description="Calls with the same id are the turns of one rollout, whose tokens become one training sequence.",
+    )
+    temperature: float | None = Field(default=None, ge=0, le=2)  # type: ignore[assignment]
+    top_p: float | None = Field(default=None, ge=0, le=1)  # type: ignore[assignment]
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="-1 and 0 are off.")
+    repetition_penalty: float | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)  # type: ignore[assignment]
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
+    stop: str | list[str] | None = None  # type: ignore[assignment]
+    stop_token_ids: list[TokenId] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="1 with a rollout_id.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None  # type: ignore[assignment]
+    tool_choice: Any = Field(default=None, description='"auto" or "none".')
+
+    def plain_messages(self) -> list[Message]:
+        """The messages as they came. Raises Refusal (400) for what cannot be carried."""
+        try:
+            messages = [message.plain() for message in self.messages]
+            check_can_travel(messages)
+        except ValueError as error:
+            raise Refusal(400, f"messages: {error}", "messages") from error
+        return messages
+
+    @property
+    def count(self) -> int:
+        """Answers wanted."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def parses_tools(self) -> bool:
+        """Whether calls are looked for in the answer."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def check(self) -> None:
+        """Raises Refusal (400) for what is not honoured."""
+        sent: JsonObject = {**(self.model_extra or {}), "tool_choice": self.tool_choice}
+        for name, neutral in _NEUTRAL.items():
+            value = sent.get(name)
+            if value is not None and value not in neutral:
+                shown = f"; it may be {neutral[0]!r}" if neutral else ""
+                raise Refusal(400, f"{name} {value!r:.80} is not supported here; leave it out{shown}", name)
+        if self.rollout_id is not None and self.count != 1:
+            raise Refusal(400, f"n is {self.n}; a rollout's turn has one answer, so leave it out", "n")
+        if self.rollout_id is not None and not 1 <= len(self.rollout_id.strip()) <= MAX_ID_LENGTH:
+            raise Refusal(400, f"rollout_id must have 1..{MAX_ID_LENGTH} characters, not all blank", "rollout_id")
+
+    def sampling(self, default: SamplingParams) -> SamplingParams:
+        """These options over those of the run. Raises Refusal (400) for a value out of range."""
+        given = {
+            "max_new_tokens": self.max_completion_tokens or self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "stop": _strings(self.stop),
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "seed": self.seed,
+        }
+        try:
+            found = {key: value for key, value in given.items() if value is not None}
+            # A prompt that was cut is not the one whose tokens are kept.
+            return msgspec.structs.replace(default, **found, truncate_prompt=False)
+        except ValueError as error:
+            raise Refusal(400, f"{error}; correct it, or leave it out", str(error).partition(" ")[0]) from error
+
+
+class FinishRequest(Schema):
+    """`POST /v1/rollout/{rollout_id}/finish`."""
+
+    final_status: Literal["COMPLETED", "ERROR", "CANCELLED"]
+    reward: float | None = Field(default=None, description="Of the whole rollout; null: the task decides.")
+    truth: Any = Field(default=None, description="For the task; null: what the rollout was opened with.")
+
+    @field_validator("truth")
+    @classmethod
+    def _can_travel(cls, value: Any) -> Any:
+        check_can_travel(value)
+        return value
+
+
+def check_can_travel(value: Any) -> None:
+    """Raises ValueError for what the queue's wire cannot carry: numbers beyond 64 bits, broken Unicode, deep nests."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"cannot be carried ({error})") from error
+
+
+def _strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    if stop is None:
+        return None
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in strings:
+        raise Refusal(400, "stop has an empty string, which would end every answer at once; remove it", "stop")
+    return strings

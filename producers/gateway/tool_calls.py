@@ -1,0 +1,107 @@
+"""Tool calls in a model's text, as OpenAI's clients expect them.
+
+- What is no well-formed call stays content; nothing that the model wrote is lost.
+- Ids are made from the turn's key, so that a repeated request is answered with the same ones.
+- A parser of one's own is a function `text -> Parsed`; its attribute `marker`, if any, is what a call begins with. A
+  streaming caller is shown text up to the marker as it comes, and without one all text at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from pipeline.errors import ConfigError
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """The text without its calls, and the calls in order."""
+
+    content: str
+    calls: Sequence[Call] = ()
+
+
+class ToolParser(Protocol):
+    """How a model writes its calls."""
+
+    def __call__(self, text: str, /) -> Parsed: ...
+
+
+class Hermes:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen and Hermes write it; the last may be open."""
+
+    marker = "<tool_call>"
+
+    def __call__(self, text: str, /) -> Parsed:
+        """Content is what is outside of well-formed calls, stripped."""
+        calls: list[Call] = []
+        kept: list[str] = []
+        end = 0
+        for found in _HERMES.finditer(text):
+            if (call := _hermes_call(found.group(1))) is not None:
+                calls.append(call)
+                kept.append(text[end : found.start()])
+                end = found.end()
+        kept.append(text[end:])
+        return Parsed("\n".join(part for piece in kept if (part := piece.strip())), calls)
+
+
+def load_tool_parser(name: str) -> ToolParser:
+    """`hermes`, or `package.module:function`. Raises ConfigError."""
+    if name == "hermes":
+        return Hermes()
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise ConfigError(f"gateway.tool_parser: {name!r} is neither hermes nor package.module:function")
+    try:
+        parser = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(
+            f"gateway.tool_parser: {name!r} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    if not callable(parser):
+        raise ConfigError(f"gateway.tool_parser: {name!r} is no function")
+    return cast(ToolParser, parser)
+
+
+def assistant_message(parsed: Parsed, key: str) -> dict[str, Any]:
+    """The message that a client is answered and sends back."""
+    if not parsed.calls:
+        return {"role": "assistant", "content": parsed.content}
+    calls = [
+        {
+            "id": f"call_{key[:16]}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(parsed.calls)
+    ]
+    return {"role": "assistant", "content": parsed.content or None, "tool_calls": calls}
+
+
+def _hermes_call(text: str) -> Call | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    name, arguments = found.get("name"), found.get("arguments", {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return Call(name, json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,156 @@
+"""A rollout's turns as what the consumers train on: one sequence for each leaf of the tree of turns.
+
+    root prompt │ sampled │ added │ sampled │ added │ sampled      one path
+    not in the   mask 1     mask 0  mask 1    mask 0  mask 1       token_ids, logprobs, versions, …
+    arrays
+
+- Nothing is trained twice: turns that an earlier sequence has already are context in the later ones, mask 0.
+- Where the mask is 0 the log-probability is 0.0 and the versions are -1; a turn keeps a mask of its own (the end of
+  sequence that the repeat guard forced).
+- The ending is that of the last turn; a turn that was cut short (deadline, cancelled, error) makes it that of the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pipeline.messages import FinishReason, SequenceResult
+from pipeline.rollouts import Rollout, RolloutHead, Turn
+from pipeline.tokens import FloatArray, Runs, TokenArray
+
+_CUT_SHORT = ("deadline", "cancelled", "error")
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What its caller says of a whole rollout."""
+
+    final_status: str = "COMPLETED"
+    reward: float | None = None
+    truth: Any = None  # None: that of the head
+
+
+def path_to(turns: Sequence[Turn], place: int) -> list[Turn]:
+    """The turns from a root to this one."""
+    return [turns[at] for at in _places(turns, place)]
+
+
+def known_token_ids(path: Sequence[Turn]) -> list[int]:
+    """Every token of a path, the root's prompt included."""
+    return [token for turn in path for part in (turn.added_token_ids, turn.result.token_ids) for token in part]
+
+
+def trajectories(rollout: Rollout, verdict: Verdict) -> list[SequenceResult]:
+    """One result for each leaf, in the order of the leaves' turns; at least one turn is needed."""
+    turns = rollout.turns
+    parents = {turn.parent for turn in turns}
+    leaves = [place for place in range(len(turns)) if place not in parents]
+    seen: set[int] = set()
+    results: list[SequenceResult] = []
+    for part, leaf in enumerate(leaves):
+        path = _places(turns, leaf)
+        arrays = _Arrays()
+        for depth, place in enumerate(path):
+            arrays.add(turns[place], is_root=depth == 0, is_new=place not in seen)
+        seen.update(path)
+        about = _about(rollout.head, [turns[place].result for place in path], verdict, len(turns), len(leaves))
+        results.append(arrays.result(turns[path[0]], about, part))
+    return results
+
+
+def _places(turns: Sequence[Turn], place: int) -> list[int]:
+    places: list[int] = []
+    while place >= 0:
+        places.append(place)
+        place = turns[place].parent
+    return places[::-1]
+
+
+class _Arrays:
+    """The per-token arrays of one path as it is walked."""
+
+    def __init__(self) -> None:
+        self.token_ids, self.mask, self.versions, self.proximal_versions = (list[int]() for _ in range(4))
+        self.logprobs, self.proximal = list[float](), list[float]()
+
+    def add(self, turn: Turn, *, is_root: bool, is_new: bool) -> None:
+        if not is_root:
+            self._context(turn.added_token_ids)
+        result, count = turn.result, len(turn.result.token_ids)
+        if not is_new:
+            self._context(result.token_ids)
+            return
+        self.token_ids += result.token_ids
+        self.mask += result.response_mask or [1] * count
+        self.logprobs += result.logprobs
+        self.versions += result.versions
+        self.proximal += result.proximal_logprobs or [0.0] * count
+        self.proximal_versions += result.proximal_versions or [-1] * count
+
+    def _context(self, token_ids: Sequence[int]) -> None:
+        count = len(token_ids)
+        self.token_ids += token_ids
+        self.mask += [0] * count
+        self.logprobs += [0.0] * count
+        self.versions += [-1] * count
+        self.proximal += [0.0] * count
+        self.proximal_versions += [-1] * count
+
+    def result(self, root: Turn, about: dict[str, Any], part: int) -> SequenceResult:
+        scored = any(version != -1 for version in self.proximal_versions)
+        seq_id = about["rollout_id"] if part == 0 else f"{about['rollout_id']}/{part}"
+        return SequenceResult(
+            **about,
+            seq_id=seq_id,
+            part=part,
+            prompt_token_ids=TokenArray(root.added_token_ids),
+            token_ids=TokenArray(self.token_ids),
+            response_mask=Runs.of(self.mask),
+            logprobs=FloatArray(self.logprobs),
+            versions=Runs.of(self.versions),
+            proximal_logprobs=FloatArray(self.proximal if scored else ()),
+            proximal_versions=Runs.of(self.proximal_versions if scored else ()),
+        )
+
+
+def _about(
+    head: RolloutHead, results: Sequence[SequenceResult], verdict: Verdict, num_turns: int, parts: int
+) -> dict[str, Any]:
+    """Everything of a trajectory that is no array."""
+    last = results[-1]
+    return {
+        "rollout_id": head.rollout_id,
+        "group_id": head.group_id,
+        "group_size": head.group_size,
+        "index": head.index,
+        "parts": parts,
+        "turn": len(results),
+        "reward": verdict.reward,
+        "worker": last.worker,
+        "backend": last.backend,
+        "engine_version": last.engine_version,
+        "text": last.text,
+        "raw_text": last.raw_text,
+        "finish_reason": _ending(results),
+        "stop_reason": last.stop_reason,
+        "triggers": last.triggers,
+        "logprobs_mode": last.logprobs_mode,
+        "sampling": last.sampling,
+        "timings": {
+            "enqueued_at": head.opened_at,
+            "queue_s": round(sum(one.timings.get("queue_s", 0.0) for one in results), 4),
+            "decode_s": round(sum(one.timings.get("decode_s", 0.0) for one in results), 4),
+            "finished_at": max(one.timings.get("finished_at", 0.0) for one in results),
+        },
+        "truth": head.truth if verdict.truth is None else verdict.truth,
+        "task": head.task,
+        "metadata": {**head.metadata, "num_turns": num_turns, "final_status": verdict.final_status, "parts": parts},
+    }
+
+
+def _ending(results: Sequence[SequenceResult]) -> FinishReason:
+    last = results[-1].finish_reason
+    cut: list[FinishReason] = [one.finish_reason for one in results if one.finish_reason in _CUT_SHORT]
+    return cut[-1] if cut and last != "repeat_terminated" else last  # that one's flag must fit it

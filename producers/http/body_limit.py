@@ -1,0 +1,73 @@
+"""How large a request may be.
+
+- Bytes are counted as they come; a Content-Length is only a reason to stop sooner.
+- Whatever the application makes of the cut body, the caller is told 413, unless an answer had begun.
+- A header with control characters is refused: what reads it later (a log, another server) may not be as strict.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fastapi import HTTPException
+
+from producers.http.asgi import ASGIApp, Message, Receive, Scope, Send
+from producers.http.errors import problem_response
+
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
+
+
+class BodyLimit:
+    """ASGI middleware: 413 beyond `max_bytes`, 400 for control characters in headers."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif any(_CONTROL.search(name) or _CONTROL.search(value) for name, value in scope["headers"]):
+            answer = problem_response(400, "a header has control characters; remove them", headers=_CLOSE)
+            await answer(scope, receive, send)
+        elif _declared(scope) > self._max_bytes:
+            await self._refuse(scope, receive, send)
+        else:
+            await self._counted(scope, receive, send)
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes, started = 0, False
+
+        async def count() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, "the request is too large")
+            return message
+
+        async def answer(message: Message) -> None:
+            nonlocal started
+            if num_bytes > self._max_bytes and not started:
+                return  # what the application says of a cut body
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, count, answer)
+        except HTTPException:
+            if num_bytes <= self._max_bytes or started:
+                raise
+        if num_bytes > self._max_bytes and not started:
+            await self._refuse(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = f"the request is larger than {self._max_bytes} bytes; send less, or raise max_body_mb"
+        await problem_response(413, message, headers=_CLOSE)(scope, receive, send)
+
+
+def _declared(scope: Scope) -> int:
+    """Bytes; 0 where nothing readable is declared."""
+    lengths = [value for name, value in scope["headers"] if name.lower() == b"content-length" and value.isdigit()]
+    return max((int(value[:20]) for value in lengths), default=0)

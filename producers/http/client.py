@@ -1,0 +1,81 @@
+"""HTTP to hosts that a request named: only listed ones, at addresses that are no trap.
+
+- Every URL is admitted by the list before it is asked, every address when its socket is made.
+- No redirects, proxies, cookies or passwords of the environment, and no compressed answers, so that what is
+  counted is what is read.
+- Over TLS the name is checked as always; no setting turns that off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.abc import AbstractResolver
+
+from pipeline.errors import RequestError
+from pipeline.hosts import AllowedHosts
+
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "sluice"}
+
+
+def guarded_session(
+    hosts: AllowedHosts, *, timeout_s: float, pool: int = 100, resolver: AbstractResolver | None = None
+) -> aiohttp.ClientSession:
+    """A pooled session of the running event loop; `timeout_s` holds for one request. The caller closes it.
+
+    Its requests raise RequestError (not listed, a redirect, compressed), RefusedAddress (pipeline.hosts), and
+    aiohttp's errors.
+    """
+
+    async def guard(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        hosts.admit(str(request.url), "the URL")
+        response = await handler(request)
+        if refused := _refusal(response):
+            response.close()
+            raise RequestError(f"the URL: {refused}")
+        return response
+
+    # one address after the other: an address that is refused ends the try instead of losing a race
+    connector = aiohttp.TCPConnector(
+        limit=pool, happy_eyeballs_delay=None, socket_factory=hosts.open_socket, resolver=resolver
+    )
+    return aiohttp.ClientSession(
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers=_HEADERS,
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0)),
+        auto_decompress=False,
+        trust_env=False,
+        middlewares=(guard,),
+    )
+
+
+async def read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """The body. Raises RequestError beyond `max_bytes`, whatever the server says of its length."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > max_bytes:
+            response.close()
+            raise RequestError(f"the URL: the answer is larger than {max_bytes} bytes; look at the server")
+    return bytes(body)
+
+
+async def read_json(response: aiohttp.ClientResponse, max_bytes: int) -> Any:
+    """The body as JSON. Raises RequestError where it is too large or no JSON."""
+    body = await read_bounded(response, max_bytes)
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the URL: the answer is no JSON ({error}); look at the server") from error
+
+
+def _refusal(response: aiohttp.ClientResponse) -> str | None:
+    if 300 <= response.status < 400:
+        return f"the server answered {response.status}, a redirect, and none is followed; give the final URL"
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        return f"the answer comes compressed ({encoding[:20]!r}); have the server send it as it is"
+    return None

@@ -1,0 +1,56 @@
+"""The callback to the trainer, and its reply: OpenAI's chat completions, with token ids.
+
+- `response_mask` covers the tokens that this call adds before the reply: 0 for each, null for none.
+- A reply says what it saw (`prompt_token_ids`) and what it sampled (`token_ids`, `logprobs`: natural logs, one each).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from producers.rollout.schemas.constants import MAX_ID_LENGTH, JsonObject, OpenSchema, TokenId
+from producers.rollout.schemas.messages import Message
+from producers.rollout.schemas.params import SamplingParams
+
+MaskValue = Annotated[int, Field(ge=0, le=1)]
+
+
+class CompletionsRequest(SamplingParams):
+    """One call of a rollout."""
+
+    model: str = "default"
+    messages: list[Message] = Field(min_length=1)
+    rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
+    response_mask: list[MaskValue] | None = None
+    tools: list[JsonObject] | None = None
+
+
+class CompletionsChoice(OpenSchema):
+    """The one reply."""
+
+    index: int = 0
+    message: Message
+    finish_reason: str | None = None
+
+
+class CompletionsResponse(OpenSchema):
+    """What the trainer answers; shapes: token_ids and logprobs (response_len,), prompt_token_ids (prompt_len,)."""
+
+    id: str = ""
+    object: str = "chat.completion"
+    created: int = 0
+    model: str = "default"
+    choices: list[CompletionsChoice] = Field(min_length=1)
+    token_ids: list[TokenId]
+    logprobs: list[float]
+    prompt_token_ids: list[TokenId] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionsResponse:
+        if len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"logprobs has {len(self.logprobs)} values for {len(self.token_ids)} token_ids")
+        if self.choices[0].message.role != "assistant":
+            raise ValueError(f"choices.0.message.role is {self.choices[0].message.role}, not assistant")
+        return self

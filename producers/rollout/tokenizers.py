@@ -1,0 +1,127 @@
+"""Tokenizers by the names that callers give; only listed names, the least recently used one leaves first.
+
+- One load at a time in the process, and one per name: who comes meanwhile waits for it and finds it.
+- Loads and renderings run on a thread each, so the server answers meanwhile, and no tokenizer is used twice at once.
+- Code that comes with a tokenizer runs only where the operator allows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.config.types import Config
+from producers.rollout.errors import RolloutError
+
+Made = TypeVar("Made")
+Key = tuple[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTokenizer:
+    """A tokenizer with a chat template, and the ids that end a turn."""
+
+    tokenizer: Any
+    terminators: frozenset[int]
+
+
+class Tokenizers:
+    """The cache; `names` maps a caller's name to a directory or hub id."""
+
+    def __init__(self, names: Mapping[str, str], *, size: int, trust_remote_code: bool = False) -> None:
+        self._names, self._size, self._trust = dict(names), size, trust_remote_code
+        self._loaded: OrderedDict[Key, LoadedTokenizer] = OrderedDict()
+        self._lock = asyncio.Lock()
+        self._loads = ThreadPoolExecutor(1, "tokenizer-load")
+        self._renders = ThreadPoolExecutor(1, "tokenizer-render")
+        self.num_loads = 0
+
+    @classmethod
+    def of(cls, config: Config) -> Tokenizers:
+        """Those of the configuration: the listed ones, or the policy's own."""
+        server = config.rollout_server
+        return cls(
+            server.tokenizers or {"policy": config.model.path},
+            size=server.tokenizer_cache_size,
+            trust_remote_code=server.tokenizer_trust_remote_code,
+        )
+
+    async def get(self, name: str, revision: str | None = None) -> LoadedTokenizer:
+        """The tokenizer of this name. Raises RolloutError tokenizer_error."""
+        key = (name, revision)
+        if found := self._cached(key):
+            return found
+        async with self._lock:
+            if found := self._cached(key):
+                return found
+            source = self._source(name, revision)
+            made = await asyncio.get_running_loop().run_in_executor(self._loads, self._load, name, source, revision)
+            self._loaded[key] = made
+            while len(self._loaded) > self._size:
+                self._loaded.popitem(last=False)
+            return made
+
+    async def render(self, work: Callable[[], Made]) -> Made:
+        """What `work` returns; it may use any of these tokenizers, and runs beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._renders, work)
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._renders.shutdown(wait=False, cancel_futures=True)
+
+    def _cached(self, key: Key) -> LoadedTokenizer | None:
+        if key in self._loaded:
+            self._loaded.move_to_end(key)
+        return self._loaded.get(key)
+
+    def _source(self, name: str, revision: str | None) -> str:
+        if name not in self._names:
+            known = ", ".join(sorted(self._names))
+            raise RolloutError("tokenizer_error", f"tokenizer_name {name!r} is not listed here; known: {known}")
+        source = self._names[name]
+        if revision is not None and Path(source).is_dir():
+            raise RolloutError("tokenizer_error", f"tokenizer {name!r} is a directory; leave tokenizer_revision out")
+        return source
+
+    def _load(self, name: str, source: str, revision: str | None) -> LoadedTokenizer:
+        from transformers import AutoTokenizer
+
+        self.num_loads += 1
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                source, revision=revision or "main", trust_remote_code=self._trust
+            )
+            more = _generation_eos(source, revision)
+        except Exception as error:  # the library raises of every kind; all of it means the same
+            reason = f"{type(error).__name__}: {error}"
+            raise RolloutError("tokenizer_error", f"tokenizer {name!r} cannot be loaded ({reason[:500]})") from error
+        if not tokenizer.chat_template:
+            raise RolloutError(
+                "tokenizer_error", f"tokenizer {name!r} has no chat template; add chat_template.jinja beside it"
+            )
+        own = tokenizer.eos_token_id
+        return LoadedTokenizer(tokenizer, frozenset(more if own is None else {own, *more}))
+
+
+def _generation_eos(source: str, revision: str | None) -> set[int]:
+    """The ids that the model's generation_config.json names; none where there is no such file."""
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        source,
+        "generation_config.json",
+        revision=revision or "main",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is None:
+        return set()
+    eos = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
+    return {token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int) and token >= 0}

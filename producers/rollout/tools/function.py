@@ -1,0 +1,86 @@
+"""A tool, and how a Python function becomes one.
+
+- The schema is that of the function's annotations, and the arguments are checked against it before the call.
+- A coroutine runs in the event loop, a plain function in a thread. A deadline ends the wait for a thread, not the
+  thread: write what may wait as a coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, get_type_hints, runtime_checkable
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+
+from pipeline.errors import ConfigError, SluiceError
+
+
+class ToolError(SluiceError):
+    """What the model is told as "Error: …"; raised by a tool that wants to choose the words."""
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """What the model can call."""
+
+    name: str
+    schema: dict[str, Any]
+    """The function as in OpenAI's API: {"type": "function", "function": {name, description, parameters}}."""
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """The result as the model reads it. May raise anything."""
+        ...
+
+
+class FunctionTool:
+    """A Python function as a tool."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__
+        self._function = function
+        self._arguments, parameters = _arguments_model(function)
+        parameters.pop("title", None)
+        for parameter in parameters.get("properties", {}).values():
+            parameter.pop("title", None)
+        described = {"name": self.name, "description": inspect.getdoc(function) or "", "parameters": parameters}
+        self.schema: dict[str, Any] = {"type": "function", "function": described}
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """Text as the function gives it, all else as JSON. Raises ToolError for arguments that do not fit."""
+        try:
+            checked = self._arguments.model_validate(arguments)
+        except ValidationError as error:
+            complaints = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ToolError(f"{self.name} cannot take these arguments ({complaints}); correct them") from error
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        if inspect.iscoroutinefunction(self._function):
+            result = await self._function(**values)
+        else:
+            result = await asyncio.to_thread(self._function, **values)
+        return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+
+
+def tool(function: Callable[..., Any]) -> FunctionTool:
+    """A function with annotations and a docstring as a tool. Raises ConfigError where it has no schema."""
+    return FunctionTool(function)
+
+
+def _arguments_model(function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+    """What checks the arguments, and its JSON Schema."""
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+                raise TypeError(f"{name} must be an ordinary parameter")
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (hints[name], default)
+        model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+        return model, model.model_json_schema()
+    except KeyError as error:
+        raise ConfigError(f"tool {function.__name__}: parameter {error} has no annotation; give it one") from error
+    except (PydanticUserError, TypeError, NameError, ValueError, SyntaxError) as error:
+        raise ConfigError(f"tool {function.__name__} has no schema ({error}); correct its signature") from error

@@ -1,0 +1,59 @@
+"""The policy's tokenizer, as the HTTP roles use it: messages to tokens, tokens to text; no weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.config.types import ModelConfig
+from pipeline.errors import ModelError
+from pipeline.turn_tokens import Renderer
+
+_EOS_FILES = ("generation_config.json", "config.json")
+
+
+def load_policy_tokenizer(model: ModelConfig) -> Renderer:
+    """Blocks while it loads. Raises ModelError."""
+    return load_renderer(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
+    """The renderer of a model directory, or of a name in the local hub cache. Raises ModelError."""
+    if not path:
+        raise ModelError("model.path is empty; set it to a model directory")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
+    return Renderer(tokenizer, frozenset(turn_terminators(tokenizer, path)))
+
+
+def turn_terminators(tokenizer: Any, path: str) -> set[int]:
+    """Ids that end an assistant's turn: the `eos_token_id` of tokenizer, generation config and config."""
+    found: set[int] = set()
+    sources: list[Any] = [tokenizer.eos_token_id]
+    for name in _EOS_FILES:
+        file = Path(path) / name
+        if file.is_file():
+            sources.append(_json(file).get("eos_token_id"))
+    for source in sources:
+        found.update(token for token in (source if isinstance(source, list) else [source]) if isinstance(token, int))
+    return {token for token in found if token >= 0}
+
+
+def text_decoder(renderer: Renderer) -> Callable[[Sequence[int]], str]:
+    """Token ids to text without special tokens."""
+    tokenizer = renderer.tokenizer
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{file}: {error}") from error

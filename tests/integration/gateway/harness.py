@@ -1,0 +1,77 @@
+"""A gateway on a free port with a real worker behind it, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from openai import AsyncOpenAI
+
+from pipeline.config.types import Config
+from pipeline.messages import SequenceResult, decode
+from producers.gateway.role import run_gateway
+from tests.roles import role_of
+from workers.decode import DecodeWorker
+from workers.generation.backends.hf import HfBackend
+from workers.job_prompts import JobPrompts
+
+USER = {"role": "user", "content": "hello"}
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """One that serves; `http` asks it."""
+
+    url: str
+    http: aiohttp.ClientSession
+    openai: AsyncOpenAI
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Status and body."""
+        async with self.http.post(self.url + path, json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """A whole answer."""
+        status, body = await self.post("/v1/chat/completions", {"messages": messages, **fields})
+        assert status == 200, body
+        return body
+
+    async def finish(self, rollout_id: str, status: str = "COMPLETED", **fields: Any) -> tuple[int, Any]:
+        """Status and body."""
+        return await self.post(f"/v1/rollout/{rollout_id}/finish", {"final_status": status, **fields})
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config, backend: HfBackend | None, key: str = "none") -> AsyncIterator[Gateway]:
+    """With a worker, unless there is no backend."""
+    async with contextlib.AsyncExitStack() as scope:
+        if backend is not None:
+            worker = await scope.enter_async_context(role_of(config, "worker", "w"))
+            decoding = asyncio.create_task(DecodeWorker(worker, backend, JobPrompts(config.model)).run())
+            scope.push_async_callback(_end, worker, decoding)
+        role = await scope.enter_async_context(role_of(config, "gateway", "g"))
+        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        gateway = asyncio.create_task(run_gateway(role, 0, ready.set_result))
+        scope.push_async_callback(_end, role, gateway)
+        await asyncio.wait({ready, gateway}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        url = f"http://127.0.0.1:{ready.result()}"
+        http = await scope.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
+        scope.push_async_callback(client.close)
+        yield Gateway(url, http, client)
+
+
+async def _end(role: Any, task: asyncio.Task[None]) -> None:
+    role.stop.set()
+    await task
+
+
+async def published(client: Any, keys: Any) -> list[SequenceResult]:
+    """What the consumers are given, in order."""
+    entries = await client.xrange(keys.results + "0")
+    return [decode(SequenceResult, fields[b"r"]) for _, fields in entries if b"r" in fields]

@@ -1,0 +1,305 @@
+"""Both protocols: idempotency, the line, cancelling, callbacks, draining, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.integration.rollout.conftest import Serve, Served, a_request
+from tests.integration.rollout.peer import Answer, Says, ScriptedTrainer
+from tests.roles import eventually
+
+
+def gated(gate: asyncio.Event, says: Says | None = None) -> Answer:
+    """Answers once the gate is open."""
+
+    async def answer(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.Response:
+        await gate.wait()
+        return web.json_response(trainer.honest(says or Says("1"), call))
+
+    return answer
+
+
+async def state_of(served: Served, rollout_id: str = "r-1") -> str:
+    return (await served.get(f"/rollout/{rollout_id}/status"))[1]["status"]
+
+
+async def test_ten_posts_of_one_id_are_one_run(serve: Serve, tools_tokenizer: Any) -> None:
+    gate = asyncio.Event()
+    async with ScriptedTrainer(tools_tokenizer, [gated(gate)]).serving() as trainer, serve() as served:
+        posts = [asyncio.create_task(served.post("/rollout", a_request(trainer.url))) for _ in range(10)]
+        await eventually(lambda: _true(len(trainer.calls) > 0), "the first call")
+        assert await state_of(served) == "running"
+        gate.set()
+        answers = [json.dumps(answer) for _, answer in await asyncio.gather(*posts)]
+        again = await served.post("/rollout", a_request(trainer.url))
+        assert {*answers, json.dumps(again[1])} == {answers[0]}
+        assert (len(trainer.calls), len(trainer.finished)) == (1, 1)
+        assert await state_of(served) == "success"
+
+
+async def _true(holds: bool) -> bool:
+    return holds
+
+
+async def test_the_same_id_with_another_request_is_a_conflict(serve: Serve, tools_tokenizer: Any) -> None:
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
+        request = a_request(trainer.url)
+        assert (await served.post("/rollout", request))[0] == 200
+        status, problem = await served.post("/rollout", request | {"max_turns": 3})
+        assert (status, problem["error"]["param"]) == (409, "rollout_id")
+        assert (await served.post("/v1/rollout/init", request))[0] == 409
+        assert (await served.post("/rollout", request | {"callback_api_key": "sk-2"}))[0] == 200
+        assert len(trainer.calls) == 1
+
+
+async def test_answers_are_kept_for_a_while_and_not_too_many(serve: Serve, tools_tokenizer: Any) -> None:
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer:
+        async with serve(keep_answers=2) as served:
+            for at in range(4):
+                await served.post("/rollout", a_request(trainer.url, f"r-{at}"))
+            assert [await state_of(served, f"r-{at}") for at in range(4)] == ["unknown"] * 2 + ["success"] * 2
+        async with serve(keep_answers_s=0.05) as served:
+            await served.post("/rollout", a_request(trainer.url))
+            await eventually(lambda: _is(served, "unknown"), "the answer to be forgotten")
+
+
+async def _is(served: Served, state: str, rollout_id: str = "r-1") -> bool:
+    return await state_of(served, rollout_id) == state
+
+
+async def test_a_bounded_line_and_429_beyond_it(serve: Serve, tools_tokenizer: Any) -> None:
+    gate, settings = asyncio.Event(), {"max_concurrent_rollouts": 1, "max_waiting_rollouts": 1}
+    async with ScriptedTrainer(tools_tokenizer, [gated(gate)]).serving() as trainer, serve(**settings) as served:
+        first = asyncio.create_task(served.post("/rollout", a_request(trainer.url, "r-1")))
+        await eventually(lambda: _is(served, "running"), "the first to run")
+        second = asyncio.create_task(served.post("/rollout", a_request(trainer.url, "r-2")))
+        await eventually(lambda: _is(served, "queued", "r-2"), "the second to wait")
+        async with served.http.post(f"{served.url}/rollout", json=a_request(trainer.url, "r-3")) as refused:
+            assert (refused.status, int(refused.headers["Retry-After"]) > 0) == (429, True)
+        _, health = await served.get("/health")
+        assert (health["in_flight"], health["waiting"]) == (1, 1)
+        assert health["capacity"] == {"running": 1, "waiting": 1}
+        gate.set()
+        assert [answer["status"] for _, answer in await asyncio.gather(first, second)] == ["COMPLETED"] * 2
+        assert (await served.post("/rollout", a_request(trainer.url, "r-3")))[0] == 200
+        _, health = await served.get("/health")
+        assert (health["in_flight"], health["waiting"]) == (0, 0)
+
+
+async def test_waiting_in_line_has_a_deadline(serve: Serve, tools_tokenizer: Any) -> None:
+    settings = {"max_concurrent_rollouts": 1, "deadline_s": 0.4}
+    async with (
+        ScriptedTrainer(tools_tokenizer, [gated(asyncio.Event())]).serving() as trainer,
+        serve(**settings) as served,
+    ):
+        posts = [served.post("/rollout", a_request(trainer.url, f"r-{at}")) for at in range(3)]
+        answers = [answer for _, answer in await asyncio.gather(*posts)]
+        assert {answer["extra_fields"]["error_category"] for answer in answers} == {"timeout"}
+        assert any("waiting for a place to run" in answer["error_message"] for answer in answers)
+
+
+@pytest.mark.parametrize("waits", ["running", "queued"])
+async def test_cancelling(serve: Serve, tools_tokenizer: Any, waits: str) -> None:
+    gate, name = asyncio.Event(), "r-1" if waits == "running" else "r/2 %"
+    trainer_script = ScriptedTrainer(tools_tokenizer, [gated(gate)])
+    async with trainer_script.serving() as trainer, serve(max_concurrent_rollouts=1) as served:
+        posts = [asyncio.create_task(served.post("/rollout", a_request(trainer.url, "r-1")))]
+        await eventually(lambda: _is(served, "running"), "the first to run")
+        if waits == "queued":
+            posts.append(asyncio.create_task(served.post("/rollout", a_request(trainer.url, name))))
+            await eventually(lambda: _is(served, "queued", "r%2F2%20%25"), "the second to wait")
+        assert await served.post("/rollout/cancel", {"rollout_id": name}) == (
+            200,
+            {"rollout_id": name, "status": "cancelled"},
+        )
+        _, answer = await posts[-1]
+        assert (answer["status"], answer["error_message"], answer["final_messages"]) == ("ERROR", "cancelled", [])
+        assert trainer.finished == [(name, "CANCELLED")]
+        gate.set()
+        await posts[0]
+        _, again = await served.post("/rollout/cancel", {"rollout_id": name})
+        assert again["status"] == "cancelled"
+        _, nobody = await served.post("/rollout/cancel", {"rollout_id": "nobody"})
+        assert nobody["status"] == "unknown"
+        assert (await served.get("/health"))[1]["in_flight"] == 0
+
+
+async def test_an_answer_is_not_cancelled(serve: Serve, tools_tokenizer: Any) -> None:
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
+        await served.post("/rollout", a_request(trainer.url))
+        _, after = await served.post("/rollout/cancel", {"rollout_id": "r-1"})
+        assert after["status"] == "success"
+
+
+async def test_a_caller_that_leaves_and_comes_back_gets_its_answer(serve: Serve, tools_tokenizer: Any) -> None:
+    gate = asyncio.Event()
+    async with ScriptedTrainer(tools_tokenizer, [gated(gate)]).serving() as trainer, serve() as served:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await served.post("/rollout", a_request(trainer.url), timeout=aiohttp.ClientTimeout(total=0.3))
+        gate.set()
+        _, answer = await served.post("/rollout", a_request(trainer.url))
+        assert (answer["status"], len(trainer.calls)) == ("COMPLETED", 1)
+
+
+async def test_the_asynchronous_protocol_delivers_again_with_the_same_bytes(serve: Serve, tools_tokenizer: Any) -> None:
+    peer = ScriptedTrainer(tools_tokenizer, [Says("1")], completed_with=[500, 429, 503])
+    async with peer.serving() as trainer, serve() as served:
+        status, begun = await served.post("/v1/rollout/init", a_request(trainer.url))
+        assert (status, begun["rollout_id"], len(begun["tools"])) == (202, "r-1", 4)
+        await eventually(lambda: _true(len(trainer.completed) == 4), "the callback")
+        assert len(set(trainer.completed)) == 1
+        answer = json.loads(trainer.completed[0])
+        assert (answer["status"], answer["final_messages"][-1]["content"]) == ("COMPLETED", "1")
+        assert trainer.finished == [("r-1", "COMPLETED")]
+        await served.post("/v1/rollout/init", a_request(trainer.url))
+        assert await served.metric('sluice_rollout_callbacks_total{outcome="delivered"}') == 1
+        assert (len(trainer.calls), len(trainer.completed)) == (1, 4)
+
+
+async def test_a_failed_rollout_is_called_back_too(serve: Serve, tools_tokenizer: Any) -> None:
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
+        await served.post("/v1/rollout/init", a_request(trainer.url, tokenizer_name="nobody"))
+        await eventually(lambda: _true(len(trainer.completed) == 1), "the callback")
+        answer = json.loads(trainer.completed[0])
+        assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "tokenizer_error")
+
+
+async def test_a_refused_callback_is_repeated_only_when_asked_for(serve: Serve, tools_tokenizer: Any) -> None:
+    peer = ScriptedTrainer(tools_tokenizer, [Says("1")], completed_with=[400])
+    async with peer.serving() as trainer, serve() as served:
+        await served.post("/v1/rollout/init", a_request(trainer.url))
+        refused = 'sluice_rollout_callbacks_total{outcome="trainer_client_error"}'
+        await eventually(lambda: _counted(served, refused), "the refusal")
+        assert len(trainer.completed) == 1
+        await served.post("/v1/rollout/init", a_request(trainer.url))
+        await eventually(lambda: _true(len(trainer.completed) == 2), "the second delivery")
+        assert len(set(trainer.completed)) == 1
+        assert len(trainer.calls) == 1
+
+
+async def _counted(served: Served, name: str) -> bool:
+    return await served.metric(name) == 1
+
+
+async def test_draining_refuses_new_ones_and_finishes_those_in_hand(serve: Serve, tools_tokenizer: Any) -> None:
+    gate = asyncio.Event()
+    async with ScriptedTrainer(tools_tokenizer, [gated(gate)]).serving() as trainer, serve() as served:
+        post = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        await eventually(lambda: _is(served, "running"), "the rollout to run")
+        served.drain.set()
+        await eventually(lambda: _drains(served), "the drain")
+        async with served.http.post(f"{served.url}/rollout", json=a_request(trainer.url, "r-2")) as refused:
+            assert (refused.status, int(refused.headers["Retry-After"]) > 0) == (503, True)
+        joined = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        gate.set()
+        answers = await asyncio.gather(post, joined)
+        assert len(trainer.calls) == 1
+        assert [answer["status"] for _, answer in answers] == ["COMPLETED"] * 2
+
+
+async def _drains(served: Served) -> bool:
+    return (await served.get("/health"))[1]["status"] == "draining"
+
+
+async def test_what_outlives_the_grace_is_answered_as_an_error(serve: Serve, tools_tokenizer: Any) -> None:
+    script = [gated(asyncio.Event())]
+    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(grace_s=1.0) as served:
+        post = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        await eventually(lambda: _is(served, "running"), "the rollout to run")
+        began = time.monotonic()
+        served.drain.set()
+        _, answer = await post
+        assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "internal_error")
+        assert "stops" in answer["error_message"]
+        assert trainer.finished == [("r-1", "ERROR")]
+        assert time.monotonic() - began >= 0.5
+
+
+async def test_the_inbound_key(serve: Serve, tools_tokenizer: Any) -> None:
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve(key="in-1") as served:
+        assert (await served.get("/health"))[0] == 200
+        for path in ("/tools", "/metrics", "/rollout/r-1/status"):
+            assert (await served.get(path))[0] == 401
+        assert (await served.post("/rollout", b"{"))[0] == 401
+        right = {"headers": {"Authorization": "Bearer in-1", "Content-Type": "application/json"}}
+        assert (await served.get("/tools", **right))[0] == 200
+        _, answer = await served.post("/rollout", a_request(trainer.url), **right)
+        assert answer["status"] == "COMPLETED"
+        assert trainer.keys == [None]
+
+
+async def test_the_looks(serve: Serve) -> None:
+    async with serve() as served:
+        _, health = await served.get("/health")
+        assert (health["status"], health["service"]) == ("healthy", "rollout-server")
+        _, tools = await served.get("/tools")
+        assert {one["type"] for one in tools["tools"]} == {"function"}
+        _, page = await served.get("/openapi.json")
+        post = page["paths"]["/rollout"]["post"]
+        assert {"200", "401", "409", "413", "422", "429", "503"} <= set(post["responses"])
+        assert post["requestBody"]["content"]["application/json"]["examples"]
+        assert all(one.get("summary") and one["tags"] for path in page["paths"].values() for one in path.values())
+
+
+BAD = {
+    "blank id": ({"rollout_id": " "}, "rollout_id"),
+    "no messages": ({"messages": []}, "messages"),
+    "role": ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role"),
+    "far host": ({"server_url": "http://example.com"}, "server_url"),
+    "link-local tools": ({"tool_server_url": "http://169.254.169.254/x"}, "tool_server_url"),
+    "scheme": ({"server_url": "file:///etc/passwd"}, "server_url"),
+    "temperature": ({"sampling_params": {"temperature": 3}}, "sampling_params.temperature"),
+    "key": ({"callback_api_key": "sk-secret\nX: y"}, "callback_api_key"),
+}
+
+
+async def test_a_request_that_breaks_the_schema_is_422_with_a_path(serve: Serve) -> None:
+    async with serve() as served:
+        for name, (change, path) in BAD.items():
+            status, problem = await served.post("/rollout", a_request("http://127.0.0.1:1") | change)
+            assert (status, problem["error"]["param"]) == (422, path), name
+            assert "sk-secret" not in json.dumps(problem)
+        assert await state_of(served) == "unknown"
+
+
+ODD = {
+    "nan": b'{"rollout_id": NaN}',
+    "infinity": b'{"metadata": {"a": 1e999}}',
+    "surrogate": b'{"rollout_id": "\\ud800"}',
+    "huge number": b'{"max_turns": ' + b"9" * 5000 + b"}",
+    "deep": b'{"metadata": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001,
+    "deep enough": b'{"metadata": ' + b'{"a":' * 400 + b"1" + b"}" * 401,
+    "not utf-8": b'{"rollout_id": "\xff"}',
+    "cut": b'{"rollout_id": ',
+    "a list": b"[]",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("path", ["/rollout", "/v1/rollout/init", "/rollout/cancel"])
+async def test_a_body_that_is_no_json_is_422(serve: Serve, path: str) -> None:
+    async with serve() as served:
+        for name, body in ODD.items():
+            status, problem = await served.post(path, body)
+            assert (status, problem["error"]["type"]) == (422, "invalid_request_error"), name
+
+
+async def test_a_body_that_is_too_large_is_413(serve: Serve) -> None:
+    async with serve(max_body_mb=0.01) as served:
+        assert (await served.post("/rollout", b" " * 20_000))[0] == 413
+
+
+async def test_whatever_a_message_carries_comes_back(serve: Serve, tools_tokenizer: Any) -> None:
+    odd = {"role": "user", "content": "😀 \u0000 7", "name": "me", "mine": {"big": 10**30, "deep": [[[None]]]}}
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
+        _, answer = await served.post("/rollout", a_request(trainer.url, messages=[odd]))
+        assert answer["final_messages"][0] == odd
+        assert trainer.calls[0]["messages"][0] == odd

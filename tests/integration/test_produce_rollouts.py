@@ -1,0 +1,297 @@
+"""The producer that asks a rollout server, against a real broker and a rollout server that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pipeline.config.rollout_types import RolloutConfig
+from pipeline.config.types import BrokerConfig, Config, DataConfig
+from pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
+from pipeline.keys import Keys
+from pipeline.status import Snapshot, snapshot
+from producers.submit import produce
+from tests.far_side import Body, FarSide, answer
+from tests.roles import eventually, run_config
+
+KEYS = {"SLUICE_ROLLOUT_API_KEY": "server-secret", "SLUICE_GATEWAY_API_KEY": "gateway-secret"}
+MakeConfig = Callable[..., Awaitable[Config]]
+Look = Callable[[], Awaitable[Snapshot]]
+
+
+@pytest.fixture
+async def far(client: Any, keys: Keys) -> AsyncIterator[FarSide]:
+    made = FarSide(client, keys)
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+def make_config(broker_config: BrokerConfig, keys: Keys, tmp_path: Path, far: FarSide) -> MakeConfig:
+    """A run of so many rows whose rollouts the far side answers."""
+
+    async def make(count: int = 4, *, url: str = "", group: int = 1, credit: int = 1000, **rollout: Any) -> Config:
+        path = tmp_path / "rows.jsonl"
+        asks = [{"messages": [{"role": "user", "content": f"q{i}"}], "id": i, "truth": i} for i in range(count)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in asks))
+        peers = {"url": url or await far.start(), "gateway_url": await far.start_gateway()}
+        producer = {"max_in_flight": credit, "samples_per_version": credit, "poll_s": 0.01, "group_size": group}
+        settings = RolloutConfig(**{**peers, "timeout_s": 20.0, **rollout})
+        return run_config(
+            broker_config, keys, tmp_path / "runs", producer=producer, data=DataConfig(path=str(path)), rollout=settings
+        )
+
+    return make
+
+
+@pytest.fixture
+def state(client: Any, keys: Keys) -> Look:
+    async def look() -> Snapshot:
+        return await snapshot(client, keys)
+
+    return look
+
+
+async def cause_of(config: Config) -> BaseException:
+    """What ends the producer."""
+    with pytest.raises((SluiceError, ExceptionGroup)) as caught:
+        await asyncio.wait_for(produce(config), 20)
+    return first_cause(caught.value)
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """As after a kill: no farewell, and only what the broker holds survives."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_every_member_of_every_group_is_asked_for_once_and_counted(
+    make_config: MakeConfig, far: FarSide, state: Look, keys: Keys
+) -> None:
+    config = await make_config(3, group=2)
+    await asyncio.wait_for(produce(config), 20)
+    now = await state()
+    assert (now.enqueued, now.committed, now.total, now.exhausted) == (6, 6, 6, True)
+    assert set(Counter(body["rollout_id"] for body in far.posted).values()) == {1}
+    assert [body["metadata"]["row"] for body in far.posted] == ["0", "0", "1", "1", "2", "2"], (
+        "a group is asked together"
+    )
+    assert sorted(far.finished) == sorted((body["rollout_id"], "COMPLETED") for body in far.posted)
+    one = far.posted[0]
+    assert one["rollout_id"].startswith(f"{keys.run}:")
+    assert one["rollout_id"].endswith(":0")
+    assert one["server_url"] == config.rollout.gateway_url
+    assert one["messages"] == [{"role": "user", "content": "q0"}]
+    assert one["sampling_params"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_tokens": 256,
+        "stop": None,
+        "logprobs": True,
+    }
+    assert (one["tokenizer_name"], one["max_turns"], one["max_tokens_total"]) == ("policy", 10, 8192)
+
+
+async def test_keys_travel_in_headers_and_are_stored_and_logged_nowhere(
+    make_config: MakeConfig, far: FarSide, client: Any, keys: Keys,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    far.script = lambda _, body: web.json_response({"input": body["callback_api_key"]}, status=422)
+    await asyncio.wait_for(produce(await make_config(1)), 20)
+    assert far.posted[0]["callback_api_key"] == "gateway-secret"
+    assert ("/rollout", "Bearer server-secret") in far.headers
+    assert ("/tools", "Bearer server-secret") in far.headers
+    log = capfd.readouterr().err
+    assert "***" in log, "what the server repeats is shown without the keys"
+    stored = [await client.dump(name) async for name in client.scan_iter(match=f"{keys.prefix}*")]
+    assert stored
+    for secret in KEYS.values():
+        assert not [raw for raw in stored if raw and secret.encode() in raw]
+        assert secret not in log
+
+
+async def test_a_busy_server_is_asked_again(make_config: MakeConfig, far: FarSide, state: Look) -> None:
+    words = [
+        web.Response(status=429, headers={"Retry-After": "0"}),
+        web.Response(status=503),
+        web.Response(status=500, text="x" * 10_000),
+    ]
+    refusals = iter(words)
+    far.script = lambda count, body: answer(body) if count > 3 else next(refusals)
+    await asyncio.wait_for(produce(await make_config(1)), 20)
+    assert len(far.posted) == 4
+    assert (await state()).committed == 1
+
+
+async def test_an_error_is_finished_as_one_and_the_run_goes_on(
+    make_config: MakeConfig, far: FarSide, state: Look
+) -> None:
+    def script(_: int, body: Body) -> web.Response:
+        return answer(body, "ERROR", error_message="no") if body["metadata"]["row"] == "1" else answer(body)
+
+    far.script = script
+    await asyncio.wait_for(produce(await make_config(3)), 20)
+    now = await state()
+    assert (now.committed, now.dropped, now.exhausted) == (2, 1, True)
+    assert [status for _, status in far.finished].count("ERROR") == 1
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        lambda body: web.Response(status=422, text="no such field"),
+        lambda body: web.Response(text="not json"),
+        lambda body: web.json_response({"rollout_id": "another", "status": "COMPLETED"}),
+        lambda body: web.json_response({"rollout_id": body["rollout_id"], "status": "FINE"}),
+        lambda body: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}),
+    ],
+    ids=["refused", "no-json", "another-one", "no-status", "redirect"],
+)
+async def test_what_is_no_answer_drops_that_rollout_alone(
+    make_config: MakeConfig, far: FarSide, state: Look, answered: Callable[[Body], web.Response]
+) -> None:
+    far.script = lambda _, body: answered(body) if body["metadata"]["row"] == "0" else answer(body)
+    await asyncio.wait_for(produce(await make_config(2)), 20)
+    now = await state()
+    assert (now.committed, now.dropped, now.reasons) == (1, 1, {"dropped:rollout_error": 1})
+    assert len(far.posted) == 2
+
+
+async def test_a_server_that_dies_for_good_costs_what_it_held(
+    make_config: MakeConfig, far: FarSide, state: Look
+) -> None:
+    async def hang_up(_: int, body: Body) -> web.Response:
+        raise ConnectionResetError
+
+    far.script = hang_up
+    await asyncio.wait_for(produce(await make_config(2, timeout_s=1.0)), 20)
+    now = await state()
+    assert (now.dropped, now.reasons, now.exhausted) == (2, {"dropped:rollout_error": 2}, True)
+
+
+async def test_a_server_that_is_not_there_yet_is_waited_for_by_name(
+    make_config: MakeConfig, far: FarSide, state: Look
+) -> None:
+    port = int((await far.start()).rpartition(":")[2])
+    await far.stop()
+    config = await make_config(2, url=f"http://127.0.0.1:{port}")
+    running = asyncio.create_task(produce(config))
+
+    async def says_so() -> bool:
+        causes = [row.waiting_for or "" for row in (await state()).processes]
+        return any("GET /tools" in cause and str(port) in cause for cause in causes)
+
+    await eventually(says_so, "the producer to say whom it waits for")
+    await far.start(port)
+    await asyncio.wait_for(running, 20)
+    assert (await state()).committed == 2
+
+
+async def test_a_server_that_never_comes_is_an_error_that_names_it(make_config: MakeConfig) -> None:
+    error = await cause_of(await make_config(1, url="http://127.0.0.1:1", timeout_s=0.5))
+    assert isinstance(error, DeadlineExceeded)
+    assert "http://127.0.0.1:1 (GET /tools)" in str(error)
+
+
+async def test_no_more_than_so_many_are_in_hand(make_config: MakeConfig, far: FarSide, state: Look) -> None:
+    release = asyncio.Event()
+
+    async def script(_: int, body: Body) -> web.Response:
+        await release.wait()
+        return answer(body)
+
+    far.script = script
+    running = asyncio.create_task(produce(await make_config(9, max_concurrent=3)))
+
+    async def three() -> bool:
+        return far.running == 3
+
+    await eventually(three, "three requests")
+    assert (await state()).enqueued == 3, "what cannot be asked for is not opened"
+    release.set()
+    await asyncio.wait_for(running, 20)
+    assert (far.most, (await state()).committed) == (3, 9)
+
+
+async def test_credit_holds_it_back(
+    make_config: MakeConfig, far: FarSide, client: Any, keys: Keys, state: Look
+) -> None:
+    running = asyncio.create_task(produce(await make_config(6, credit=4)))
+
+    async def waits() -> bool:
+        now = await state()
+        return now.committed == 4 and any("credit" in (row.waiting_for or "") for row in now.processes)
+
+    await eventually(waits, "the credit to be used up")
+    assert len(far.posted) == 4
+    await client.hset(keys.counts, "trained", 4)
+    await asyncio.wait_for(running, 20)
+    assert (await state()).enqueued == 6
+
+
+async def test_a_restart_asks_again_for_what_is_open_and_opens_nothing_twice(
+    make_config: MakeConfig, far: FarSide, state: Look
+) -> None:
+    hang = asyncio.Event()
+
+    async def script(count: int, body: Body) -> web.Response:
+        if count == 1 and body["metadata"]["row"] in ("1", "2"):
+            await hang.wait()
+        return answer(body)
+
+    far.script = script
+    config = await make_config(5, group=2, credit=10, max_concurrent=4)
+    first = asyncio.create_task(produce(config))
+
+    async def stuck() -> bool:
+        return far.running == 4 and len(far.finished) == 2
+
+    await eventually(stuck, "four requests that hang")
+    await end(first)
+    asked = {body["rollout_id"] for body in far.posted[2:]}
+    await asyncio.wait_for(produce(config), 20)
+    now = await state()
+    assert (now.enqueued, now.committed, now.exhausted) == (10, 10, True)
+    assert {body["rollout_id"] for body in far.posted if far.asked(body["rollout_id"]) == 2} == asked
+    hang.set()
+
+
+@pytest.mark.parametrize("forgets", [0, 1])
+async def test_the_asynchronous_protocol_waits_for_the_gateway_and_asks_a_forgetful_server_again(
+    make_config: MakeConfig, far: FarSide, state: Look, forgets: int
+) -> None:
+    far.forgets = forgets
+    await asyncio.wait_for(produce(await make_config(3, protocol="async")), 20)
+    assert ((await state()).committed, far.finished) == (3, [])
+    assert len(far.posted) == 3 * (1 + forgets)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_wrong_key_or_address_ends_the_run_and_drops_nothing(
+    make_config: MakeConfig, far: FarSide, state: Look, status: int
+) -> None:
+    far.script = lambda _, body: web.Response(status=status)
+    error = await cause_of(await make_config(3))
+    assert isinstance(error, ConfigError)
+    assert ("rollout.url" if status == 404 else "SLUICE_ROLLOUT_API_KEY") in str(error)
+    now = await state()
+    assert (now.dropped, now.exhausted) == (0, False)
+
+
+async def test_a_row_with_images_and_a_bad_address_are_refused(make_config: MakeConfig, far: FarSide) -> None:
+    config = await make_config(1)
+    row = {"messages": [{"role": "user", "content": "see"}], "images": ["a.png"]}
+    Path(config.data.path).write_text(json.dumps(row) + "\n")
+    assert isinstance(await cause_of(config), DataError)
+    assert isinstance(await cause_of(await make_config(1, url="localhost:9000")), ConfigError)

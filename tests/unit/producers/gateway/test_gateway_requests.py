@@ -1,0 +1,154 @@
+"""What a chat request may ask for, and what is said of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.hosts import AllowedHosts
+from pipeline.messages import DeadLetter, ImageRef, SamplingParams
+from producers.gateway.images import images_of
+from producers.gateway.refusals import Refusal, of_letter, refusal_of
+from producers.gateway.requests import ChatRequest, FinishRequest
+
+RUN = SamplingParams(max_new_tokens=77, temperature=0.5, stop=("x",), truncate_prompt=True)
+HOSTS = AllowedHosts(["pictures.example:8000"], "images.hosts")
+
+
+def request(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+
+
+def test_what_is_left_out_or_null_is_the_runs() -> None:
+    plain = SamplingParams(max_new_tokens=77, temperature=0.5, stop=("x",))
+    assert request().sampling(RUN) == plain, "and no prompt is cut"
+    assert request(temperature=None, max_tokens=None, top_p=None, stop=None, n=None).sampling(RUN) == plain
+
+
+def test_what_is_sent_counts() -> None:
+    sent = request(
+        temperature=0, top_p=0.5, top_k=-1, repetition_penalty=1.1, stop="end", seed=3, max_tokens=5, stop_token_ids=[1]
+    )
+    assert sent.sampling(RUN) == SamplingParams(
+        temperature=0, top_p=0.5, repetition_penalty=1.1, stop=("end",), seed=3, max_new_tokens=5, stop_token_ids=(1,)
+    )
+    assert request(stop=["a", "b"], max_completion_tokens=6).sampling(RUN).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"functions": [{}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"n": 2, "rollout_id": "r"}, "n"),
+        ({"rollout_id": " "}, "rollout_id"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(Refusal, match=path) as refused:
+        request(**fields).check()
+    assert (refused.value.status, refused.value.path) == (400, path)
+
+
+def test_harmless_fields_are_ignored() -> None:
+    request(
+        user="u",
+        metadata={"a": "b"},
+        parallel_tool_calls=True,
+        store=False,
+        service_tier="auto",
+        logit_bias={},
+        presence_penalty=0.0,
+        modalities=["text"],
+        response_format={"type": "text"},
+        top_logprobs=0,
+        tool_choice="none",
+    ).check()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 3},
+        {"n": 0},
+        {"stop": 5},
+        {"messages": []},
+        {"rollout_id": ""},
+        {"response_mask": [2]},
+        {"seed": 2**63},
+    ],
+)
+def test_what_is_not_the_schema_is_found_before_that(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        request(**fields)
+
+
+@pytest.mark.parametrize(("fields", "path"), [({"top_p": 0}, "top_p"), ({"stop": ["a", ""]}, "stop")])
+def test_values_out_of_range_name_their_field(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        request(**fields).sampling(RUN)
+    assert (refused.value.status, refused.value.path) == (400, path)
+
+
+@pytest.mark.parametrize("value", [2**64, "\ud800"])
+def test_what_cannot_travel_is_refused_at_the_door(value: Any) -> None:
+    with pytest.raises(ValidationError, match="cannot be carried"):
+        FinishRequest(final_status="COMPLETED", truth={"deep": [value]})
+    with pytest.raises(Refusal, match="messages: cannot be carried"):
+        request(messages=[{"role": "user", "content": [{"type": "text", "text": value}]}]).plain_messages()
+
+
+def parts(*content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, *content]}]
+
+
+def test_one_image_of_a_listed_host_is_taken() -> None:
+    url = "http://pictures.example:8000/cat.png"
+    assert images_of(parts({"type": "image_url", "image_url": {"url": url}}), HOSTS) == [ImageRef(url=url)]
+    assert images_of([{"role": "user", "content": "text"}, {"role": "assistant", "content": None}], HOSTS) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://other.example/cat.png"}}, "not a listed host"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "data and files are not taken"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "data and files are not taken"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "data and files are not taken"),
+        ({"type": "image_url"}, "data and files are not taken"),
+        ({"type": "input_audio", "input_audio": {}}, "input_audio"),
+        ({"type": "text", "text": 5}, "a part is of type text, with a text"),
+        ("text", "a part is of type text, with a text"),
+    ],
+)
+def test_other_parts_are_refused_with_their_place(part: Any, words: str) -> None:
+    with pytest.raises(Refusal, match=words) as refused:
+        images_of(parts(part), HOSTS)
+    assert (refused.value.status, refused.value.path) == (400, "messages.0.content.1")
+
+
+def test_two_images_are_refused() -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://pictures.example:8000/cat.png"}}
+    with pytest.raises(Refusal, match="2 images"):
+        images_of(parts(part, part), HOSTS)
+
+
+def test_a_dead_sequence_is_the_callers_fault_or_ours() -> None:
+    theirs = of_letter(DeadLetter(seq_id="s", reason="invalid_request", detail="too long"))
+    ours = of_letter(DeadLetter(seq_id="s", reason="worker_died"))
+    assert (theirs.status, ours.status, str(ours)) == (400, 500, "the sequence was not decoded: worker_died")
+    assert "too long" in str(theirs)
+
+
+def test_an_error_of_the_network_says_nothing_of_addresses() -> None:
+    refusal = refusal_of(ConnectionError("redis://:password@host"))
+    assert (refusal.status, refusal.headers["Retry-After"], "password" in str(refusal)) == (503, "1", False)

@@ -1,0 +1,89 @@
+"""The events of a streamed answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from pipeline.messages import TokenDelta
+from pipeline.tokens import FloatArray, TokenArray
+from producers.gateway.answers import Answer
+from producers.gateway.refusals import Refusal
+from producers.gateway.requests import ChatRequest
+from producers.gateway.stream import DONE, ChatStream, with_error
+from tests.factories import sequence_result
+
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def delta(index: int, text: str) -> TokenDelta:
+    return TokenDelta(
+        seq_id=f"r:job:{index}", offset=0, token_ids=TokenArray(map(ord, text)), logprobs=FloatArray([0.0] * len(text))
+    )
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+async def chunks(*source: TokenDelta | Answer, marker: str | None = None, **fields: Any) -> list[dict[str, Any]]:
+    async def given() -> AsyncIterator[TokenDelta | Answer]:
+        for one in source:
+            yield one
+
+    request = ChatRequest.model_validate({"messages": MESSAGES, "stream": True, **fields})
+    stream = ChatStream(request, stop=(), decode=letters, marker=marker, name="n")
+    sent = [raw async for raw in stream.events(given())]
+    assert sent.pop() == DONE
+    return [json.loads(raw.removeprefix(b"data: ")) for raw in sent]
+
+
+async def test_role_text_end_and_usage_come_in_this_order() -> None:
+    result = sequence_result("job", text="hello")
+    answer = Answer("default", [result], [{"role": "assistant", "content": "hello"}])
+    role, one, rest, last, usage = await chunks(
+        delta(0, "hel "), answer, stream_options={"include_usage": True}, logprobs=True
+    )
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [chunk["choices"][0]["delta"] for chunk in (one, rest)] == [{"content": "hel"}, {"content": "lo"}]
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert (last["token_ids"], last["prompt_token_ids"], last["logprobs"]) == ([7, 8, 9], [5, 6], [-0.5, -1.0, -1.5])
+    assert len(last["choices"][0]["logprobs"]["content"]) == 3
+    assert usage["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert usage["choices"] == []
+
+
+async def test_each_answer_has_a_text_of_its_own() -> None:
+    results = [sequence_result("job", index, 2) for index in range(2)]
+    answer = Answer("m", results, [{"role": "assistant", "content": text} for text in ("ab", "cd")])
+    found = await chunks(delta(1, "c"), delta(0, "a"), delta(1, "d"), answer, n=2)
+    texts = ["", ""]
+    for chunk in found:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == ["ab", "cd"]
+    assert [chunk["choices"][0]["token_ids"] for chunk in found[-2:]] == [[7, 8, 9], [7, 8, 9]]
+    assert "token_ids" not in found[-1]
+
+
+async def test_calls_are_numbered_and_end_with_their_reason() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    answer = Answer("m", [sequence_result("job")], [{"role": "assistant", "content": None, "tool_calls": [call]}])
+    role, calls, last = await chunks(delta(0, "<tool_call>{"), answer, marker="<tool_call>")
+    assert calls["choices"][0]["delta"] == {"tool_calls": [{"index": 0, **call}]}
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    assert role["id"] == last["id"] == "chatcmpl-n"
+
+
+async def test_an_error_after_the_first_byte_is_an_event_and_the_end() -> None:
+    async def broken() -> AsyncIterator[TokenDelta | Answer]:
+        yield delta(0, "hel")
+        raise Refusal(504, "waited for a worker")
+
+    request = ChatRequest.model_validate({"messages": MESSAGES, "stream": True})
+    stream = ChatStream(request, stop=(), decode=letters, marker=None, name="n")
+    sent = [json.loads(raw.removeprefix(b"data: ")) async for raw in with_error(stream.events(broken()))]
+    assert sent[1]["choices"][0]["delta"] == {"content": "hel"}
+    assert (sent[2]["error"]["message"], sent[2]["error"]["code"]) == ("waited for a worker", "timeout")
+    assert len(sent) == 3
