@@ -109,7 +109,7 @@ def _span_chart(landed: MidSequence) -> str:
 def _turns_chart(drill: Drill, steps: list[dict[str, Any]]) -> str:
     key = "rollout/num_turns"
     lines = [
-        Line("held out, greedy", [(score["version"], score["turns"]) for score in drill.scores()]),
+        Line("held out, greedy", [(score["version"], score["turns"]) for score in drill.scores() if "turns" in score]),
         Line(
             "training rollouts, sampled", [(float(step["version"]), float(step[key])) for step in steps if key in step]
         ),

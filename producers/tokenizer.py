@@ -12,8 +12,6 @@ from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
 from pipeline.turn_tokens import Renderer
 
-_EOS_FILES = ("generation_config.json", "config.json")
-
 
 def load_policy_tokenizer(model: ModelConfig) -> Renderer:
     """Blocks while it loads. Raises ModelError."""
@@ -34,16 +32,18 @@ def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
 
 
 def turn_terminators(tokenizer: Any, path: str) -> set[int]:
-    """Ids that end an assistant's turn: the `eos_token_id` of tokenizer, generation config and config."""
-    found: set[int] = set()
-    sources: list[Any] = [tokenizer.eos_token_id]
-    for name in _EOS_FILES:
-        file = Path(path) / name
-        if file.is_file():
-            sources.append(_json(file).get("eos_token_id"))
-    for source in sources:
-        found.update(token for token in (source if isinstance(source, list) else [source]) if isinstance(token, int))
-    return {token for token in found if token >= 0}
+    """Ids that end an assistant's turn: the `eos_token_id` of tokenizer and generation config."""
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(
+        path,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    named = _json(Path(file)).get("eos_token_id") if file else None
+    ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return {token for token in ids if isinstance(token, int) and token >= 0}
 
 
 def text_decoder(renderer: Renderer) -> Callable[[Sequence[int]], str]:

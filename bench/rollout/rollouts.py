@@ -30,7 +30,7 @@ from pipeline.chat_template import ChatTemplateOptions
 from pipeline.errors import SluiceError
 from pipeline.turn_tokens import Renderer
 
-_SHOWN: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
+SHOWN: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _WARM = 8
 
 
@@ -82,7 +82,7 @@ class _Sides:
         self, session: aiohttp.ClientSession, stack: Stack, direct: Direct, renderer: Renderer, sizes: Sizes
     ) -> None:
         self._session, self._stack, self._direct, self._sizes = session, stack, direct, sizes
-        self._renderer = replace(renderer, options=ChatTemplateOptions(tools=_SHOWN))
+        self._renderer = replace(renderer, options=ChatTemplateOptions(tools=SHOWN))
 
     async def through_servers(self, count: int) -> tuple[float, list[float]]:
         """Rollouts a second, and the seconds of each."""
@@ -132,6 +132,4 @@ def check(answer: dict[str, Any]) -> None:
     counts = (metrics["num_llm_calls"], metrics["num_tool_calls"], metrics["response_tokens"])
     wanted = (NUM_TURNS, NUM_TURNS - 1, NUM_TURNS * TURN_TOKENS)
     if (answer["status"], answer["finish_reason"], counts, extra) != ("COMPLETED", "stop", wanted, {}):
-        raise SluiceError(
-            f"rollout {answer['rollout_id']}: {counts} calls, tool calls and tokens instead of {wanted}: {answer}"
-        )
+        raise SluiceError(f"a rollout has {counts} calls, tool calls and tokens, and not {wanted}: {answer}")

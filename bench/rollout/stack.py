@@ -1,9 +1,9 @@
 """Processes of one run: a worker, a gateway, and a rollout server where it is asked for.
 
-| waits for                | at most  |
-|--------------------------|----------|
-| a server's /health       | _START_S |
-| the worker to have its engine | _START_S |
+| waits for          | at most  |
+|--------------------|----------|
+| a server's /health | _START_S |
+| a worker's engine  | _START_S |
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pipeline.errors import DeadlineExceeded
 from pipeline.keys import Keys
 from pipeline.status import snapshot
 from pipeline.supervise import sluice_command
+from producers.asking.peer import KEY_NAMES
 
 MODEL_NAME = "policy"
 _START_S = 300.0
@@ -46,11 +47,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Stack:
-    """Base URLs of what runs, and what its processes are."""
+    """Base URLs of what runs; without a rollout server nobody listens at that of `server`."""
 
     gateway: str
     server: str
-    fleet: Fleet
 
 
 def settings(place: Place, backend: str, max_batch: int, sizes: Sizes) -> list[str]:
@@ -83,12 +83,12 @@ async def running(
     gateway, server = free_ports(2)
     chosen = [*chosen, f"gateway.port={gateway}", f"rollout_server.port={server}"]
     options = [part for value in chosen for part in ("--set", value)]
-    stack_env = {**environment(), "REDIS_URL": place.url}
+    stack_env = {**environment(), "REDIS_URL": place.url, **dict.fromkeys(KEY_NAMES, "")}  # no key is asked for
     async with Fleet(run, place.home) as fleet:
         roles = ["worker", "gateway", *(["rollout-server"] if with_server else [])]
         for role in roles:
             await fleet.start(sluice_command(role, *options), stack_env)
-        stack = Stack(f"http://127.0.0.1:{gateway}", f"http://127.0.0.1:{server}", fleet)
+        stack = Stack(f"http://127.0.0.1:{gateway}", f"http://127.0.0.1:{server}")
         await until_healthy(session, stack.gateway, fleet)
         if with_server:
             await until_healthy(session, stack.server, fleet)

@@ -66,4 +66,4 @@ def _shares(problem: Problem) -> tuple[float, float]:
     """How often a demonstration is hasty, and how often in the wrong order."""
     if len(problem.operations) == 1:
         return 0.6, 0.0
-    return (0.2, 0.45) if problem.brackets else (0.2, 0.2)
+    return (0.2, 0.45) if problem.brackets else (0.15, 0.1)

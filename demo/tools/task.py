@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -50,7 +51,9 @@ def _lines(one: Conversation) -> list[str]:
         if message["role"] == "assistant":
             for call in message.get("tool_calls") or ():
                 function = call["function"]
-                lines.append(f"{function['name']} {function['arguments']} → {results.get(call['id'], '(not called)')}")
+                arguments = function["arguments"]
+                said = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                lines.append(f"{function['name']} {said} → {results.get(call['id'], '(not called)')}")
             lines += [str(message["content"])] if message["content"] else []
     return lines
 

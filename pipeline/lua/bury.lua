@@ -1,7 +1,7 @@
 -- End every uncommitted sequence of a job, and the job.
 -- dead: one row per sequence in the dead-letter stream, the payload with the first. dropped: one in its own stream.
 -- Each missing index leaves a tombstone in the result stream, so that its group completes; of a job with a mailbox its
--- caller is answered instead.
+-- caller is answered instead: dropped, it leaves the accounts as any call that was answered.
 -- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form}. Returns the number of sequences.
 local DROPPED_KEPT = 10000
 
@@ -22,7 +22,7 @@ local function bury(id, how)
         local first = buried == 0 and content or ''
         redis.call('XADD', dead, '*', 'd', letter, 'g', shown, 'i', index, 'n', n, 'p', first)
         bytes = bytes + #letter + #first
-      else
+      elseif not f[7] then
         redis.call('XADD', dropped, 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', letter)
       end
       if f[7] then
@@ -34,8 +34,13 @@ local function bury(id, how)
       buried = buried + 1
     end
   end
-  count(how.ending, buried)
-  count(how.ending .. ':' .. how.reason, buried)
+  if f[7] and how.ending == 'dropped' then
+    count('replied', buried)
+    count('enqueued', -buried)
+  else
+    count(how.ending, buried)
+    count(how.ending .. ':' .. how.reason, buried)
+  end
   count('bytes', bytes)
   local kept = shown ~= id and 0 or nil -- arq cannot read a key that is not UTF-8
   finish(id, n, f[6], answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }), kept)

@@ -12,9 +12,9 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from pipeline.config.types import Config
-from pipeline.messages import SequenceResult, decode
+from pipeline.messages import Message, SequenceResult, decode
 from producers.gateway.role import run_gateway
-from tests.roles import role_of
+from tests.roles import eventually, role_of
 from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
 from workers.job_prompts import JobPrompts
@@ -75,3 +75,28 @@ async def published(client: Any, keys: Any) -> list[SequenceResult]:
     """What the consumers are given, in order."""
     entries = await client.xrange(keys.results + "0")
     return [decode(SequenceResult, fields[b"r"]) for _, fields in entries if b"r" in fields]
+
+
+async def in_hand(gateway: Gateway, count: int) -> None:
+    """Wait until it has so many requests."""
+
+    async def holds() -> bool:
+        async with gateway.http.get(gateway.url + "/health") as answer:
+            return (await answer.json())["in_flight"] == count
+
+    await eventually(holds, f"{count} requests to be in hand")
+
+
+def said(answer: dict[str, Any]) -> Message:
+    """The message of an answer."""
+    return answer["choices"][0]["message"]
+
+
+def user(text: str) -> Message:
+    """A user's."""
+    return {"role": "user", "content": text}
+
+
+def kept(answer: dict[str, Any]) -> list[int]:
+    """All token ids once it is answered."""
+    return answer["prompt_token_ids"] + answer["token_ids"]

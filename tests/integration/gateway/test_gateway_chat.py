@@ -14,12 +14,11 @@ import pytest
 from pipeline.config.rollout_types import GatewayConfig
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.keys import ARQ_ABORT, Keys
-from pipeline.messages import Message
 from pipeline.status import snapshot
 from producers.gateway.tool_calls import Call, Parsed
 from producers.tokenizer import load_renderer
 from tests.contract.engine_fixtures import started
-from tests.integration.gateway.harness import USER, Gateway, published, serving
+from tests.integration.gateway.harness import USER, in_hand, kept, published, said, serving, user
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
 from workers.generation.backends.hf import HfBackend
@@ -79,26 +78,6 @@ async def test_the_openai_client_is_answered_whole_and_in_a_stream(config: Confi
         assert len({chunk.id for chunk in chunks}) == 1
         tokenizer = load_renderer(config.model.path).tokenizer
         assert text == tokenizer.decode(last.token_ids, skip_special_tokens=True).strip()
-
-
-async def in_hand(gateway: Gateway, count: int) -> None:
-    async def holds() -> bool:
-        async with gateway.http.get(gateway.url + "/health") as answer:
-            return (await answer.json())["in_flight"] == count
-
-    await eventually(holds, f"{count} requests to be in hand")
-
-
-def said(answer: dict[str, Any]) -> Message:
-    return answer["choices"][0]["message"]
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def kept(answer: dict[str, Any]) -> list[int]:
-    return answer["prompt_token_ids"] + answer["token_ids"]
 
 
 async def test_sampled_tokens_are_never_made_again_and_a_rollout_is_published_once(

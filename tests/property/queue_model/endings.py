@@ -40,14 +40,18 @@ class Endings:
             first = (index == missing[0] and job.payload) or b""
             if ending == "dead":
                 self.dead.append(Row(job.job_id, index, job.n, reason, first))
-            else:
+            elif not job.mailbox:
                 self.dropped.append(Entry(job.job_id, index, job.n, reason))
             if job.mailbox:
                 self.reply(job.job_id, index, reason)
             elif not job.call:
                 self.results[self.partition(job.job_id)].append(Entry(job.job_id, index, job.n, reason))
-        self.counts[ending] += len(missing)
-        self.counts[f"{ending}:{reason}"] += len(missing)
+        if job.mailbox and ending == "dropped":
+            self.counts["replied"] += len(missing)
+            self.counts["enqueued"] -= len(missing)
+        else:
+            self.counts[ending] += len(missing)
+            self.counts[f"{ending}:{reason}"] += len(missing)
         self.finish(job, False)
         return len(missing)
 

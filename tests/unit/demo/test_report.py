@@ -23,6 +23,9 @@ from demo.drill import Drill, Moment
 from demo.heldout import Heldout
 from demo.mid_sequence import MidSequence
 from demo.tasks import DemoTask, load_task
+from demo.tools.demonstrations import worked
+from demo.tools.evaluate import Conversation
+from demo.tools.problems import Problem
 from pipeline.config.types import Config, DataConfig
 from pipeline.jobs import job_id_for
 from pipeline.status import Snapshot
@@ -69,6 +72,15 @@ def test_dead_and_dropped_sequences_are_not_lost_and_strangers_count_as_doubled(
     ledger(tmp_path, [*ids[:2], "stranger:0"])
     found = audit(config, tmp_path)
     assert (found.lost, found.duplicated) == (0, 1)
+
+
+@pytest.mark.parametrize(("part", "doubled"), [("/2", 0), ("/1", 1), ("stranger:0/1", 1)])
+def test_the_trajectories_of_one_rollout_are_one_of_the_data(tmp_path: Path, part: str, doubled: int) -> None:
+    config, ids = run_of(tmp_path)
+    other = part if part.startswith("stranger") else ids[0] + part
+    ledger(tmp_path, [*ids[:3], f"{ids[0]}/1"], [ids[3], other])
+    found = audit(config, tmp_path)
+    assert (found.lost, found.duplicated) == (0, doubled)
 
 
 def test_a_chart_is_one_svg_whatever_its_points() -> None:
@@ -129,6 +141,22 @@ def test_the_report_shows_answers_and_what_landed_in_mid_sequence(tmp_path: Path
     assert "&lt;b&gt;=1" in text
     assert text.index('class="no"><b>wrong') < text.index('class="yes"><b>right')
     assert f"<span>{problem.worked.split(';')[-1]}</span>" in text
+
+
+def test_the_report_of_rollouts_with_tools_shows_every_call(tmp_path: Path) -> None:
+    task = load_task("tools")
+    problem = Problem((37, 46, 12), "*+", 0)
+    right = Conversation(worked(problem), num_turns=3, ended=True)
+    wrong = Conversation([*worked(problem)[:1], {"role": "assistant", "content": "<b>"}], num_turns=1, ended=True)
+    heldout = Heldout([problem], [wrong], [right])
+    scores = {"accuracy_warm": 0.0, "accuracy_final": 1.0, "turns_warm": 1.0, "turns_final": 3.0}
+    assert heldout.scores(task) == scores
+    text = write_page(tmp_path, task, heldout, {"mid_sequence_updates": 2}, MidSequence(frozenset({3}), {1: 4}))
+    assert "Turns of a rollout over weight versions" in text
+    assert text.count("<svg") == 5
+    assert "&lt;b&gt;" in text
+    assert text.index('class="no"><b>wrong') < text.index('class="yes"><b>right')
+    assert "<span>add {&#34;a&#34;: 1702, &#34;b&#34;: 12} → 1714</span>" in text
 
 
 def test_what_the_guard_did_is_shown_where_it_was_on() -> None:

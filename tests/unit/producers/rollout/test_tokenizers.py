@@ -77,7 +77,7 @@ async def test_a_load_that_nobody_waits_for_any_more_harms_nobody(cache: Cache) 
 
 async def test_the_ids_that_end_a_turn(cache: Cache) -> None:
     tokenizers = cache(3)
-    own = build_tokenizer().eos_token_id
+    own: Any = build_tokenizer().eos_token_id
     assert [set((await tokenizers.get(name)).terminators) for name in "abc"] == [{own}, {own, 5, 7}, {own, 9}]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.rollout_types import RolloutServerConfig
@@ -96,6 +96,7 @@ async def test_arguments_that_do_not_fit_are_explained(arguments: Any, reason: s
     assert reason in content
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.text(max_size=40))
 def test_whatever_the_arguments_are_there_is_a_message(arguments: str) -> None:
     async def echo(text: str = "") -> str:
