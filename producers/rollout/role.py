@@ -1,7 +1,7 @@
 """The composition root of a rollout server process.
 
 - A signal begins the drain: /health says so, new rollouts are refused, those in hand have most of `up.stop_grace_s`,
-  and are then ended as errors; only then does the server close.
+  and are then handed back, or ended as errors where the caller is called back; only then does the server close.
 """
 
 from __future__ import annotations

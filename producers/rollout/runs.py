@@ -52,6 +52,13 @@ class Run:
             return RunState.CANCELLED
         return self.ended or (RunState.RUNNING if self.execution.is_running else RunState.QUEUED)
 
+    def hand_back(self) -> None:
+        """It stops here, unfinished: whoever asked may ask again, as the trainer's side keeps its turns."""
+        self.body.add_done_callback(lambda body: body.cancelled() or body.exception())  # maybe nobody waits any more
+        self.body.set_exception(Draining())
+        if self.task is not None:
+            self.task.cancel()
+
 
 class Runs:
     """The registry of one server; use `open_runs`."""
@@ -92,12 +99,17 @@ class Runs:
         return self.shown(rollout_id)
 
     async def drain(self, grace_s: float, ending_s: float) -> None:
-        """Take no new ones; give those in hand `grace_s`, then end them as errors, with `ending_s` to say so."""
+        """Take no new ones; give those in hand `grace_s`. Then callers that wait are told to ask again, and callers
+        that are called back that it was an error, with `ending_s` to say so.
+        """
         self.is_draining = True
         if tasks := self._unfinished():
             await asyncio.wait(tasks, timeout=grace_s)
             for run in self._in_hand.values():
-                run.execution.end("the rollout server stops; ask again with a new rollout_id")
+                if run.protocol == "sync":
+                    run.hand_back()
+                else:
+                    run.execution.end("the rollout server stops; ask again with a new rollout_id")
             await asyncio.wait(tasks, timeout=ending_s)
 
     def end(self) -> None:

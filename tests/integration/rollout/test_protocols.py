@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from typing import Any
 
 import aiohttp
@@ -209,15 +208,28 @@ async def _drains(served: Served) -> bool:
     return (await served.get("/health"))[1]["status"] == "draining"
 
 
-async def test_what_outlives_the_grace_is_answered_as_an_error(serve: Serve, tools_tokenizer: Any) -> None:
+async def test_what_outlives_the_grace_is_handed_back(serve: Serve, tools_tokenizer: Any) -> None:
+    """The trainer's side keeps its turns: the same id may be asked for again, of another server."""
     script = [gated(asyncio.Event())]
     async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(grace_s=1.0) as served:
-        post = asyncio.create_task(served.post("/rollout", a_request(trainer.url)))
+        request = a_request(trainer.url)
+        post = asyncio.create_task(served.http.post(f"{served.url}/rollout", json=request))
         await eventually(lambda: _is(served, "running"), "the rollout to run")
-        began = time.monotonic()
         served.drain.set()
-        _, answer = await post
-        assert (answer["status"], answer["extra_fields"]["error_category"]) == ("ERROR", "internal_error")
-        assert "stops" in answer["error_message"]
+        async with await post as refused:
+            assert (refused.status, int(refused.headers["Retry-After"]) > 0) == (503, True)
+        assert trainer.finished == []
+
+
+async def test_a_caller_that_is_called_back_is_told_of_the_stop(serve: Serve, tools_tokenizer: Any) -> None:
+    script = [gated(asyncio.Event())]
+    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve(grace_s=1.0) as served:
+        await served.post("/v1/rollout/init", a_request(trainer.url))
+        await eventually(lambda: _is(served, "running"), "the rollout to run")
+        served.drain.set()
+
+        async def told() -> bool:
+            return bool(trainer.completed)
+
+        await eventually(told, "the callback")
         assert trainer.finished == [("r-1", "ERROR")]
-        assert time.monotonic() - began >= 0.5
