@@ -54,7 +54,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """What `sluice produce` asks a rollout server for."""
 
     url: str | None = None  # of the rollout server; None: prompts become decode jobs
-    gateway_url: str | None = None  # where it calls back; None: the first gateway of this host
+    gateway_url: str | None = None  # where it calls back; None: the gateways of this host, in turns
     protocol: Literal["sync", "async"] = "sync"
     tokenizer_name: str = "policy"
     tool_server_url: str | None = None

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import Any, cast
 from urllib.parse import quote
+from zlib import crc32
 
 import msgspec
 
@@ -125,13 +126,20 @@ class Asker:
 
     async def _post(self, path: str, head: RolloutHead, until: float) -> bytes:
         key = os.environ.get(GATEWAY_KEY)
-        body = {**head.request, "server_url": self._gateway.url, "callback_api_key": key or None}
+        body = {**head.request, "server_url": self._called_back_at(head.rollout_id), "callback_api_key": key or None}
         try:
             return await self._server.call("POST", path, body, until=until)
         except Refused as error:
             if error.status in _NO_SUCH_PATH:
                 raise ConfigError(f"{error}; look at rollout.url and rollout.protocol") from error
             raise
+
+    def _called_back_at(self, rollout_id: str) -> str:
+        """The same gateway each time that a rollout is asked for: the address is part of the question."""
+        gateway = self._role.config.gateway
+        if self._config.gateway_url or gateway.count < 2:
+            return self._gateway.url
+        return f"http://127.0.0.1:{gateway.port + crc32(rollout_id.encode()) % gateway.count}"
 
     async def _wait_for(self, peer: Peer, path: str) -> bytes | None:
         until = asyncio.get_running_loop().time() + self._config.timeout_s
