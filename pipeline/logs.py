@@ -1,11 +1,29 @@
-"""Structured log lines on stderr: time, level, event, key=value."""
+"""Structured log lines on stderr: time, level, event, key=value.
+
+- Values may come from callers: what could end a line, or steer a terminal, is written as its escape.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 import structlog
+
+_KEPT = (bool, int, float, type(None))
+_STEERS = {
+    code: chr(code).encode("unicode_escape").decode()
+    for code in (
+        *range(10),
+        *range(11, 32),
+        *range(127, 160),
+        0x2028,
+        0x2029,
+        *range(0x202A, 0x202F),
+        *range(0x2066, 0x206A),
+    )
+}  # line feeds are the renderer's
 
 
 def configure(role: str, level: int = logging.INFO) -> None:
@@ -17,6 +35,7 @@ def configure(role: str, level: int = logging.INFO) -> None:
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
+            _escaped,
             structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "role", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -29,3 +48,7 @@ def configure(role: str, level: int = logging.INFO) -> None:
 def get_logger() -> structlog.stdlib.BoundLogger:
     """The logger of this process."""
     return structlog.get_logger()
+
+
+def _escaped(_: object, __: str, line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if isinstance(value, _KEPT) else str(value).translate(_STEERS) for key, value in line.items()}

@@ -27,7 +27,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 128  # of a round of `served`
     concurrency: int = 32  # requests at a time, and worker.max_batch
     request_tokens: int = 128
-    served_rounds: int = 5
+    served_rounds: int = 3
 
 
 _QUICK = Sizes(

@@ -1,6 +1,6 @@
 """The inbound bearer key.
 
-- Optional: without a key everybody may ask. With one, it is checked before a byte of the body is read.
+- Optional: without a key everybody may ask. With one, no byte of the body is used before it is checked.
 - Compared in constant time; never logged and never part of an answer.
 """
 
@@ -14,6 +14,7 @@ from fastapi.requests import HTTPConnection
 
 from producers.http.asgi import ASGIApp, Receive, Scope, Send
 from producers.http.errors import problem_response
+from producers.http.unread import with_unread_body
 
 OPEN_PATHS = ("/health",)
 """Answered to everybody: what starts a container asks here."""
@@ -34,7 +35,8 @@ class BearerAuth:
         if scope["type"] != "http" or scope["path"] in self._open or _holds(scope, self._key):
             await self._app(scope, receive, send)
         else:
-            await problem_response(401, _MESSAGE, headers={**_ASK, "Connection": "close"})(scope, receive, send)
+            refusal = problem_response(401, _MESSAGE, headers={**_ASK, "Connection": "close"})
+            await with_unread_body(refusal)(scope, receive, send)
 
 
 def require_bearer(key: str | None) -> Callable[[HTTPConnection], None]:

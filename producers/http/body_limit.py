@@ -2,6 +2,7 @@
 
 - Bytes are counted as they come; a Content-Length is only a reason to stop sooner.
 - Whatever the application makes of the cut body, the caller is told 413, unless an answer had begun.
+- A caller that is still sending can read its refusal: as much again as it may send is thrown away (unread.py).
 - A header with control characters is refused: what reads it later (a log, another server) may not be as strict.
 """
 
@@ -13,9 +14,10 @@ from fastapi import HTTPException
 
 from producers.http.asgi import ASGIApp, Message, Receive, Scope, Send
 from producers.http.errors import problem_response
+from producers.http.unread import MOST_BYTES, with_unread_body
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-_CLOSE = {"Connection": "close"}  # the rest of the body is not read
+_CLOSE = {"Connection": "close"}  # the rest of the body is no next request
 
 
 class BodyLimit:
@@ -30,19 +32,20 @@ class BodyLimit:
             await self._app(scope, receive, send)
         elif any(_CONTROL.search(name) or _CONTROL.search(value) for name, value in scope["headers"]):
             answer = problem_response(400, "a header has control characters; remove them", headers=_CLOSE)
-            await answer(scope, receive, send)
+            await with_unread_body(answer)(scope, receive, send)
         elif _declared(scope) > self._max_bytes:
-            await self._refuse(scope, receive, send)
+            await self._refusal(with_rest=True)(scope, receive, send)
         else:
             await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes, started = 0, False
+        num_bytes, started, with_rest = 0, False, True
 
         async def count() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, with_rest
             message = await receive()
             num_bytes += len(message.get("body", b""))
+            with_rest = message.get("more_body", False)
             if num_bytes > self._max_bytes:
                 raise HTTPException(413, "the request is too large")
             return message
@@ -60,11 +63,13 @@ class BodyLimit:
             if num_bytes <= self._max_bytes or started:
                 raise
         if num_bytes > self._max_bytes and not started:
-            await self._refuse(scope, receive, send)
+            await self._refusal(with_rest)(scope, receive, send)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _refusal(self, with_rest: bool) -> ASGIApp:
+        """`with_rest`: some of the body is still to come."""
         message = f"the request is larger than {self._max_bytes} bytes; send less, or raise max_body_mb"
-        await problem_response(413, message, headers=_CLOSE)(scope, receive, send)
+        response = problem_response(413, message, headers=_CLOSE)
+        return with_unread_body(response, max(self._max_bytes, MOST_BYTES)) if with_rest else response
 
 
 def _declared(scope: Scope) -> int:

@@ -1,0 +1,135 @@
+"""`GET /docs`: the application's OpenAPI document as one HTML page that needs nothing else.
+
+- No script, no font, no picture, nothing from another host: clusters are cut off.
+- All text is escaped, and the page's own policy forbids the browser to load or run anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from producers.http.api_schema import Field, fields, kind, resolved
+
+PATH = "/docs"
+_POLICY = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
+_METHODS = ("get", "put", "post", "delete", "patch")
+_JSON = "application/json"
+
+Document = Mapping[str, Any]
+
+
+def add_api_page(app: FastAPI, *, needs_key: bool) -> None:
+    """The application is to be made with `docs_url=None, redoc_url=None`."""
+
+    @app.get(PATH, include_in_schema=False)
+    async def page(request: Request) -> HTMLResponse:
+        url = str(request.base_url).rstrip("/")
+        return HTMLResponse(api_page(app.openapi(), url, needs_key=needs_key), headers=_POLICY)
+
+
+def api_page(document: Document, url: str, *, needs_key: bool = False) -> str:
+    """The whole page; `url` is where the examples send their requests."""
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    known = {tag["name"]: tag.get("description", "") for tag in document.get("tags", ())}
+    groups: dict[str, list[dict[str, Any]]] = {name: [] for name in known}
+    for route in _routes(document, url, needs_key):
+        groups.setdefault(route["tag"], []).append(route)
+    return templates.get_template("api_page.html.j2").render(
+        info=document["info"],
+        needs_key=needs_key,
+        groups=[(name, known.get(name, ""), routes) for name, routes in groups.items() if routes],
+        types=[(name, one, list(fields(one))) for name, one in _types(document)],
+        kind=kind,
+    )
+
+
+def _routes(document: Document, url: str, needs_key: bool) -> Iterator[dict[str, Any]]:
+    for path, item in document["paths"].items():
+        for method in _METHODS:
+            if (operation := item.get(method)) is None:
+                continue
+            body = operation.get("requestBody", {}).get("content", {}).get(_JSON, {})
+            schema = resolved(body.get("schema", {}), document)
+            line = _curl(method, url + _filled(path, operation), needs_key and path != "/health")
+            examples = list(_examples(body, schema)) or [("", None)]
+            yield {
+                "method": method.upper(),
+                "path": path,
+                "anchor": re.sub(r"\W+", "-", f"{method}{path}").strip("-"),
+                "tag": (operation.get("tags") or ["other"])[0],
+                "summary": operation.get("summary", ""),
+                "text": operation.get("description", ""),
+                "parameters": [_parameter(one) for one in operation.get("parameters", ())],
+                "body": list(fields(schema)),
+                "examples": [(name, _pretty(value), line + _data(value)) for name, value in examples],
+                "answers": [_answer(*one) for one in operation["responses"].items() if one[0] < "400"],
+                "errors": [_answer(*one) for one in sorted(operation["responses"].items()) if one[0] >= "400"],
+            }
+
+
+def _parameter(one: Mapping[str, Any]) -> tuple[str, Field]:
+    text = one.get("description", "")
+    return one["in"], Field(one["name"], kind(one.get("schema", {})), text, is_required=one.get("required", False))
+
+
+def _answer(status: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+    bodies = [
+        {"media": media, "kind": kind(one["schema"]) if one.get("schema") else [], "example": _example(one)}
+        for media, one in answer.get("content", {}).items()
+    ]
+    return {"status": status, "text": answer.get("description", ""), "bodies": bodies}
+
+
+def _example(body: Mapping[str, Any]) -> str:
+    found = next((value for _, value in _examples(body, {})), None)
+    return found if isinstance(found, str) else _pretty(found)
+
+
+def _examples(body: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if "example" in body:
+        yield "", body["example"]
+    for one in body.get("examples", {}).values():
+        yield one.get("summary", ""), one["value"]
+    if not body.keys() & {"example", "examples"}:
+        yield from (("", value) for value in schema.get("examples", ()))
+
+
+def _filled(path: str, operation: Mapping[str, Any]) -> str:
+    for one in operation.get("parameters", ()):
+        examples = one.get("schema", {}).get("examples") or [one["name"].upper()]
+        path = path.replace(f"{{{one['name']}}}", str(examples[0]))
+    return path
+
+
+def _curl(method: str, url: str, with_key: bool) -> str:
+    verb = {"get": "", "post": ""}.get(method, f"-X {method.upper()} ")
+    return f"curl {verb}{shlex.quote(url)}" + (' -H "Authorization: Bearer $KEY"' if with_key else "")
+
+
+def _data(value: Any) -> str:
+    if value is None:
+        return ""
+    return f" -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(value, ensure_ascii=False))}"
+
+
+def _pretty(value: Any) -> str:
+    return "" if value is None else json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _types(document: Document) -> list[tuple[str, Mapping[str, Any]]]:
+    return sorted(document.get("components", {}).get("schemas", {}).items())
