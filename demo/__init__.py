@@ -1,1 +1,1 @@
-"""The main job from nothing: a tiny model that learns to read handwritten digits from its own rollouts."""
+"""The main job from nothing: tiny models that learn to read digits, to add by steps, and to call tools."""

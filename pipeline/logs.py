@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
 
 _KEPT = (bool, int, float, type(None))
-_STEERS = {
-    code: chr(code).encode("unicode_escape").decode()
-    for code in (
-        *range(10),
-        *range(11, 32),
-        *range(127, 160),
-        0x2028,
-        0x2029,
-        *range(0x202A, 0x202F),
-        *range(0x2066, 0x206A),
-    )
-}  # line feeds are the renderer's
+_ENDS = [*range(10), *range(11, 32), *range(0x7F, 0xA0), 0x2028, 0x2029]  # line feeds are the renderer's
+_TURNS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # the direction of what follows
+_STEERS = {code: chr(code).encode("unicode_escape").decode() for code in (*_ENDS, *_TURNS)}
 
 
 def configure(role: str, level: int = logging.INFO) -> None:
@@ -50,5 +42,5 @@ def get_logger() -> structlog.stdlib.BoundLogger:
     return structlog.get_logger()
 
 
-def _escaped(_: object, __: str, line: dict[str, Any]) -> dict[str, Any]:
+def _escaped(_: Any, __: str, line: MutableMapping[str, Any]) -> dict[str, Any]:
     return {key: value if isinstance(value, _KEPT) else str(value).translate(_STEERS) for key, value in line.items()}

@@ -22,6 +22,8 @@ def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
     """The renderer of a model directory, or of a name in the local hub cache. Raises ModelError."""
     if not path:
         raise ModelError("model.path is empty; set it to a model directory")
+    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
+        raise ModelError(f"{path}: there is no such directory; name one that save_pretrained wrote")
     from transformers import AutoTokenizer
 
     try:

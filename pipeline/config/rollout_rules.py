@@ -44,6 +44,9 @@ def rollout_checks(config: Config) -> list[tuple[bool, str]]:
         found.append((section.port >= 0 and last <= _LAST_PORT, complaint))
     low, high = server.tool_latency_ms
     found.append((0 <= low <= high, f"rollout_server.tool_latency_ms must be [low, high], 0 <= low, got {[low, high]}"))
+    ttl, call = gateway.rollout_ttl_s, gateway.request_timeout_s
+    complaint = f"gateway.rollout_ttl_s must be > gateway.request_timeout_s ({call:g}), which a call may take: {ttl:g}"
+    found.append((ttl > call, complaint))
     found.append((rollout.max_turns <= 100, f"rollout.max_turns must be <= 100, got {rollout.max_turns}"))
     budget = rollout.max_tokens_total
     found.append((budget <= 1_000_000, f"rollout.max_tokens_total must be <= 1000000, got {budget}"))

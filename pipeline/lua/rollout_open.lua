@@ -8,9 +8,27 @@ if stored then return { 'rewound', stored } end
 local credit = credit_of(counts, latest, tonumber(ARGV[FIRST]), tonumber(ARGV[FIRST + 1]), tonumber(ARGV[FIRST + 2]),
   tonumber(ARGV[FIRST + 3]))
 local until_ms, out, full, cursor = now_ms() + ttl_ms, {}, false, ''
+
+-- open | closed | false. The broker may have lost what a producer had opened, and a call of its agent came first and
+-- opened a group of one: an open one is given its place in the group, a closed one has left that place empty.
+local function known(id, head, i)
+  local rollout = rollout_of .. id
+  local f = redis.call('HMGET', rollout, 'state', 'g')
+  if not f[1] or f[2] ~= id or ARGV[i + 3] == id then return f[1] end
+  if f[1] ~= 'open' then
+    redis.call('DEL', rollout)
+    return false
+  end
+  local more = #head - redis.call('HSTRLEN', rollout, 'head')
+  redis.call('HSET', rollout, 'head', head, 'stream', ARGV[i + 2], 'g', ARGV[i + 3], 'i', ARGV[i + 4], 'n', ARGV[i + 5])
+  redis.call('HINCRBY', rollout, 'bytes', more)
+  count('bytes', more)
+  return 'open'
+end
+
 for i = FIRST + 5, #ARGV, 7 do
   local id, head = ARGV[i], ARGV[i + 1]
-  local state = redis.call('HGET', rollout_of .. id, 'state')
+  local state = known(id, head, i)
   local outcome = full and 'over_credit' or state == 'open' and 'duplicate' or state and 'done'
   if not outcome and not admits(credit, 1, #head) then outcome, full = 'over_credit', true end
   if not outcome then

@@ -143,8 +143,10 @@ class Asker:
 
     async def _wait_for(self, peer: Peer, path: str) -> bytes | None:
         until = asyncio.get_running_loop().time() + self._config.timeout_s
+        cause = f"{peer.name} at {peer.url} (GET {path})"
         while (found := await peer.is_there(path)) is None:
-            cause = f"{peer.name} at {peer.url} (GET {path})"
+            if self._role.status.row.waiting_for != cause:
+                get_logger().info(f"waiting for {peer.name}", url=peer.url, at_most_s=self._config.timeout_s)
             self._role.status.waiting(cause)
             if asyncio.get_running_loop().time() > until:
                 raise DeadlineExceeded(f"{self._role.name}: waited {self._config.timeout_s:g} s for {cause}")

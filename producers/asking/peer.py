@@ -1,6 +1,6 @@
 """One HTTP peer that the operator named: the rollout server, or the gateway.
 
-- Transport errors, 5xx, 408, 425 and 429 are tried again with backoff, or when Retry-After says, until the caller's
+- Transport errors, 5xx, 408, 425 and 429 are tried again with backoff, not before Retry-After says, until the caller's
   deadline; then PeerSilent says what the last trouble was.
 - Any other refusal is Refused at once. A wrong key or path is the operator's: ConfigError.
 - Keys go out and appear in no error and no log line, also where a peer repeats what it was sent.
@@ -42,9 +42,9 @@ class Refused(SluiceError):
 
 
 class _Busy(Exception):
-    """Ask again, after `wait_s` where the peer says so."""
+    """Ask again, not before `wait_s` where the peer says so."""
 
-    def __init__(self, trouble: str, wait_s: float | None = None) -> None:
+    def __init__(self, trouble: str, wait_s: float = 0.0) -> None:
         super().__init__(trouble)
         self.wait_s = wait_s
 
@@ -68,7 +68,7 @@ class Peer:
                     except _Busy as busy:
                         trouble, wait_s = str(busy), busy.wait_s
                     get_logger().debug("asking again", peer=self.name, trouble=trouble)
-                    await asyncio.sleep(pause * random.uniform(0.5, 1) if wait_s is None else wait_s)
+                    await asyncio.sleep(max(pause * random.uniform(0.5, 1), wait_s))
                     pause = min(2 * pause, _MOST_S)
         except TimeoutError:
             raise PeerSilent(f"{method} {path} of {self.name} at {self.url}: out of time, {trouble}") from None
@@ -135,7 +135,7 @@ def _without_keys(text: str) -> str:
     return text
 
 
-def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """Seconds; None where there is none, or a date."""
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    """Seconds; 0 where there is none, or a date."""
     text = response.headers.get("Retry-After", "")
-    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0

@@ -12,6 +12,7 @@
 |-------------------------------|-------------------------------------------------------------|
 | role, service, app, routes_*  | the process, its parts, its HTTP side                       |
 | requests, refusals, images    | what may be asked, and what is said of the rest             |
+| openapi                       | examples and answers of the routes, for the page at /docs   |
 | history, turns, trajectory    | messages to turns, turns to training sequences (pure)       |
 | tool_calls, text_stream       | text to tool calls, tokens to text that may be shown (pure) |
 | chat, inference, decoding     | a call from request to answer                               |

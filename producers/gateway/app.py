@@ -13,36 +13,53 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from redis import RedisError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipeline import __version__
 from pipeline.errors import SluiceError
 from producers.gateway.metrics import Metrics
+from producers.gateway.openapi import errors
 from producers.gateway.refusals import Refusal, of_schema, refusal_of
 from producers.gateway.routes_chat import chat_routes
 from producers.gateway.routes_rollouts import rollout_routes
 from producers.gateway.service import Service
+from producers.http.api_page import add_api_page
 from producers.http.auth import BearerAuth
 from producers.http.body_limit import BodyLimit
 
 _TAGS = [
-    {"name": "completions", "description": "Answers of the policy, through the decode queue."},
-    {"name": "rollouts", "description": "Multi-turn rollouts as training data."},
-    {"name": "service", "description": "State and numbers of this process."},
+    {"name": "completions", "description": "Answers of the model whose weights are served at the time."},
+    {"name": "rollouts", "description": "How a rollout of several calls ends: as training data, or dropped."},
+    {"name": "service", "description": "The state of this process, and its numbers."},
 ]
+
+
+_ABOUT = """\
+OpenAI's chat completions, decoded by the workers of the queue; any client of that API can ask.
+
+Calls with the same `rollout_id` are the turns of one rollout. The sampled tokens of every turn are kept as they are;
+`POST /v1/rollout/{rollout_id}/finish` publishes them as one training sequence.
+"""
 
 
 class Health(BaseModel):
     """Whether requests are taken."""
 
-    status: str
+    status: str = Field(description="`healthy` or `unavailable`.")
     service: str = "gateway"
-    in_flight: int
-    capacity: int
-    waiting_for: str | None = None
+    in_flight: int = Field(description="Requests in hand.")
+    capacity: int = Field(description="The most that are taken; one more is answered 429.")
+    waiting_for: str | None = Field(default=None, description="What is missing, such as the broker.")
+
+
+_HEALTH: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Requests are taken."},
+    503: {"model": Health, "description": "The broker is away."},
+}
 
 
 class Measured:
@@ -75,8 +92,11 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     """`key`: the bearer key that every request but /health must bring; None: nobody is asked."""
     app = FastAPI(
         title="Sluice gateway",
-        description="OpenAI-style completions over the decode queue; calls with one rollout_id become training data.",
+        version=__version__,
+        description=_ABOUT,
         openapi_tags=_TAGS,
+        docs_url=None,
+        redoc_url=None,
     )
     app.add_middleware(BodyLimit, max_bytes=int(service.config.gateway.max_body_mb * (1 << 20)))
     app.add_middleware(BearerAuth, key=key)
@@ -84,6 +104,7 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     app.include_router(chat_routes(service))
     app.include_router(rollout_routes(service))
     _service_routes(app, service)
+    add_api_page(app, needs_key=key is not None)
     app.exception_handler(RequestValidationError)(_schema)
     app.exception_handler(HTTPException)(_http)
     for kind in (SluiceError, RedisError, OSError, RecursionError, Exception):
@@ -92,9 +113,9 @@ def make_app(service: Service, key: str | None) -> FastAPI:
 
 
 def _service_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health", tags=["service"], summary="Whether requests are taken", responses={503: {"model": Health}})
+    @app.get("/health", tags=["service"], summary="Whether requests are taken", responses=_HEALTH)
     async def health(response: Response) -> Health:
-        """503 while the broker is away."""
+        """Free for everybody, also where a key is set."""
         answers = await service.broker_answers()
         response.status_code = 200 if answers else 503
         return Health(
@@ -104,9 +125,16 @@ def _service_routes(app: FastAPI, service: Service) -> None:
             waiting_for=None if answers else "the broker",
         )
 
-    @app.get("/metrics", tags=["service"], summary="Numbers for Prometheus", response_class=Response)
+    @app.get(
+        "/metrics",
+        tags=["service"],
+        summary="Numbers for Prometheus",
+        response_class=PlainTextResponse,
+        response_description="The numbers.",
+        responses=errors(401),
+    )
     async def metrics() -> Response:
-        """Text format."""
+        """Prometheus' text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -79,6 +79,9 @@ class Chat:
     ) -> AsyncGenerator[TokenDelta | Answer]:
         name = secrets.token_hex(12)
         if images:
+            if request.tools or request.response_mask:
+                what = "tools" if request.tools else "response_mask"
+                raise Refusal(400, f"{what}: not taken with an image, whose prompt a worker makes; leave it out", what)
             prompt: dict[str, Any] = {"messages": messages, "images": images}
         else:
             plan = self._plan([], request, messages, sampling)
@@ -99,8 +102,13 @@ class Chat:
     async def _turn(
         self, request: ChatRequest, rollout_id: str, messages: list[Message], sampling: SamplingParams
     ) -> AsyncGenerator[TokenDelta | Answer]:
-        rollout = await self._open(rollout_id)
-        plan = self._plan(rollout.turns, request, messages, sampling)
+        rollout = await self._rollouts.load(rollout_id)
+        if rollout is not None and rollout.state == "closed":
+            raise closed(rollout_id)
+        plan = self._plan(rollout.turns if rollout else [], request, messages, sampling)
+        if rollout is None:  # only now: a call that is refused opens nothing
+            rollout = await self._open(rollout_id)
+            plan = self._plan(rollout.turns, request, messages, sampling) if rollout.turns else plan
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
             yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
             return
@@ -127,12 +135,13 @@ class Chat:
         yield _answer(request, turns, place, resynced=plan.added.resynced)
 
     async def _open(self, rollout_id: str) -> Rollout:
-        """Raises Refusal for a closed one."""
+        """Of a caller that nobody announced. Raises Refusal when it was closed meanwhile."""
+        head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
+        self._metrics.rollouts.labels("opened").inc((await self._rollouts.open([head])) == ["enqueued"])
+        return await self._load(rollout_id)
+
+    async def _load(self, rollout_id: str) -> Rollout:
         rollout = await self._rollouts.load(rollout_id)
-        if rollout is None:
-            head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
-            self._metrics.rollouts.labels("opened").inc((await self._rollouts.open([head])) == ["enqueued"])
-            rollout = await self._rollouts.load(rollout_id)
         if rollout is None or rollout.state == "closed":
             raise closed(rollout_id)
         return rollout
@@ -149,7 +158,7 @@ class Chat:
             self._metrics.resyncs.inc(plan.added.resynced)
             self._metrics.rollouts.labels("forked").inc(plan.forks)
             return [*rollout.turns, turn], place
-        return (await self._open(rollout_id)).turns, place  # another call of it was faster
+        return (await self._load(rollout_id)).turns, place  # another call of it was faster
 
     def _plan(
         self, turns: Sequence[Turn], request: ChatRequest, messages: list[Message], sampling: SamplingParams

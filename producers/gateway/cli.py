@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from pipeline.cli.options import ConfigPath, Overrides
 
 
-def gateway(*, config: ConfigPath = None, overrides: Overrides = (), index: int = 0) -> None:
-    """Serve OpenAI-style completions over the decode queue, on port gateway.port + INDEX.
+def gateway(
+    *,
+    config: ConfigPath = None,
+    overrides: Overrides = (),
+    index: Annotated[int, Parameter(help="Of several on one host; its port is gateway.port + index.")] = 0,
+) -> None:
+    """Serve OpenAI-style completions over the decode queue; `/docs` describes the API.
 
-    Requests must bring SLUICE_GATEWAY_API_KEY as a bearer key where it is set.
+    Callers must send the bearer key SLUICE_GATEWAY_API_KEY where that is set.
 
     Example: `sluice gateway -c configs/text.yaml --set gateway.port=8081`
     """

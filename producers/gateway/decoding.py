@@ -6,7 +6,7 @@
 
 - A job that nobody waits for any more is cancelled, by a task of its own: a caller's end waits for nothing.
 - Whoever asks for the same job id waits for the same job, or is given its answer. One that was cancelled, or ran out
-  of time, before it brought anything is enqueued again.
+  of time, before its caller was shown anything is enqueued again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Decoding:
                             if event.reason in _AGAIN and not began:
                                 raise _Again
                             raise of_letter(event)
-                        began = True
+                        began = began or bool(job.stream_every) or isinstance(event, SequenceResult)  # it was shown
                         yield event
                 return
             except ResultsLost as error:

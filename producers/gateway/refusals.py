@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel
 from redis import RedisError
 
 from pipeline.errors import BrokerError, RequestError, SluiceError
@@ -30,13 +29,17 @@ _THEIRS = ("invalid_request",)
 class Refusal(SluiceError):
     """An answer that is an error."""
 
-    def __init__(self, status: int, message: str, path: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, path: str | None = None, code: str | None = None, *, final: bool = False
+    ) -> None:
         super().__init__(message)
-        self.status, self.path, self.code = status, path, code
+        self.status, self.path, self.code, self._final = status, path, code, final
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those that belong to it."""
+        """When to come again, or never: OpenAI's clients ask again after 409 and 5xx unless they are told not to."""
+        if self._final:
+            return {"x-should-retry": "false"}
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, dict[str, str | None]]:
@@ -45,21 +48,6 @@ class Refusal(SluiceError):
         if self.code is not None:
             body["error"]["code"] = self.code
         return body
-
-
-class ProblemDetail(BaseModel):
-    """What went wrong, where, and what to do."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Problem(BaseModel):
-    """Every answer that is an error."""
-
-    error: ProblemDetail
 
 
 def refusal_of(error: Exception) -> Refusal:
@@ -80,6 +68,8 @@ def refusal_of(error: Exception) -> Refusal:
 def of_schema(problems: Sequence[Any]) -> Refusal:
     """The first of what pydantic found, without the value that was sent."""
     first = problems[0]
+    if first["type"] == "json_invalid":
+        return Refusal(422, f"the body is no JSON: {first['ctx']['error']}")
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     return Refusal(422, f"{where or 'the body'}: {first['msg']}", where or None)
 
@@ -87,12 +77,14 @@ def of_schema(problems: Sequence[Any]) -> Refusal:
 def of_letter(letter: DeadLetter) -> Refusal:
     """Why a sequence died."""
     status = 400 if letter.reason in _THEIRS else 500
-    return Refusal(status, f"the sequence was not decoded: {letter.reason}: {letter.detail}".rstrip(": "))
+    message = f"the sequence was not decoded: {letter.reason}: {letter.detail}".rstrip(": ")
+    return Refusal(status, message, final=letter.reason not in ("cancelled", "expired"))
 
 
 def closed(rollout_id: str) -> Refusal:
     """Nothing may be added to it."""
-    return Refusal(409, f"rollout {rollout_id} is closed; begin another one with an id of its own", "rollout_id")
+    message = f"rollout {rollout_id} is closed; begin another one with an id of its own"
+    return Refusal(409, message, "rollout_id", final=True)
 
 
 def unknown(rollout_id: str) -> Refusal:

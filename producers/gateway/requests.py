@@ -41,24 +41,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change the answer and are not honoured, with the values that change nothing; null is always one."""
 
-_EXAMPLE = {
-    "model": "default",
-    "messages": [{"role": "user", "content": "What is 15 times 23?"}],
-    "rollout_id": "r-1",
-    "max_tokens": 256,
-}
-
 
 class StreamOptions(Schema):
     """What a stream says beside its text."""
 
-    include_usage: bool = False
+    include_usage: bool = Field(default=False, description="One more event before the end, with the counts of tokens.")
 
 
 class ChatRequest(CompletionsRequest):
-    """`POST /v1/chat/completions`."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
+    """`POST /v1/chat/completions`. What is left out, or null, is the run's own setting."""
 
     rollout_id: str | None = Field(  # type: ignore[assignment]
         default=None,
@@ -66,20 +57,28 @@ class ChatRequest(CompletionsRequest):
         max_length=MAX_ID_LENGTH,
         description="Calls with the same id are the turns of one rollout, whose tokens become one training sequence.",
     )
-    temperature: float | None = Field(default=None, ge=0, le=2)  # type: ignore[assignment]
-    top_p: float | None = Field(default=None, ge=0, le=1)  # type: ignore[assignment]
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy.")  # type: ignore[assignment]
+    top_p: float | None = Field(default=None, ge=0, le=1, description="1 is off.")  # type: ignore[assignment]
     top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="-1 and 0 are off.")
-    repetition_penalty: float | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)  # type: ignore[assignment]
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS_LIMIT)
-    stop: str | list[str] | None = None  # type: ignore[assignment]
-    stop_token_ids: list[TokenId] | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="1 with a rollout_id.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    logprobs: bool | None = None  # type: ignore[assignment]
-    tool_choice: Any = Field(default=None, description='"auto" or "none".')
+    repetition_penalty: float | None = Field(default=None, description="1 is off.")
+    max_tokens: int | None = Field(  # type: ignore[assignment]
+        default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Of this answer."
+    )
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_TOKENS_LIMIT, description="OpenAI's newer name of `max_tokens`; it goes first."
+    )
+    stop: str | list[str] | None = Field(  # type: ignore[assignment]
+        default=None, description="Texts that end the answer."
+    )
+    stop_token_ids: list[TokenId] | None = Field(default=None, description="Tokens that end the answer.")
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="The same seed, the same tokens.")
+    n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="Answers; 1 with a `rollout_id`.")
+    stream: bool | None = Field(default=None, description="The answer as server-sent events.")
+    stream_options: StreamOptions | None = Field(default=None, description="With `stream`.")
+    logprobs: bool | None = Field(  # type: ignore[assignment]
+        default=None, description="Of each choice in OpenAI's form too; `logprobs` at the top is always there."
+    )
+    tool_choice: Any = Field(default=None, description='`"auto"`, or `"none"`: calls in the answer stay text.')
 
     def plain_messages(self) -> list[Message]:
         """The messages as they came. Raises Refusal (400) for what cannot be carried."""
@@ -141,7 +140,9 @@ class ChatRequest(CompletionsRequest):
 class FinishRequest(Schema):
     """`POST /v1/rollout/{rollout_id}/finish`."""
 
-    final_status: Literal["COMPLETED", "ERROR", "CANCELLED"]
+    model_config = ConfigDict(json_schema_extra={"examples": [{"final_status": "COMPLETED", "reward": 1.0}]})
+
+    final_status: Literal["COMPLETED", "ERROR", "CANCELLED"] = Field(description="Only COMPLETED is trained.")
     reward: float | None = Field(default=None, description="Of the whole rollout; null: the task decides.")
     truth: Any = Field(default=None, description="For the task; null: what the rollout was opened with.")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Body, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import MessageError
@@ -18,52 +18,20 @@ from pipeline.messages import TokenDelta
 from producers.gateway.answers import Answer
 from producers.gateway.in_hand import unless_gone
 from producers.gateway.infer import encode_envelopes, read_call
-from producers.gateway.refusals import Problem, Refusal
+from producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
+from producers.gateway.refusals import Refusal
 from producers.gateway.requests import ChatRequest
 from producers.gateway.service import Service
 from producers.gateway.stream import ChatStream, with_error
-from producers.rollout.schemas.completions import CompletionsResponse
+from producers.http.strict_json import StrictRoute
 
 JSON = "application/json"
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Problem, "description": "It cannot be honoured; the message says why."},
-    401: {"model": Problem, "description": "The key is missing or wrong."},
-    404: {"model": Problem, "description": "No such model or rollout."},
-    409: {"model": Problem, "description": "The rollout is closed."},
-    413: {"model": Problem, "description": "The body is too large."},
-    422: {"model": Problem, "description": "Not the schema; `param` is the path."},
-    429: {"model": Problem, "description": "Too many requests in hand; `Retry-After` says when to come again."},
-    500: {"model": Problem, "description": "The sequence died in the queue, or a fault of the gateway."},
-    503: {"model": Problem, "description": "The broker is away."},
-    504: {"model": Problem, "description": "No answer in time; the message says what was waited for."},
-}
-_INFER_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            JSON: {
-                "schema": {
-                    "type": "object",
-                    "required": ["infer_requests"],
-                    "properties": {
-                        "infer_requests": {"type": "array", "items": {"type": "object"}},
-                        "request_config": {"type": ["object", "null"]},
-                    },
-                },
-                "example": {
-                    "infer_requests": [{"messages": [{"role": "user", "content": "Hello"}]}],
-                    "request_config": {"max_tokens": 32, "temperature": 0},
-                },
-            }
-        },
-    }
-}
 
 
 class Model(BaseModel):
     """One name that requests may use."""
 
-    id: str
+    id: str = Field(description="What `model` of a request may be.")
     object: str = "model"
     created: int = 0
     owned_by: str = "sluice"
@@ -74,6 +42,10 @@ class Models(BaseModel):
 
     object: str = "list"
     data: list[Model]
+
+
+_ChatBody = Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)]
+_RolloutHeader = Annotated[str | None, Header(description="Instead of `rollout_id` in the body.")]
 
 
 class _Events(StreamingResponse):
@@ -90,24 +62,46 @@ class _Events(StreamingResponse):
 
 def chat_routes(service: Service) -> APIRouter:
     """Routes of one process."""
-    router = APIRouter(tags=["completions"], responses=ERRORS)
-    names = ("default", service.config.gateway.model_name)
+    router = APIRouter(route_class=StrictRoute, tags=["completions"])
+    _add_chat(router, service)
+    _add_infer(router, service)
+    _add_models(router, ("default", service.config.gateway.model_name))
+    return router
 
+
+def _add_chat(router: APIRouter, service: Service) -> None:
     @router.post(
         "/v1/chat/completions",
         response_model=None,
         summary="A chat completion, or the next turn of a rollout",
-        responses={200: {"model": CompletionsResponse, "description": "An event stream where `stream` is true."}},
+        responses=CHAT | errors(400, 401, 404, 409, 413, 422, 429, 500, 503, 504),
     )
-    async def chat(body: ChatRequest, request: Request, x_rollout_id: str | None = Header(default=None)) -> Response:
-        """OpenAI's protocol. Calls with one `rollout_id` (or header `X-Rollout-Id`) are turns of one rollout."""
+    async def chat(body: _ChatBody, request: Request, x_rollout_id: _RolloutHeader = None) -> Response:
+        """OpenAI's protocol, with the token ids of what was read and sampled.
+
+        Calls with the same `rollout_id` are the turns of one rollout: each call's messages begin with those of an
+        earlier one and its answer. Other messages fork it. The same call again is given the same answer.
+
+        What changes the answer and is not listed here, such as `response_format`, is refused with 400.
+        """
         if body.rollout_id is None and x_rollout_id is not None:
             body = body.model_copy(update={"rollout_id": x_rollout_id})
         return await _chat(service, body, request)
 
-    @router.post("/infer/", response_model=None, summary="A batch of prompts", openapi_extra=_INFER_BODY)
+
+def _add_infer(router: APIRouter, service: Service) -> None:
+    @router.post(
+        "/infer/",
+        response_model=None,
+        summary="A batch of prompts with one set of options",
+        openapi_extra=INFER_BODY,
+        responses=INFER | errors(400, 401, 413, 422, 429, 500, 503, 504),
+    )
     async def infer(request: Request) -> Response:
-        """One envelope for each output, in the order of the prompts."""
+        """One chat completion for each output, in the order of the prompts, each in an envelope.
+
+        `coordexp.repeat_terminate_triggered` is 1 where the repeat guard ended the sequence.
+        """
         try:
             call = read_call(await request.body())
         except MessageError as error:
@@ -116,19 +110,24 @@ def chat_routes(service: Service) -> APIRouter:
             envelopes = await unless_gone(request, service.inference.answer(call))
         return Response(encode_envelopes(envelopes), media_type=JSON)
 
-    @router.get("/v1/models", summary="Names of the model")
+
+def _add_models(router: APIRouter, names: Sequence[str]) -> None:
+    @router.get("/v1/models", summary="Names of the model", response_description="All of them.", responses=errors(401))
     async def models() -> Models:
         """Every name means the weights that are served at the time."""
         return Models(data=[Model(id=name) for name in names])
 
-    @router.get("/v1/models/{name}", summary="One name of the model")
-    async def model(name: str) -> Model:
-        """404 for another name."""
+    @router.get(
+        "/v1/models/{name}",
+        summary="One name of the model",
+        response_description="It is served.",
+        responses=errors(401, 404, 422),
+    )
+    async def model(name: Annotated[str, Path(description="As `model` in a request.", examples=["default"])]) -> Model:
+        """For clients that ask whether a name is served."""
         if name not in names:
             raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(names)}", "model")
         return Model(id=name)
-
-    return router
 
 
 async def _chat(service: Service, body: ChatRequest, request: Request) -> Response:

@@ -4,7 +4,9 @@
     not in the   mask 1     mask 0  mask 1    mask 0  mask 1       token_ids, logprobs, versions, …
     arrays
 
-- Nothing is trained twice: turns that an earlier sequence has already are context in the later ones, mask 0.
+- The first part is the branch with the newest turn, which holds how the rollout ended: there a task finds its reward,
+  and not in a branch that the agent gave up.
+- Nothing is trained twice: turns that an earlier part has already are context in the later ones, mask 0.
 - Where the mask is 0 the log-probability is 0.0 and the versions are -1; a turn keeps a mask of its own (the end of
   sequence that the repeat guard forced).
 - The ending is that of the last turn; a turn that was cut short (deadline, cancelled, error) makes it that of the path.
@@ -43,10 +45,10 @@ def known_token_ids(path: Sequence[Turn]) -> list[int]:
 
 
 def trajectories(rollout: Rollout, verdict: Verdict) -> list[SequenceResult]:
-    """One result for each leaf, in the order of the leaves' turns; at least one turn is needed."""
+    """One result for each leaf, the newest one first; at least one turn is needed."""
     turns = rollout.turns
     parents = {turn.parent for turn in turns}
-    leaves = [place for place in range(len(turns)) if place not in parents]
+    leaves = [place for place in reversed(range(len(turns))) if place not in parents]
     seen: set[int] = set()
     results: list[SequenceResult] = []
     for part, leaf in enumerate(leaves):

@@ -23,6 +23,7 @@ PATH = "/docs"
 _POLICY = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 _METHODS = ("get", "put", "post", "delete", "patch")
 _JSON = "application/json"
+_WIDTH = 84  # of a line of an example
 
 Document = Mapping[str, Any]
 
@@ -59,10 +60,10 @@ def api_page(document: Document, url: str, *, needs_key: bool = False) -> str:
 
 
 def _routes(document: Document, url: str, needs_key: bool) -> Iterator[dict[str, Any]]:
+    shown: list[Mapping[str, Any]] = []
     for path, item in document["paths"].items():
-        for method in _METHODS:
-            if (operation := item.get(method)) is None:
-                continue
+        for method in (one for one in _METHODS if one in item):
+            operation = item[method]
             body = operation.get("requestBody", {}).get("content", {}).get(_JSON, {})
             schema = resolved(body.get("schema", {}), document)
             line = _curl(method, url + _filled(path, operation), needs_key and path != "/health")
@@ -75,11 +76,13 @@ def _routes(document: Document, url: str, needs_key: bool) -> Iterator[dict[str,
                 "summary": operation.get("summary", ""),
                 "text": operation.get("description", ""),
                 "parameters": [_parameter(one) for one in operation.get("parameters", ())],
-                "body": list(fields(schema)),
-                "examples": [(name, _pretty(value), line + _data(value)) for name, value in examples],
+                "body": [] if schema in shown else list(fields(schema)),
+                "body_kind": kind(body["schema"]) if schema else [],
+                "examples": [(name, _shown(value), line + _data(value)) for name, value in examples],
                 "answers": [_answer(*one) for one in operation["responses"].items() if one[0] < "400"],
                 "errors": [_answer(*one) for one in sorted(operation["responses"].items()) if one[0] >= "400"],
             }
+            shown.append(schema)  # once a page is enough
 
 
 def _parameter(one: Mapping[str, Any]) -> tuple[str, Field]:
@@ -97,7 +100,7 @@ def _answer(status: str, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _example(body: Mapping[str, Any]) -> str:
     found = next((value for _, value in _examples(body, {})), None)
-    return found if isinstance(found, str) else _pretty(found)
+    return found if isinstance(found, str) else _shown(found)
 
 
 def _examples(body: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -121,14 +124,28 @@ def _curl(method: str, url: str, with_key: bool) -> str:
     return f"curl {verb}{shlex.quote(url)}" + (' -H "Authorization: Bearer $KEY"' if with_key else "")
 
 
+def _shown(value: Any) -> str:
+    return "" if value is None else _pretty(value)
+
+
 def _data(value: Any) -> str:
     if value is None:
         return ""
     return f" -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(value, ensure_ascii=False))}"
 
 
-def _pretty(value: Any) -> str:
-    return "" if value is None else json.dumps(value, indent=2, ensure_ascii=False)
+def _pretty(value: Any, before: str = "") -> str:
+    """JSON in which what is short stays in one line."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if len(before) + len(flat) <= _WIDTH or not isinstance(value, dict | list):
+        return flat
+    more = before + "  "
+    if isinstance(value, list):
+        inner = [_pretty(one, more) for one in value]
+    else:
+        inner = [f"{json.dumps(name)}: {_pretty(one, more)}" for name, one in value.items()]
+    opened, closed = "[]" if isinstance(value, list) else "{}"
+    return f"{opened}\n{more}" + f",\n{more}".join(inner) + f"\n{before}{closed}"
 
 
 def _types(document: Document) -> list[tuple[str, Mapping[str, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ _BEYOND_NOTICE = 2**31  # bounds of the number's own type
 
 _AT_LEAST = ("minimum", "minLength", "minItems")
 _AT_MOST = ("maximum", "maxLength", "maxItems")
-_UNITS = {"string": " characters", "array": " items"}
+_UNITS = {"string": " characters"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,13 @@ def resolved(schema: Schema, document: Mapping[str, Any]) -> Schema:
 
 
 def fields(schema: Schema, prefix: str = "") -> Iterator[Field]:
-    """The properties of an object, with those of the objects that are written out inside it: `outer.inner`, `list[].x`."""
-    for name, one in schema.get("properties", {}).items():
-        required = name in schema.get("required", ())
+    """The properties of an object, required ones first.
+
+    Those of objects that are written out inside it are named `outer.inner` and `list[].inner`.
+    """
+    required_names = schema.get("required", ())
+    for name, one in sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required_names):
+        required = name in required_names
         default = json.dumps(one["default"], ensure_ascii=False) if "default" in one and not required else ""
         yield Field(prefix + name, kind(one), one.get("description", ""), default, required)
         for inner, suffix in ((one, "."), (one.get("items", {}), "[].")):
@@ -79,18 +83,17 @@ def _joined(kinds: list[list[Part]]) -> list[Part]:
 
 
 def _bounds(schema: Schema, kind: str) -> str:
-    low = _bound(schema, _AT_LEAST, "exclusiveMinimum", "above ")
-    high = _bound(schema, _AT_MOST, "exclusiveMaximum", "below ")
-    if low and high:
-        shown = f"{low} to {high}"
-    else:
-        shown = f"at least {low}" if low else f"at most {high}" if high else ""
+    low = _bound(schema, "at least", _AT_LEAST, "above", "exclusiveMinimum")
+    high = _bound(schema, "at most", _AT_MOST, "below", "exclusiveMaximum")
+    if low.startswith("at") and high.startswith("at"):
+        low, high = low.removeprefix("at least ") + " to " + high.removeprefix("at most "), ""
+    shown = " and ".join(filter(None, (low, high)))
     return f", {shown}{_UNITS.get(kind, '')}" if shown else ""
 
 
-def _bound(schema: Schema, names: tuple[str, ...], exclusive: str, word: str) -> str:
-    for name in (*names, exclusive):
+def _bound(schema: Schema, word: str, names: Sequence[str], exclusive_word: str, exclusive: str) -> str:
+    for said, name in ((exclusive_word, exclusive), *((word, name) for name in names)):
         value = schema.get(name)
         if value is not None and abs(value) < _BEYOND_NOTICE:
-            return (word if name == exclusive else "") + f"{value:.15g}"
+            return f"{said} {value:.15g}"
     return ""

@@ -34,7 +34,7 @@ class BodyLimit:
             answer = problem_response(400, "a header has control characters; remove them", headers=_CLOSE)
             await with_unread_body(answer)(scope, receive, send)
         elif _declared(scope) > self._max_bytes:
-            await self._refusal(with_rest=True)(scope, receive, send)
+            await self._refusal(2 * self._max_bytes)(scope, receive, send)
         else:
             await self._counted(scope, receive, send)
 
@@ -63,13 +63,13 @@ class BodyLimit:
             if num_bytes <= self._max_bytes or started:
                 raise
         if num_bytes > self._max_bytes and not started:
-            await self._refusal(with_rest)(scope, receive, send)
+            await self._refusal(self._max_bytes if with_rest else 0)(scope, receive, send)
 
-    def _refusal(self, with_rest: bool) -> ASGIApp:
-        """`with_rest`: some of the body is still to come."""
+    def _refusal(self, unread: int) -> ASGIApp:
+        """`unread`: bytes that may still come."""
         message = f"the request is larger than {self._max_bytes} bytes; send less, or raise max_body_mb"
         response = problem_response(413, message, headers=_CLOSE)
-        return with_unread_body(response, max(self._max_bytes, MOST_BYTES)) if with_rest else response
+        return with_unread_body(response, max(unread, MOST_BYTES)) if unread else response
 
 
 def _declared(scope: Scope) -> int:

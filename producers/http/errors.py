@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 
 _KINDS = {
     401: ("authentication_error", "invalid_api_key"),
@@ -15,6 +17,33 @@ _KINDS = {
     503: ("server_error", "unavailable"),
     504: ("server_error", "timeout"),
 }
+
+
+class ProblemDetail(BaseModel):
+    """What went wrong, where, and what to do."""
+
+    message: str = Field(description="In words; it never repeats a key.")
+    type: str = Field(description="Such as `invalid_request_error` or `server_error`.")
+    param: str | None = Field(description="The path of the field, such as `messages.0.role`.")
+    code: str | None = Field(description="For programs, such as `rate_limited`.")
+
+
+class Problem(BaseModel):
+    """Every answer that is an error."""
+
+    error: ProblemDetail
+
+
+def documented(texts: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    """Errors of a route, for its OpenAPI page: what each status means, with an example."""
+    return {
+        status: {
+            "model": Problem,
+            "description": text,
+            "content": {"application/json": {"example": problem(status, text)}},
+        }
+        for status, text in texts.items()
+    }
 
 
 def problem(status: int, message: str, path: str | None = None) -> dict[str, dict[str, str | None]]:

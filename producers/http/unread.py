@@ -14,7 +14,7 @@ from fastapi import Response
 from producers.http.asgi import ASGIApp, Message, Receive, Scope, Send
 
 MOST_BYTES = 1 << 20
-MOST_S, SILENT_S = 5.0, 0.5
+MOST_S, SILENT_S = 20.0, 2.0
 
 
 def with_unread_body(response: Response, max_bytes: int = MOST_BYTES) -> ASGIApp:

@@ -18,6 +18,7 @@ def rollout_server(
     """Run the agent loop and its tools for trainers that ask over HTTP; the model is called back at the trainer.
 
     Callers must send the bearer key SLUICE_ROLLOUT_API_KEY where that is set. No broker is needed.
+    `/docs` describes the API.
 
     Example: `sluice rollout-server -c configs/text.yaml --set model.path=./my-model`
     """

@@ -2,66 +2,57 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from pipeline import __version__
 from pipeline.errors import RequestError
+from producers.http.api_page import add_api_page
 from producers.http.auth import BearerAuth
 from producers.http.body_limit import BodyLimit
 from producers.http.errors import problem_response
-from producers.rollout import strict_json
+from producers.http.strict_json import StrictRoute
 from producers.rollout.app_state import AppState
 from producers.rollout.line import RETRY_AFTER_S, LineFull
 from producers.rollout.routes import add_routes
 from producers.rollout.runs import Conflict, Draining, Runs
 
 _ABOUT = """\
-Runs the agent loop of reinforcement learning: tools are here, the model is called back at the trainer's `server_url`.
+Runs agent rollouts: ask the model, run the tools that it calls, show it the results, ask again. The tools are here; the
+model is asked at the `server_url` of the request, which is a gateway or another trainer.
 
 `POST /rollout` answers when the rollout has ended; `POST /v1/rollout/init` answers at once and calls back
 `{server_url}/v1/rollout/completed`. A rollout that fails is answered 200 with `status: ERROR`.
 """
 
+_TAGS = [
+    {"name": "rollouts", "description": "Begin rollouts, look after them, end them."},
+    {"name": "server", "description": "The tools, the state of this process, and its numbers."},
+]
+
 
 def build_app(state: AppState, runs: Runs, *, key: str | None = None) -> FastAPI:
     """The application; `key` is the bearer key that callers must send, None for everybody."""
-    app = FastAPI(title="Sluice rollout server", version=__version__, description=_ABOUT)
-    router = APIRouter(route_class=_StrictRoute)
+    app = FastAPI(
+        title="Sluice rollout server",
+        version=__version__,
+        description=_ABOUT,
+        openapi_tags=_TAGS,
+        docs_url=None,
+        redoc_url=None,
+    )
+    router = APIRouter(route_class=StrictRoute)
     add_routes(router, state, runs)
     app.include_router(router)
+    add_api_page(app, needs_key=key is not None)
     _add_errors(app, state)
     app.add_middleware(BodyLimit, max_bytes=state.max_bytes)
     app.add_middleware(BearerAuth, key=key)  # the outermost: the last one added
     return app
-
-
-class _StrictRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_strict"):
-            try:
-                self._strict = strict_json.decode(await self.body())
-            except ValueError as error:
-                raise json.JSONDecodeError(str(error), "", 0) from error
-        return self._strict
-
-
-class _StrictRoute(APIRoute):
-    """Bodies are read by strict_json."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        handler = super().get_route_handler()
-
-        async def strict(request: Request) -> Response:
-            return await handler(_StrictRequest(request.scope, request.receive))
-
-        return strict
 
 
 def _add_errors(app: FastAPI, state: AppState) -> None:

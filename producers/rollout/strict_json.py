@@ -1,28 +1,15 @@
-"""JSON from the network: RFC 8259 only, so that whatever was read can be written again.
-
-- No NaN or infinity, no half of a surrogate pair, no number beyond all types, no nesting beyond 200.
-"""
+"""JSON of the wire with the trainer: read strictly, written as ASCII."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import msgspec
 from pydantic import ValidationError
-from pydantic_core import from_json
 
+from producers.http.strict_json import decode
 
-def decode(body: bytes) -> Any:
-    """The value. Raises ValueError saying what is wrong with it."""
-    try:
-        value = msgspec.json.decode(body)
-        from_json(body)  # bounds the nesting
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise ValueError(str(error)) from error
-    return value
+__all__ = ["decode", "encode", "what_is_wrong"]
 
 
 def encode(value: Any) -> bytes:

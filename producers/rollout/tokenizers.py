@@ -2,7 +2,7 @@
 
 - One load at a time in the process, and one per name: who comes meanwhile waits for it and finds it.
 - Loads and renderings run on a thread each, so the server answers meanwhile, and no tokenizer is used twice at once.
-- Code that comes with a tokenizer runs only where the operator allows it.
+- Code that comes with a tokenizer runs only where the operator allows it, and then no caller chooses the revision.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class Tokenizers:
         source = self._names[name]
         if revision is not None and Path(source).is_dir():
             raise RolloutError("tokenizer_error", f"tokenizer {name!r} is a directory; leave tokenizer_revision out")
+        if revision is not None and self._trust:  # anybody can propose one at the hub, and its code would run
+            raise RolloutError("tokenizer_error", "code of tokenizers is trusted here; leave tokenizer_revision out")
         return source
 
     def _load(self, name: str, source: str, revision: str | None) -> LoadedTokenizer:

@@ -1,13 +1,16 @@
 """The trainer's HTTP side, as one rollout sees it.
 
-- Retried: transport errors, 5xx and 429 (after its Retry-After), with growing pauses. No other answer is.
-- Never beyond the deadline, nor beyond `patience_s` of failures in a row; a full trainer (429) is no failure.
+- Retried: transport errors, 5xx and 429 (after its Retry-After), with growing pauses. No other answer is, nor one that
+  says `x-should-retry: false`, as OpenAI's clients know it.
+- Never beyond the deadline, nor beyond `patience_s` of failures in a row; a full trainer (429) is no failure. An answer
+  that is to be called back is tried until the deadline: nobody would ask for it.
 - The bearer key is in the header alone: no log line, error or repr has it, whatever the trainer answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
@@ -99,10 +102,11 @@ class TrainerClient:
 
     async def completed(self, body: bytes, *, until: float) -> None:
         """Deliver the answer of the asynchronous protocol. Raises RolloutError."""
-        await self._post("/v1/rollout/completed", body, until)
+        await self._post("/v1/rollout/completed", body, until, patience_s=math.inf)
 
-    async def _post(self, path: str, body: bytes, until: float) -> bytes:
+    async def _post(self, path: str, body: bytes, until: float, patience_s: float | None = None) -> bytes:
         pause, failing_since = self._retries.first_s, None
+        patience_s = self._retries.patience_s if patience_s is None else patience_s
         while True:
             try:
                 return await self._try(path, body, until)
@@ -110,7 +114,7 @@ class TrainerClient:
                 now, wait = time.monotonic(), max(again.after_s, pause * random.uniform(0.75, 1.25))
                 full = again.error.category == "rate_limited"
                 failing_since = None if full else failing_since or now
-                patient = failing_since is None or now + wait - failing_since <= self._retries.patience_s
+                patient = failing_since is None or now + wait - failing_since <= patience_s
                 if not patient or now + wait >= until:
                     raise again.error from again
                 self._on_retry(again.error.category)
@@ -150,7 +154,7 @@ class TrainerClient:
         if status == 429:
             category = "rate_limited"
         error = RolloutError(category, f"{path}: the trainer answered {status}: {said}", status)
-        if category == "trainer_client_error":
+        if category == "trainer_client_error" or response.headers.get("x-should-retry") == "false":
             return error
         return _Again(error, retry_after_s(response.headers.get("Retry-After")))
 

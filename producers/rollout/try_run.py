@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from types import TracebackType
 from typing import Any
@@ -99,6 +100,8 @@ class Trial:
 
     async def _open(self) -> None:
         self._state = await self._scope.enter_async_context(app_state(self._config))
+        if not _shows(self._renderer, self._state.tools.schemas()):
+            self._view.note("the chat template does not show the tools: the model is not told of them")
         opened = _open_engine()(self._config.model, self._config.worker)
         self._engine: Engine = await self._scope.enter_async_context(opened)
 
@@ -145,6 +148,13 @@ class Trial:
             self._runner.run(self._scope.aclose())
         finally:
             self._runner.close()
+
+
+def _shows(renderer: Renderer, tools: Sequence[dict[str, Any]]) -> bool:
+    """Whether the tools are in what the model reads."""
+    said: list[Message] = [{"role": "user", "content": "?"}]
+    told, untold = (replace(renderer, options=replace(renderer.options, tools=one)) for one in (tools, ()))
+    return not tools or told.prompt(said) != untold.prompt(said)
 
 
 def _open_engine() -> Any:

@@ -134,6 +134,15 @@ async def test_a_busy_server_is_asked_again(make_config: MakeConfig, far: FarSid
     assert (await state()).committed == 1
 
 
+async def test_a_busy_server_is_left_some_peace_whatever_it_says(
+    make_config: MakeConfig, far: FarSide, state: Look
+) -> None:
+    far.script = lambda *_: web.Response(status=429, headers={"Retry-After": "0"})
+    await asyncio.wait_for(produce(await make_config(1, timeout_s=4.0)), 30)
+    assert 1 <= len(far.posted) <= 8, "pauses double"
+    assert (await state()).dropped == 1
+
+
 async def test_an_error_is_finished_as_one_and_the_run_goes_on(
     make_config: MakeConfig, far: FarSide, state: Look
 ) -> None:

@@ -35,6 +35,7 @@ def test_every_turn_is_shown_with_calls_results_and_masks(model: str, capsys: py
     assert try_(model=model, prompt="hi", max_tokens=8, max_turns=2, overrides=(*SETTINGS, CALLS)) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
+        "the chat template does not show the tools",
         "turn 1",
         '→ add({"a": 15, "b": 23})',
         "8 sampled tokens",
@@ -74,6 +75,8 @@ def test_a_rollout_that_fails_is_shown_and_is_the_exit_code(model: str, capsys: 
 def test_what_is_missing_is_named(tmp_path: Path, model: str) -> None:
     with pytest.raises(ConfigError, match="name its directory with --model"):
         try_(prompt="hi")
+    with pytest.raises(ModelError, match="there is no such directory"):
+        try_(model=str(tmp_path / "nowhere"), prompt="hi")
     with pytest.raises(ConfigError, match="nothing to say"):
         try_(model=model)
     with pytest.raises(ConfigError, match=r"sampling_params.temperature: .*correct the option"):

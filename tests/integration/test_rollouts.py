@@ -54,6 +54,29 @@ async def test_nobody_knows_what_was_never_opened(client: Any, keys: Keys, rollo
     assert await entries(client, keys) == []
 
 
+async def test_a_producer_that_comes_after_its_agent_gets_its_place(
+    client: Any, keys: Keys, rollouts: Rollouts
+) -> None:
+    """The broker lost the opening, and a call of the agent came before the producer read its source again."""
+    open_one, closed_one = (head(f"g:{index}", group_id="g", group_size=2, index=index, truth="7") for index in (0, 1))
+    assert await rollouts.open([RolloutHead.alone("g:0", "t"), RolloutHead.alone("g:1", "t")]) == ["enqueued"] * 2
+    await rollouts.add("g:0", turn())
+    assert await rollouts.drop("g:1", "rollout_error") == "ok"
+    assert await rollouts.open([open_one, closed_one]) == ["duplicate", "enqueued"]
+    assert await rollouts.open([RolloutHead.alone("g:1", "t")]) == ["duplicate"]  # never the other way round
+    assert await client.pttl(keys.rollout + "g:1") == -1
+    for one in (open_one, closed_one):
+        found = await rollouts.load(one.rollout_id)
+        assert found is not None
+        assert (found.head.group_id, found.head.group_size, found.head.truth) == ("g", 2, "7")
+        assert await rollouts.publish(one.rollout_id, [trajectory(one)], len(found.turns)) == "ok"
+    places = [(row["g"], row["i"], row["n"]) for row in await entries(client, keys)]
+    assert places == [(b"g:1", b"0", b"1"), (b"g", b"0", b"2"), (b"g", b"1", b"2")]
+    assert await counts(client, keys) == {
+        "enqueued": 3, "committed": 2, "dropped": 1, "dropped:rollout_error": 1, "bytes": await held(client, keys)
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("ending", ["publish", "drop"])
 async def test_what_comes_after_the_end_is_told_so(client: Any, keys: Keys, rollouts: Rollouts, ending: str) -> None:
     made = head("r", group_id="g", group_size=4, index=3)

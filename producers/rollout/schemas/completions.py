@@ -20,11 +20,13 @@ MaskValue = Annotated[int, Field(ge=0, le=1)]
 class CompletionsRequest(SamplingParams):
     """One call of a rollout."""
 
-    model: str = "default"
-    messages: list[Message] = Field(min_length=1)
+    model: str = Field(default="default", description="`default`, or a name that `/v1/models` lists.")
+    messages: list[Message] = Field(min_length=1, description="The whole conversation so far.")
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
-    response_mask: list[MaskValue] | None = None
-    tools: list[JsonObject] | None = None
+    response_mask: list[MaskValue] | None = Field(
+        default=None, description="A 0 for each token that this call adds to its rollout; checked where it is sent."
+    )
+    tools: list[JsonObject] | None = Field(default=None, description="Function schemas, for the chat template.")
 
 
 class CompletionsChoice(OpenSchema):
@@ -32,7 +34,7 @@ class CompletionsChoice(OpenSchema):
 
     index: int = 0
     message: Message
-    finish_reason: str | None = None
+    finish_reason: str | None = Field(default=None, description="`stop`, `length` or `tool_calls`.")
 
 
 class CompletionsResponse(OpenSchema):
@@ -43,9 +45,9 @@ class CompletionsResponse(OpenSchema):
     created: int = 0
     model: str = "default"
     choices: list[CompletionsChoice] = Field(min_length=1)
-    token_ids: list[TokenId]
-    logprobs: list[float]
-    prompt_token_ids: list[TokenId] = Field(min_length=1)
+    token_ids: list[TokenId] = Field(description="What was sampled.")
+    logprobs: list[float] = Field(description="Of `token_ids`, one each: natural logarithms.")
+    prompt_token_ids: list[TokenId] = Field(min_length=1, description="What the model was given.")
 
     @model_validator(mode="after")
     def _fits(self) -> CompletionsResponse:

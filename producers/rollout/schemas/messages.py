@@ -35,9 +35,11 @@ class Message(OpenSchema):
     """One message; fields that are not listed are kept."""
 
     role: Role
-    content: str | list[JsonObject] | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
+    content: str | list[JsonObject] | None = Field(default=None, description="Text, or a list of OpenAI's parts.")
+    tool_calls: list[ToolCall] | None = Field(default=None, description="What an assistant's message calls.")
+    tool_call_id: str | None = Field(
+        default=None, max_length=MAX_ID_LENGTH, description="Which call a tool's message answers."
+    )
 
     def plain(self) -> JsonObject:
         """The message as it came: what was not sent stays away."""

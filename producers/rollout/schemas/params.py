@@ -10,8 +10,8 @@ from producers.rollout.schemas.constants import MAX_TOKENS_LIMIT, OpenSchema
 class SamplingParams(OpenSchema):
     """Options of every call of a rollout; what is not listed goes to the trainer as it is."""
 
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, ge=0, le=1)
-    max_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS_LIMIT)
-    stop: list[str] | None = None
-    logprobs: bool = True
+    temperature: float = Field(default=1.0, ge=0, le=2, description="0 is greedy.")
+    top_p: float = Field(default=1.0, ge=0, le=1, description="1 is off.")
+    max_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS_LIMIT, description="Of one reply.")
+    stop: list[str] | None = Field(default=None, description="Texts that end a reply.")
+    logprobs: bool = Field(default=True, description="Asked of the model; training needs them.")

@@ -50,15 +50,21 @@ class RolloutRequest(Schema):
 
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH, description="The same id never runs twice.")
     server_url: str = Field(description="Where the model is: http or https, of a listed host.")
-    messages: list[Message] = Field(min_length=1)
-    sampling_params: SamplingParams = SamplingParams()
+    messages: list[Message] = Field(min_length=1, description="What the rollout begins with.")
+    sampling_params: SamplingParams = Field(default=SamplingParams(), description="Of every reply.")
     tokenizer_name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH, description="One that the server lists.")
-    tokenizer_revision: str | None = Field(default=None, max_length=MAX_NAME_LENGTH)
+    tokenizer_revision: str | None = Field(
+        default=None, max_length=MAX_NAME_LENGTH, description="Where the server's list has a hub's model."
+    )
     tool_server_url: str | None = Field(default=None, description="An MCP server whose tools this rollout has too.")
-    max_turns: int = Field(default=10, ge=1, le=MAX_TURNS_LIMIT)
-    max_tokens_total: int = Field(default=8192, ge=1, le=MAX_TOTAL_TOKENS_LIMIT)
-    metadata: JsonObject = {}
-    callback_api_key: Annotated[SecretStr | None, Field(description="Sent to server_url as a bearer key.")] = None
+    max_turns: int = Field(default=10, ge=1, le=MAX_TURNS_LIMIT, description="Replies of the model, at most.")
+    max_tokens_total: int = Field(
+        default=8192, ge=1, le=MAX_TOTAL_TOKENS_LIMIT, description="Of the longest context, replies included."
+    )
+    metadata: JsonObject = Field(
+        default={}, description="At most 1 MiB. `max_assistant_turns` and `max_user_turns` in it are bounds too."
+    )
+    callback_api_key: Annotated[SecretStr | None, Field(description="Sent to `server_url` as the bearer key.")] = None
 
     @field_validator("rollout_id")
     @classmethod
@@ -104,9 +110,9 @@ class RolloutRequest(Schema):
 class RolloutMetrics(Schema):
     """Counts and times of one rollout."""
 
-    total_latency_ms: float = 0.0
-    llm_latency_ms: float = 0.0
-    tool_latency_ms: float = 0.0
+    total_latency_ms: float = Field(default=0.0, description="Of the whole rollout.")
+    llm_latency_ms: float = Field(default=0.0, description="Of all calls of the model together.")
+    tool_latency_ms: float = Field(default=0.0, description="Of the tools, turn by turn.")
     num_llm_calls: int = Field(default=0, description="Turns handed to training.")
     num_tool_calls: int = 0
     prompt_tokens: int = Field(default=0, description="Of all calls together.")
@@ -119,9 +125,9 @@ class RolloutResponse(Schema):
 
     rollout_id: str
     status: Annotated[RolloutStatus, Field(strict=False)]
-    final_messages: list[Message] = Field(default_factory=list)
+    final_messages: list[Message] = Field(default_factory=list, description="The whole conversation.")
     finish_reason: FinishReason | None = None
-    error_message: str | None = None
+    error_message: str | None = Field(default=None, description="Why it failed, in words.")
     metrics: RolloutMetrics = Field(default_factory=RolloutMetrics)
     extra_fields: JsonObject = Field(
         default_factory=dict, description="error_category, http_status; template_drift, resyncs."

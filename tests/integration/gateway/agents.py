@@ -56,7 +56,7 @@ async def rollout_server(config: Config, gateway_url: str) -> AsyncIterator[Roll
     await asyncio.wait({serving, port}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     try:
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=55)) as http:
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=150)) as http:
             yield RolloutServer(f"http://127.0.0.1:{port.result()}", gateway_url, http)
     finally:
         drain.set()

@@ -100,7 +100,8 @@ async def test_sampled_tokens_are_never_made_again_and_a_rollout_is_published_on
         assert (await gateway.post("/v1/rollout/completed", callback))[1]["already"] is True
         assert (await gateway.finish("r/2"))[0] == 404
         late = {"messages": [*more, said(second), user("late")], "rollout_id": "r/1"}
-        assert (await gateway.post("/v1/chat/completions", late))[0] == 409
+        async with gateway.http.post(gateway.url + "/v1/chat/completions", json=late) as refused:
+            assert (refused.status, refused.headers["x-should-retry"]) == (409, "false")
     [result] = await published(client, keys)
     assert list(result.prompt_token_ids) == first["prompt_token_ids"]
     assert list(result.token_ids) == first["token_ids"] + added + second["token_ids"]
@@ -117,6 +118,9 @@ async def test_a_mask_of_the_wrong_length_is_refused_and_a_history_that_forks_ha
     config: Config, backend: HfBackend, client: Any, keys: Keys
 ) -> None:
     async with serving(config, backend) as gateway:
+        bad = {"messages": [USER], "rollout_id": "none", "response_mask": [0], **SHORT}
+        status, _ = await gateway.post("/v1/chat/completions", bad)
+        assert (status, (await gateway.finish("none"))[0]) == (400, 404), "what is refused opens no rollout"
         first = await gateway.chat([USER], rollout_id="f", response_mask=None, **SHORT)
         more: dict[str, Any] = {"messages": [USER, said(first), user("more")], "rollout_id": "f", **SHORT}
         status, body = await gateway.post("/v1/chat/completions", {**more, "response_mask": [0]})
@@ -135,7 +139,8 @@ async def test_a_mask_of_the_wrong_length_is_refused_and_a_history_that_forks_ha
     shared = len(first["token_ids"])
     assert one.response_mask.expand()[:shared] == [1] * shared
     assert two.response_mask.expand()[:shared] == [0] * shared
-    assert list(two.token_ids)[-len(right["token_ids"]) :] == right["token_ids"]
+    assert list(one.token_ids)[-len(right["token_ids"]) :] == right["token_ids"], "the newest branch is the first part"
+    assert list(two.token_ids)[-len(left["token_ids"]) :] == left["token_ids"]
 
 
 async def test_a_repeated_call_is_the_same_turn(config: Config, backend: HfBackend, client: Any, keys: Keys) -> None:
@@ -236,6 +241,15 @@ async def test_no_answer_in_time_says_what_was_waited_for(config: Config) -> Non
     async with serving(with_gateway(config, request_timeout_s=0.3), None) as gateway:
         status, body = await gateway.post("/v1/chat/completions", {"messages": [USER]})
         assert (status, "waited for a worker" in body["error"]["message"]) == (504, True)
+
+
+async def test_tools_are_not_left_out_in_silence_where_an_image_is(config: Config) -> None:
+    images = msgspec.structs.replace(config.images, hosts=("127.0.0.1",))
+    shown = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
+    body = {"messages": [{"role": "user", "content": shown}], "tools": [{"type": "function"}]}
+    async with serving(msgspec.structs.replace(config, images=images), None) as gateway:
+        status, answer = await gateway.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "tools")
 
 
 async def test_a_batch_is_answered_in_order(config: Config, backend: HfBackend) -> None:

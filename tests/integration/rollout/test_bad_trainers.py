@@ -113,6 +113,13 @@ async def test_failures_that_pass_are_asked_again(serve: Serve, tools_tokenizer:
         assert await served.metric('sluice_rollout_retries_total{reason="trainer_server_error"}') == 3
 
 
+async def test_a_failure_that_says_so_is_final(serve: Serve, tools_tokenizer: Any) -> None:
+    script = [fixed(500, b"", {"x-should-retry": "false"})]
+    async with ScriptedTrainer(tools_tokenizer, script).serving() as trainer, serve() as served:
+        _, answer = await served.post("/rollout", a_request(trainer.url))
+        assert (answer["extra_fields"]["error_category"], len(trainer.calls)) == ("trainer_server_error", 1)
+
+
 async def test_retry_after_is_honoured(serve: Serve, tools_tokenizer: Any) -> None:
     asked: list[float] = []
 

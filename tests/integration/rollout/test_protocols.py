@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from producers.rollout.session import RolloutSession
 from tests.integration.rollout.conftest import Serve, Served, a_request
 from tests.integration.rollout.peer import Answer, Says, ScriptedTrainer
 from tests.roles import eventually
@@ -131,6 +133,15 @@ async def test_cancelling(serve: Serve, tools_tokenizer: Any, waits: str) -> Non
         assert (await served.get("/health"))[1]["in_flight"] == 0
 
 
+async def test_an_answer_that_is_kept_holds_no_conversation(serve: Serve, tools_tokenizer: Any) -> None:
+    async def gone() -> bool:
+        return not any(type(one) is RolloutSession for one in gc.get_objects())
+
+    async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
+        await served.post("/rollout", a_request(trainer.url))
+        await eventually(gone, "the session to be released")
+
+
 async def test_an_answer_is_not_cancelled(serve: Serve, tools_tokenizer: Any) -> None:
     async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
         await served.post("/rollout", a_request(trainer.url))
@@ -161,6 +172,14 @@ async def test_the_asynchronous_protocol_delivers_again_with_the_same_bytes(serv
         await served.post("/v1/rollout/init", a_request(trainer.url))
         assert await served.metric('sluice_rollout_callbacks_total{outcome="delivered"}') == 1
         assert (len(trainer.calls), len(trainer.completed)) == (1, 4)
+
+
+async def test_an_answer_is_called_back_until_the_deadline(serve: Serve, tools_tokenizer: Any) -> None:
+    """Longer than a call of the model would be tried: whoever waits for a callback does not ask."""
+    peer = ScriptedTrainer(tools_tokenizer, [Says("1")], completed_with=[503] * 8)
+    async with peer.serving() as trainer, serve() as served:
+        await served.post("/v1/rollout/init", a_request(trainer.url))
+        await eventually(lambda: _true(len(trainer.completed) == 9), "the callback")
 
 
 async def test_a_failed_rollout_is_called_back_too(serve: Serve, tools_tokenizer: Any) -> None:

@@ -57,7 +57,7 @@ def test_every_leaf_is_one_sequence_and_every_sampled_token_is_trained_once(shap
     parents = [-1 if place == 0 else min(parent, place - 1) for place, (parent, _, _) in enumerate(shape)]
     turns = [turn(place, parents[place], added, sampled) for place, (_, added, sampled) in enumerate(shape)]
     results = trajectories(rollout(turns), Verdict())
-    leaves = [place for place in range(len(turns)) if place not in parents]
+    leaves = [place for place in reversed(range(len(turns))) if place not in parents]
     assert [result.part for result in results] == list(range(len(leaves)))
     trained: list[int] = []
     for result, leaf in zip(results, leaves, strict=True):
@@ -93,6 +93,13 @@ def test_what_the_caller_and_the_head_say_is_carried() -> None:
     assert result.metadata == {"row": 1, "num_turns": 2, "final_status": "COMPLETED", "parts": 1}
     assert result.timings == {"enqueued_at": 9.0, "queue_s": 0.0, "decode_s": 2.0, "finished_at": 1.0}
     assert trajectories(rollout(turns), Verdict(truth={"new": 1}))[0].truth == {"new": 1}
+
+
+def test_the_first_part_is_how_the_rollout_ended() -> None:
+    turns = [turn(0, -1, 2, 1), turn(1, 0, 1, 2), turn(2, 0, 1, 1)]  # turn 1 was given up
+    ended, given_up = trajectories(rollout(turns), Verdict())
+    assert [(one.seq_id, one.text) for one in (ended, given_up)] == [("r", "text 2"), ("r/1", "text 1")]
+    assert (ended.response_mask.expand(), given_up.response_mask.expand()) == ([1, 0, 1], [0, 0, 1, 1])
 
 
 def test_a_turns_own_mask_and_proximal_scores_are_kept() -> None:

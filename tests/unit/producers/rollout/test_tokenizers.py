@@ -112,6 +112,14 @@ async def test_code_of_a_tokenizer_does_not_run(names: dict[str, str], tmp_path:
     assert not ran.exists()
 
 
+async def test_no_caller_chooses_the_revision_whose_code_runs() -> None:
+    tokenizers = Tokenizers({"hub": "owner/name"}, size=1, trust_remote_code=True)
+    with pytest.raises(RolloutError, match="leave tokenizer_revision out"):
+        await tokenizers.get("hub", "refs/pr/1")
+    tokenizers.close()
+    assert tokenizers.num_loads == 0
+
+
 async def test_without_a_list_the_policy_is_known(names: dict[str, str]) -> None:
     alone = Tokenizers.of(Config(model=ModelConfig(path=names["a"])))
     assert (await alone.get("policy")).tokenizer.name_or_path == names["a"]

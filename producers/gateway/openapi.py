@@ -1,0 +1,158 @@
+"""What the OpenAPI document says beside the types: examples, answers that are no JSON object, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi.openapi.models import Example
+
+from producers.gateway.infer import InferRequest, RequestConfig
+from producers.http.errors import documented
+from producers.rollout.schemas.completions import CompletionsResponse
+
+_JSON = "application/json"
+_ASKED = {"role": "user", "content": "What is 15 times 23?"}
+_CALL = {
+    "id": "call_9f2c_0",
+    "type": "function",
+    "function": {"name": "multiply", "arguments": '{"a": 15, "b": 23}'},
+}
+_NUMBER = {"type": "number"}
+_MULTIPLY = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "The product of two numbers.",
+        "parameters": {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]},
+    },
+}
+
+CHAT_EXAMPLES: dict[str, Example] = {
+    "completion": {"summary": "A completion.", "value": {"messages": [_ASKED], "max_tokens": 256}},
+    "turn": {
+        "summary": "The second turn of a rollout: the first call's messages, its answer, and what the tool said.",
+        "value": {
+            "rollout_id": "r-1",
+            "messages": [
+                _ASKED,
+                {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": _CALL["id"], "content": "345"},
+            ],
+            "tools": [_MULTIPLY],
+        },
+    },
+}
+
+_CHOICE = {
+    "index": 0,
+    "message": {"role": "assistant", "content": "345"},
+    "finish_reason": "stop",
+    "logprobs": None,
+    "token_ids": [45, 8],
+    "repeat_terminate_triggered": 0,
+}
+_COMPLETION: dict[str, Any] = {
+    "id": "chatcmpl-r-1",
+    "object": "chat.completion",
+    "created": 1795200000,
+    "model": "default",
+    "system_fingerprint": "v3",
+    "choices": [_CHOICE],
+    "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6},
+    "prompt_token_ids": [11, 27, 30, 9],
+    "token_ids": [45, 8],
+    "logprobs": [-0.02, -0.11],
+}
+_ROLLOUT = {"id": "r-1", "turn": 1, "parent": 0, "resynced": False}
+_EVENTS = """\
+data: {"id":"chatcmpl-9f2c",…,"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}
+
+data: {…,"choices":[{"index":0,"delta":{"content":"345"},"finish_reason":null}]}
+
+data: {…,"choices":[{"index":0,"delta":{},"finish_reason":"stop",…}],"prompt_token_ids":[…],"token_ids":[…],…}
+
+data: [DONE]
+"""
+
+CHAT: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": CompletionsResponse,
+        "description": "The answer; `rollout` is there with a `rollout_id`. With `stream` it comes as events: texts, "
+        "tool calls, then the ending with all ids, and `[DONE]`. What fails amid the stream is an event with `error`, "
+        "and no `[DONE]` follows.",
+        "content": {
+            _JSON: {"example": {**_COMPLETION, "rollout": _ROLLOUT}},
+            "text/event-stream": {"schema": {"type": "string"}, "example": _EVENTS},
+        },
+    }
+}
+
+
+def _written_out(struct: type) -> dict[str, Any]:
+    _, components = msgspec.json.schema_components([struct], ref_template="#/{name}")
+    return components[struct.__name__]
+
+
+INFER_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            _JSON: {
+                "schema": {
+                    "type": "object",
+                    "required": ["infer_requests"],
+                    "properties": {
+                        "infer_requests": {"type": "array", "items": _written_out(InferRequest)},
+                        "request_config": {
+                            **_written_out(RequestConfig),
+                            "type": ["object", "null"],
+                            "description": "What is left out is the run's own setting.",
+                        },
+                    },
+                },
+                "example": {
+                    "infer_requests": [{"messages": [_ASKED]}],
+                    "request_config": {"max_tokens": 32, "temperature": 0},
+                },
+            }
+        },
+    }
+}
+
+INFER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "An envelope for each output.",
+        "content": {
+            _JSON: {
+                "schema": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["response", "coordexp"],
+                        "properties": {"response": {"type": "object"}, "coordexp": {"type": "object"}},
+                    },
+                },
+                "example": [{"response": _COMPLETION, "coordexp": {"repeat_terminate_triggered": 0}}],
+            }
+        },
+    }
+}
+
+_ERRORS = {
+    400: "It cannot be honoured; the message says why.",
+    401: "The key is missing or wrong.",
+    404: "No such model or rollout.",
+    409: "The rollout is closed.",
+    413: "The body is too large.",
+    422: "Not the schema; `param` is the path.",
+    429: "Too many requests in hand; `Retry-After` says when to come again.",
+    500: "The sequence died in the queue, or a fault of the gateway.",
+    503: "The broker is away.",
+    504: "No answer in time; the message says what was waited for.",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Those that a route may answer."""
+    return documented({status: _ERRORS[status] for status in statuses})

@@ -1,0 +1,49 @@
+"""JSON bodies from the network: RFC 8259 only, so that whatever was read can be carried on and written again.
+
+- No NaN or infinity, no half of a surrogate pair, no number beyond all types, no nesting beyond 200.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+
+
+def decode(body: bytes) -> Any:
+    """The value. Raises ValueError saying what is wrong with it."""
+    try:
+        value = msgspec.json.decode(body)
+        from_json(body)  # bounds the nesting
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+class StrictRoute(APIRoute):
+    """Bodies are read by `decode`; what is wrong with one is a RequestValidationError of type json_invalid."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_strict"):
+            try:
+                self._strict = decode(await self.body())
+            except ValueError as error:
+                raise json.JSONDecodeError(str(error), "", 0) from error
+        return self._strict

@@ -1,0 +1,42 @@
+"""The gateway's waits for decode jobs, with a worker that is played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pipeline.jobs import Claim
+from pipeline.keys import Keys
+from pipeline.messages import SequenceResult, TokenDelta
+from producers.gateway.decoding import Decoding, Event
+from tests.asking import DEADLINE_S, Asked, reading
+from tests.roles import eventually
+
+
+async def test_a_cancelled_job_of_which_nothing_was_shown_is_decoded_again(client: Any, keys: Keys) -> None:
+    """Its first caller left; the second one came before the worker heard of it, and finds stored tokens."""
+    asked, seen, claims = Asked(client, keys), list[Event](), list[Claim]()
+    async with reading(client, keys) as replies:
+        decoding = Decoding(asked.queue, replies, DEADLINE_S)
+        job = asked.job("again", replies)
+        await asked.enqueue(job)
+        assert await asked.store(await asked.claim(), 0, 5, 6) == "ok"
+        await asked.queue.cancel([job.job_id])
+
+        async def listen() -> None:
+            async for event in decoding.events(job):
+                seen.append(event)
+
+        async def found() -> bool:
+            return bool(seen)
+
+        async def claimed() -> bool:
+            claims.extend((await asked.queue.claim(1, 30, 3)).claims)
+            return bool(claims)
+
+        listening = asyncio.create_task(listen())
+        await eventually(found, "the stored tokens to be found")
+        await eventually(claimed, "the job to be enqueued again")
+        assert await asked.commit(claims[0]) == "ok"
+        await asyncio.wait_for(listening, DEADLINE_S)
+    assert [type(event) for event in seen] == [TokenDelta, TokenDelta, SequenceResult]

@@ -1,0 +1,34 @@
+"""A rollout server whose names' addresses a test decides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import aiohttp
+
+from pipeline.config.rollout_types import RolloutServerConfig
+from pipeline.config.types import Config
+from producers.http.client import guarded_session
+from producers.rollout.app_state import app_state
+from producers.rollout.runs import open_runs
+from producers.rollout.server import build_app
+from tests.integration.http.names import Names
+from tests.integration.rollout.conftest import QUICK
+from tests.served import Served, served
+
+
+@contextlib.asynccontextmanager
+async def served_with(
+    names: Names, tokenizers: dict[str, str], *hosts: str
+) -> AsyncIterator[tuple[Served, aiohttp.ClientSession]]:
+    """The server, and the session that it asks with."""
+    settings = RolloutServerConfig(tokenizers=tokenizers, tool_latency_ms=(0, 0), deadline_s=20.0, hosts=hosts)
+    async with (
+        app_state(Config(rollout_server=settings), QUICK) as state,
+        guarded_session(state.hosts, timeout_s=10, resolver=names) as http,
+    ):
+        state = replace(state, http=http)
+        async with open_runs(state) as runs, served(build_app(state, runs)) as server:
+            yield server, http

@@ -1,0 +1,104 @@
+"""Requests that schemathesis makes of the OpenAPI documents, right and wrong ones, for both servers.
+
+- No answer is a 5xx; every one has a declared status, content type and schema.
+- The same requests every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+from hypothesis import HealthCheck, given, seed, settings
+from schemathesis import Case, GenerationMode, Response
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.openapi import from_url
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from pipeline.config.rollout_types import GatewayConfig
+from pipeline.config.types import Config
+from tests.image_site import Site
+from tests.integration.gateway.harness import USER, serving
+from tests.integration.rollout.conftest import Serve
+from workers.generation.backends.hf import HfBackend
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+EXAMPLES = 8  # of each operation and mode
+UNTIMED: Any = list(HealthCheck)
+Seen = Counter[tuple[str, int]]  # of operation and status
+
+
+def attack(url: str, server_url: str = "") -> Seen:
+    """What was answered. Raises for an answer that breaks the document."""
+    schema, seen = from_url(url + "/openapi.json"), Seen()
+    with requests.Session() as session:
+        for found in schema.get_all_operations():
+            assert isinstance(found, Ok), found
+            operation = found.ok()
+            _ask(operation, GenerationMode.POSITIVE, session, seen, server_url)
+            if operation.body:  # any text is right in a path
+                _ask(operation, GenerationMode.NEGATIVE, session, seen, server_url)
+    return seen
+
+
+def _ask(operation: Any, mode: GenerationMode, session: requests.Session, seen: Seen, server_url: str) -> None:
+    @seed(7)
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=UNTIMED)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Case) -> None:
+        if mode is GenerationMode.POSITIVE:
+            _aim(case.body, server_url)
+            if operation.path == "/v1/rollout/init":  # the ids of POST /rollout would be conflicts
+                case.body["rollout_id"] = f"init {case.body['rollout_id'][:200]}"
+        answer: Response = case.call(session=session, timeout=30)
+        case.validate_response(answer, checks=CHECKS)
+        seen[operation.label, answer.status_code] += 1
+
+    ask()
+
+
+def _aim(body: Any, server_url: str) -> None:
+    """What the document cannot say: names that are served, and how much a tiny model decodes in a test's time."""
+    if not isinstance(body, dict):
+        return
+    body |= {name: right for name, right in (("model", "default"), ("server_url", server_url)) if name in body}
+    for name, most in (("max_tokens", 4), ("max_completion_tokens", 4), ("n", 2)):
+        if type(body.get(name)) is int and body[name] > most:
+            body[name] = most
+    _aim(body.get("request_config"), server_url)
+
+
+@pytest.mark.timeout(240)
+async def test_the_gateway(config: Config, backend: HfBackend) -> None:
+    config = msgspec.structs.replace(config, gateway=GatewayConfig(request_timeout_s=60))
+    async with serving(config, backend) as gateway:
+        seen = await asyncio.to_thread(attack, gateway.url)
+    assert seen["POST /v1/chat/completions", 200] > 0
+    assert seen["POST /v1/chat/completions", 422] > 0
+
+
+@pytest.mark.timeout(240)
+async def test_the_rollout_server(serve: Serve, site: Site) -> None:
+    async with serve() as server:
+        seen = await asyncio.to_thread(attack, server.url, site.url(""))
+    assert seen["POST /rollout", 200] > 0
+    assert seen["POST /v1/rollout/init", 202] > 0, seen
+    assert seen["POST /rollout", 422] > 0
+    assert set(site.asked) - {"/v1/rollout/completed"}, "the trainer is told of the ends"
+
+
+async def test_ten_thousand_messages_are_more_than_the_model_takes(config: Config, backend: HfBackend) -> None:
+    config = msgspec.structs.replace(config, gateway=GatewayConfig(request_timeout_s=60))
+    async with serving(config, backend) as gateway:
+        for more in ({}, {"rollout_id": "many"}):
+            status, answer = await gateway.post("/v1/chat/completions", {"messages": [USER] * 10_000, **more})
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
