@@ -164,7 +164,8 @@ class DecodeWorker(LeasedWorker):
         await self._fail(claim, "invalid_request", str(error) or repr(error), trace)
 
     async def _fail(self, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
-        await self.queue.fail(claim, reason, detail, trace)
+        called = claim.job is not None and claim.job.reply_to  # whoever asked is told, and needs no dead letter
+        await self.queue.fail(claim, reason, detail, trace, "dropped" if called else "dead")
         self.keeper.drop(claim.job_id, claim.attempt)
         self._held.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence that this may run in
 

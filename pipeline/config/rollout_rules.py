@@ -47,7 +47,18 @@ def rollout_checks(config: Config) -> list[tuple[bool, str]]:
     ttl, call = gateway.rollout_ttl_s, gateway.request_timeout_s
     complaint = f"gateway.rollout_ttl_s must be > gateway.request_timeout_s ({call:g}), which a call may take: {ttl:g}"
     found.append((ttl > call, complaint))
-    found.append((rollout.max_turns <= 100, f"rollout.max_turns must be <= 100, got {rollout.max_turns}"))
-    budget = rollout.max_tokens_total
-    found.append((budget <= 1_000_000, f"rollout.max_tokens_total must be <= 1000000, got {budget}"))
+    return [*found, *_of_the_protocol(config)]
+
+
+def _of_the_protocol(config: Config) -> list[tuple[bool, str]]:
+    """What a rollout server would refuse."""
+    rollout, budget = config.rollout, config.rollout.max_tokens_total
+    found = [
+        (rollout.max_turns <= 100, f"rollout.max_turns must be <= 100, got {rollout.max_turns}"),
+        (budget <= 1_000_000, f"rollout.max_tokens_total must be <= 1000000, got {budget}"),
+    ]
+    if rollout.url is not None:
+        warmest, longest = config.sampling.temperature, config.sampling.max_new_tokens
+        found.append((warmest <= 2, f"sampling.temperature must be <= 2 with rollout.url, got {warmest}"))
+        found.append((longest <= 32_768, f"sampling.max_new_tokens must be <= 32768 with rollout.url, got {longest}"))
     return found

@@ -19,7 +19,7 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     port: int = 8081  # of the first one; the others follow
     model_name: str = "policy"  # in /v1/models; `default` is always known
     max_requests: int = 512  # in hand at a time; more are answered 429
-    request_timeout_s: float = 300.0
+    request_timeout_s: float = 240.0  # below what its callers wait for, so that they are told what was waited for
     rollout_ttl_s: float = 3600.0  # a rollout without a call for this long is dropped, reason abandoned
     stream_tokens: int = 4  # a streaming caller hears of this many tokens at a time
     tool_parser: str = "hermes"  # how the model writes tool calls: hermes, or package.module:function

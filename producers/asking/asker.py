@@ -103,26 +103,26 @@ class Asker:
         await self._post("/v1/rollout/init", head, until)
 
     async def _closed(self, head: RolloutHead, until: float) -> None:
-        """Until the gateway has closed it. A server that was restarted and forgot it is asked anew."""
+        """Until the gateway has closed it. A server that forgot it, or has an answer that never came, is asked anew."""
         loop, client = asyncio.get_running_loop(), cast(Any, self._role.client)
         due = loop.time() + _ASK_AFTER_S
         while await client.zscore(self._role.keys.rollouts, head.rollout_id) is not None:
             if loop.time() > until:
                 raise PeerSilent(f"{self._server.url} never completed it within {self._config.timeout_s:g} s")
             if loop.time() > due:
-                if await self._is_forgotten(head, until):
+                if not await self._is_at_work(head, until):
                     await self._init(head, until)
                 due = loop.time() + _ASK_AFTER_S
             await asyncio.sleep(_LOOK_S)
 
-    async def _is_forgotten(self, head: RolloutHead, until: float) -> bool:
+    async def _is_at_work(self, head: RolloutHead, until: float) -> bool:
         path = f"/rollout/{quote(head.rollout_id, safe=':')}/status"
         soon = min(until, asyncio.get_running_loop().time() + _ASK_AFTER_S)
         try:
             found = msgspec.json.decode(await self._server.call("GET", path, until=soon))
         except (PeerSilent, Refused, msgspec.DecodeError):
-            return False  # it is away, or knows no such question
-        return isinstance(found, dict) and found.get("status") == "unknown"
+            return True  # it is away, or knows no such question
+        return not isinstance(found, dict) or found.get("status") in (None, "queued", "running")
 
     async def _post(self, path: str, head: RolloutHead, until: float) -> bytes:
         key = os.environ.get(GATEWAY_KEY)

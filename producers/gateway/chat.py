@@ -3,14 +3,17 @@
     request ─ plan_turn ─▶ DecodeJob(reply_to) ─ Decoding ─▶ deltas, result ─ Rollouts.add ─▶ Answer
 
 - A rollout's turn is stored before it is answered; the stored one is what every repeat is given.
-- All work on the tokenizer is done in the event loop's thread, as it is not safe in several.
+- Prompts are rendered in one thread beside the event loop: a long one takes seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -50,6 +53,7 @@ class Chat:
         self._config, self._name, self._renderer, self.parser = config, name, renderer, parser
         self._decoding, self._rollouts, self._metrics = decoding, rollouts, metrics
         self._hosts = AllowedHosts(config.images.hosts, "images.hosts")
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")  # a tokenizer is not safe in several
 
     def check(self, request: ChatRequest) -> SamplingParams:
         """What can be said before anything is done. Raises Refusal."""
@@ -84,7 +88,7 @@ class Chat:
                 raise Refusal(400, f"{what}: not taken with an image, whose prompt a worker makes; leave it out", what)
             prompt: dict[str, Any] = {"messages": messages, "images": images}
         else:
-            plan = self._plan([], request, messages, sampling)
+            plan = await self._plan([], request, messages, sampling)
             prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids)}
         job = self._job(request, f"chat-{name}", sampling, n=request.count, **prompt)
         results: list[SequenceResult] = []
@@ -105,16 +109,16 @@ class Chat:
         rollout = await self._rollouts.load(rollout_id)
         if rollout is not None and rollout.state == "closed":
             raise closed(rollout_id)
-        plan = self._plan(rollout.turns if rollout else [], request, messages, sampling)
+        plan = await self._plan(rollout.turns if rollout else [], request, messages, sampling)
         if rollout is None:  # only now: a call that is refused opens nothing
             rollout = await self._open(rollout_id)
-            plan = self._plan(rollout.turns, request, messages, sampling) if rollout.turns else plan
+            plan = await self._plan(rollout.turns, request, messages, sampling) if rollout.turns else plan
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
             yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
             return
         job = self._job(
             request,
-            digest([rollout_id, plan.key]),
+            digest([rollout_id, plan.key, plan.parent]),
             sampling,
             prompt_token_ids=TokenArray(plan.prompt_token_ids),
             rollout_id=rollout_id,
@@ -160,13 +164,19 @@ class Chat:
             return [*rollout.turns, turn], place
         return (await self._load(rollout_id)).turns, place  # another call of it was faster
 
-    def _plan(
+    async def _plan(
         self, turns: Sequence[Turn], request: ChatRequest, messages: list[Message], sampling: SamplingParams
     ) -> Plan:
-        mask = request.response_mask
-        return plan_turn(
-            turns, messages, request.tools or [], sampling=sampling, renderer=self._renderer, response_mask=mask
+        plan = partial(
+            plan_turn,
+            turns,
+            messages,
+            request.tools or [],
+            sampling=sampling,
+            renderer=self._renderer,
+            response_mask=request.response_mask,
         )
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, plan)
 
     def _job(self, request: ChatRequest, name: str, sampling: SamplingParams, **fields: Any) -> DecodeJob:
         gateway = self._config.gateway

@@ -122,8 +122,8 @@ class ChatRequest(CompletionsRequest):
         given = {
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
             "temperature": self.temperature,
-            "top_k": None if self.top_k is None else max(0, self.top_k),
-            "top_p": self.top_p,
+            "top_k": 1 if self.top_p == 0 else None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p or None,  # 0 is the likeliest token alone
             "repetition_penalty": self.repetition_penalty,
             "stop": _strings(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),

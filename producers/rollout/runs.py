@@ -3,7 +3,8 @@
     (no such id) ── start ──▶ queued ──▶ running ──▶ success | failure | cancelled ── keep_answers_s ──▶ (forgotten)
 
 - The same id with another body, or by the other protocol, is a conflict; the callback key is no part of that.
-- Answers are kept for `keep_answers_s`, the newest `keep_answers` of them; a rollout in hand is never forgotten.
+- Answers are kept for `keep_answers_s`, the newest `keep_answers` of them, or fewer large ones; never is a rollout in
+  hand forgotten.
 - A rollout outlives the request that asked for it. All of them end with this registry.
 """
 
@@ -24,6 +25,8 @@ from producers.rollout.executor import Execution
 from producers.rollout.schemas import RolloutRequest, RolloutStatus, RunState
 
 Protocol = Literal["sync", "async"]
+
+_MOST_BYTES = 256 << 20  # of kept answers
 
 
 class Conflict(Exception):
@@ -67,6 +70,7 @@ class Runs:
         self._state, self._tasks = state, tasks
         self._in_hand: dict[str, Run] = {}
         self._answered: OrderedDict[str, Run] = OrderedDict()  # the oldest answer first
+        self._num_bytes = 0  # of the kept answers
         self.is_draining = False
 
     def start(self, request: RolloutRequest, protocol: Protocol) -> Run:
@@ -133,6 +137,7 @@ class Runs:
         run.answered_at = time.monotonic()
         self._answered[run.rollout_id] = self._in_hand.pop(run.rollout_id)
         run.body.set_result(answer_body(answer))
+        self._num_bytes += len(run.body.result())
         if run.protocol == "async":
             await self._delivered(run)
 
@@ -146,9 +151,11 @@ class Runs:
         settings, oldest = self._state.settings, time.monotonic() - self._state.settings.keep_answers_s
         while self._answered:
             run = next(iter(self._answered.values()))
-            if len(self._answered) <= settings.keep_answers and run.answered_at > oldest:
+            fits = len(self._answered) <= settings.keep_answers and self._num_bytes <= _MOST_BYTES
+            if fits and run.answered_at > oldest:
                 break
             self._answered.popitem(last=False)
+            self._num_bytes -= len(run.body.result())
 
 
 @contextlib.asynccontextmanager

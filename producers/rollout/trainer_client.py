@@ -153,8 +153,10 @@ class TrainerClient:
         category: ErrorCategory = "trainer_server_error" if status >= 500 else "trainer_client_error"
         if status == 429:
             category = "rate_limited"
+        elif status == 400 and '"mask_error"' in said:  # the gateway's code for it
+            category = "mask_error"
         error = RolloutError(category, f"{path}: the trainer answered {status}: {said}", status)
-        if category == "trainer_client_error" or response.headers.get("x-should-retry") == "false":
+        if category in ("trainer_client_error", "mask_error") or response.headers.get("x-should-retry") == "false":
             return error
         return _Again(error, retry_after_s(response.headers.get("Retry-After")))
 

@@ -277,7 +277,7 @@ async def test_errors_say_where_and_never_repeat_what_was_sent(
             ({"messages": []}, 422, "messages"),
             ({"messages": [USER], "model": "gpt-9"}, 404, "model"),
             ({"messages": [USER], "logit_bias": {"1": 2}}, 400, "logit_bias"),
-            ({"messages": [USER], "top_p": 0}, 400, "top_p"),
+            ({"messages": [USER], "repetition_penalty": 0}, 400, "repetition_penalty"),
             ({"messages": [USER], "max_tokens": 1000}, 400, None),
         ):
             status, answer = await gateway.post("/v1/chat/completions", body, **head)

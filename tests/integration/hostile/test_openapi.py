@@ -58,7 +58,8 @@ def _ask(operation: Any, mode: GenerationMode, session: requests.Session, seen: 
         if mode is GenerationMode.POSITIVE:
             _aim(case.body, server_url)
             if operation.path == "/v1/rollout/init":  # the ids of POST /rollout would be conflicts
-                case.body["rollout_id"] = f"init {case.body['rollout_id'][:200]}"
+                body: Any = case.body
+                body["rollout_id"] = f"init {body['rollout_id'][:200]}"
         answer: Response = case.call(session=session, timeout=30)
         case.validate_response(answer, checks=CHECKS)
         seen[operation.label, answer.status_code] += 1

@@ -97,6 +97,14 @@ async def test_a_refusal_is_an_error_with_its_status_and_no_key(
     assert not any(KEY in text for text in (logged.err, logged.out, metrics, json.dumps(answer)))
 
 
+async def test_a_mask_that_the_trainer_refuses_is_named(serve: Serve, tools_tokenizer: Any) -> None:
+    said = b'{"error": {"message": "mask_error: 2 values, 3 tokens", "code": "mask_error"}}'
+    async with ScriptedTrainer(tools_tokenizer, [fixed(400, said)]).serving() as trainer, serve() as served:
+        _, answer = await served.post("/rollout", a_request(trainer.url))
+        assert answer["extra_fields"] == {"error_category": "mask_error", "http_status": 400}
+        assert len(trainer.calls) == 1
+
+
 async def test_a_key_that_is_cut_off_in_the_middle_is_not_shown(serve: Serve, tools_tokenizer: Any) -> None:
     said = b"x" * 290 + KEY.encode()
     async with ScriptedTrainer(tools_tokenizer, [fixed(400, said)]).serving() as trainer, serve() as served:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -33,6 +34,9 @@ def test_what_is_sent_counts() -> None:
     )
     assert sent.sampling(RUN) == SamplingParams(
         temperature=0, top_p=0.5, repetition_penalty=1.1, stop=("end",), seed=3, max_new_tokens=5, stop_token_ids=(1,)
+    )
+    assert request(top_p=0).sampling(RUN) == msgspec.structs.replace(request().sampling(RUN), top_k=1), (
+        "the likeliest token alone"
     )
     assert request(stop=["a", "b"], max_completion_tokens=6).sampling(RUN).stop == ("a", "b")
 
@@ -92,7 +96,9 @@ def test_what_is_not_the_schema_is_found_before_that(fields: dict[str, Any]) -> 
         request(**fields)
 
 
-@pytest.mark.parametrize(("fields", "path"), [({"top_p": 0}, "top_p"), ({"stop": ["a", ""]}, "stop")])
+@pytest.mark.parametrize(
+    ("fields", "path"), [({"repetition_penalty": 0}, "repetition_penalty"), ({"stop": ["a", ""]}, "stop")]
+)
 def test_values_out_of_range_name_their_field(fields: dict[str, Any], path: str) -> None:
     with pytest.raises(Refusal) as refused:
         request(**fields).sampling(RUN)
