@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
         ("gateway.port=70000", "gateway.port must be in 0..65535"),
         ("gateway.max_requests=0", "gateway.max_requests must be a finite number > 0"),
         ("gateway.rollout_ttl_s=.inf", "gateway.rollout_ttl_s must be a finite number"),
-        ("gateway.rollout_ttl_s=300", "gateway.rollout_ttl_s must be > gateway.request_timeout_s (300)"),
+        ("gateway.rollout_ttl_s=240", "gateway.rollout_ttl_s must be > gateway.request_timeout_s (240)"),
         ("gateway.count=-1", "gateway.count must be >= 0"),
         ("rollout_server.port=-1", "rollout_server.port must be in"),
         ("rollout_server.tokenizer_cache_size=0", "tokenizer_cache_size must be a finite number > 0"),

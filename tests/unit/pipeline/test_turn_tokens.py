@@ -27,7 +27,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size
 
 
 def renderer(template: str) -> Renderer:
-    tokenizer = build_tokenizer()
+    tokenizer: Any = build_tokenizer()
     tokenizer.chat_template = template
     return Renderer(tokenizer, {tokenizer.eos_token_id})
 
