@@ -33,13 +33,14 @@ def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
     return Renderer(tokenizer, frozenset(turn_terminators(tokenizer, path)))
 
 
-def turn_terminators(tokenizer: Any, path: str) -> set[int]:
+def turn_terminators(tokenizer: Any, path: str, *, revision: str = "main") -> set[int]:
     """Ids that end an assistant's turn: the `eos_token_id` of tokenizer and generation config."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(
         path,
         "generation_config.json",
+        revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )

@@ -63,10 +63,12 @@ async def serve_until(
 
     async with app_state(config, retries) as state, open_runs(state) as runs, asyncio.TaskGroup() as tasks:
         closed = asyncio.Event()
-        drainer = tasks.create_task(_drained(runs, drain, closed, grace_s))
+        beside = [_drained(runs, drain, closed, grace_s), state.tokenizers.warm()]
+        helpers = [tasks.create_task(one) for one in beside]
         app = build_app(state, runs, key=key)
         await serve(app, host=settings.host, port=port, stop=closed, grace_s=_CLOSE_S, on_ready=ready)
-        drainer.cancel()
+        for helper in helpers:
+            helper.cancel()
 
 
 async def _drained(runs: Runs, drain: asyncio.Event, closed: asyncio.Event, grace_s: float) -> None:

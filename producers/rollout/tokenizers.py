@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config.types import Config
+from pipeline.logs import get_logger
 from producers.rollout.errors import RolloutError
+from producers.tokenizer import turn_terminators
 
 Made = TypeVar("Made")
 Key = tuple[str, str | None]
@@ -67,6 +68,14 @@ class Tokenizers:
                 self._loaded.popitem(last=False)
             return made
 
+    async def warm(self) -> None:
+        """Load what fits, so that the first rollout need not wait; what cannot be loaded is logged."""
+        for name in list(self._names)[: self._size]:
+            try:
+                await self.get(name)
+            except RolloutError as error:
+                get_logger().warning("a listed tokenizer is of no use", why=str(error))
+
     async def render(self, work: Callable[[], Made]) -> Made:
         """What `work` returns; it may use any of these tokenizers, and runs beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._renders, work)
@@ -100,7 +109,7 @@ class Tokenizers:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 source, revision=revision or "main", trust_remote_code=self._trust
             )
-            more = _generation_eos(source, revision)
+            terminators = frozenset(turn_terminators(tokenizer, source, revision=revision or "main"))
         except Exception as error:  # the library raises of every kind; all of it means the same
             reason = f"{type(error).__name__}: {error}"
             raise RolloutError("tokenizer_error", f"tokenizer {name!r} cannot be loaded ({reason[:500]})") from error
@@ -108,22 +117,4 @@ class Tokenizers:
             raise RolloutError(
                 "tokenizer_error", f"tokenizer {name!r} has no chat template; add chat_template.jinja beside it"
             )
-        own = tokenizer.eos_token_id
-        return LoadedTokenizer(tokenizer, frozenset(more if own is None else {own, *more}))
-
-
-def _generation_eos(source: str, revision: str | None) -> set[int]:
-    """The ids that the model's generation_config.json names; none where there is no such file."""
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        source,
-        "generation_config.json",
-        revision=revision or "main",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if found is None:
-        return set()
-    eos = json.loads(Path(found).read_text(encoding="utf-8")).get("eos_token_id")
-    return {token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int) and token >= 0}
+        return LoadedTokenizer(tokenizer, terminators)
