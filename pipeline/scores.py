@@ -75,11 +75,11 @@ class Scores:
         if not waiting:
             return []
         until = time.monotonic() + wait_s
-        entry_ids = await self._put(waiting.jobs(), wait_s)
+        putting = asyncio.create_task(self._put(waiting.jobs(), wait_s))
         try:
-            found = await self._collect(waiting, entry_ids, until)
-        finally:  # also when nobody waits any more
-            await self._clear(entry_ids)
+            found = await self._collect(waiting, await asyncio.shield(putting), until)
+        finally:  # also when nobody waits any more, and the jobs are just on their way
+            await self._clear(await putting)
         if waiting:
             get_logger().warning("scores are missing", jobs=len(waiting), waited_s=wait_s)
         return found

@@ -24,6 +24,7 @@ class Calls:
         self._running: dict[str, Claim] = {}
         self._limits: dict[str, float] = {}  # job id → monotonic seconds
         self._overdue: set[str] = set()
+        self._told: set[str] = set()  # the function has ended, and its ending is being recorded
 
     def __len__(self) -> int:
         return len(self._running)
@@ -41,6 +42,7 @@ class Calls:
             await fail(worker, claim, claim.reason, claim.problem)
         else:
             self._running[claim.job_id] = claim
+            self._told.discard(claim.job_id)
             limit_s = limit_of(worker, claim)
             if limit_s is not None:
                 self._limits[claim.job_id] = time.monotonic() + limit_s
@@ -54,6 +56,8 @@ class Calls:
         if claim is None or attempt not in (None, claim.attempt):
             return False
         del self._running[job_id]
+        if job_id in self._told:  # it is ready again already; the answer to that is still on its way
+            return False
         self._worker.tasks[job_id].cancel()
         self._worker.jobs_failed += 1
         return True
@@ -79,6 +83,7 @@ class Calls:
     def lift_limit(self, claim: Claim) -> None:
         """The function has ended: what records its ending takes the time it takes."""
         self._limits.pop(claim.job_id, None)
+        self._told.add(claim.job_id)
 
     def has(self, claim: Claim) -> bool:
         """It runs here, and was not lost or given back."""
@@ -93,6 +98,7 @@ class Calls:
             del self._worker.tasks[claim.job_id]
             self._limits.pop(claim.job_id, None)
             self._overdue.discard(claim.job_id)
+            self._told.discard(claim.job_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._worker.broken = error  # its job stays held, to be handed back with blame
             self._worker.wake.set()

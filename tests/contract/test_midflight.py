@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pipeline.errors import RequestError
 from pipeline.messages import SamplingParams
 from tests.contract.engine_fixtures import request, run, started
-from tests.contract.versions import Updates, Versions, assert_right, backend, decode_amid, random_prompt
+from tests.contract.versions import Updates, Versions, assert_right, decode_amid, own_weights_again, random_prompt
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
-__all__ = ["backend"]
+__all__ = ["own_weights_again"]
 PROMPT = list(b"the abc of it")
 
 

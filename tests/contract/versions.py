@@ -20,11 +20,13 @@ TOLERANCE = 1e-4  # nats, fp32
 WAIT_S = 60.0
 
 
-@pytest.fixture
-def backend(backend: Backend, model_dir: Path) -> Iterator[Backend]:
-    """The session's engine, with its own weights again for the next test."""
-    yield backend
-    asyncio.run(backend.load_weights(model_dir, 0))
+@pytest.fixture(autouse=True)
+def own_weights_again(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[None]:
+    """The session's engine has its own weights again after each test of a module that imports this."""
+    used = request.getfixturevalue("backend") if "backend" in request.fixturenames else None
+    yield
+    if used is not None:
+        asyncio.run(used.load_weights(model_dir, 0))
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,7 @@ def decode_amid(
     """From version 0 on, which is loaded first."""
 
     async def whole() -> list[SequenceOutput]:
-        if backend.version != 0:
-            await backend.load_weights(versions.directories[0], 0)
+        await backend.load_weights(versions.directories[0], 0)
         return await Updates(backend, versions, schedule).decode(requests)
 
     return asyncio.run(whole())

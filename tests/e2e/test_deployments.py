@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_tex
 def localised(word: str, stack: Stack) -> str:
     """A word of the compose file with its container paths on this machine."""
     word = word.replace("${SLUICE_CONFIG_FILE:-detection.yaml}", stack.config_file.name)
+    word = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word)  # what is not set
     for inside, here in (("/configs", stack.config_file.parent), ("/inputs", "inputs"), ("/runs", "runs")):
         if word.startswith(inside):
             return str(stack.directory / here) + word.removeprefix(inside)

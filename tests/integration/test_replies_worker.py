@@ -121,20 +121,6 @@ async def test_a_stream_is_whole_when_its_worker_is_lost(
     await asked.assert_balanced(enqueued=0, dead=0, replied=counted["replied"])
 
 
-async def test_a_full_worker_shows_the_first_tokens_soon(
-    asked: Asked, replies: Replies, config: Config, backend: HfBackend
-) -> None:
-    jobs = [asked.job(name, replies, stream_every=2, sampling=LONG) for name in "ab"]
-    async with working(config, backend) as worker, contextlib.AsyncExitStack() as stack:
-        waits = [stack.enter_context(replies.expect(job.job_id)) for job in jobs]
-        await asked.queue.enqueue(jobs, NO_LIMIT)
-        first = {len((await events(expected, many(1)))[0]) for expected in waits}
-        assert max(first) < 48, "they came before the end"
-        for expected in waits:
-            await answer(expected)
-        assert worker.committer.pieces > len(jobs)
-
-
 async def test_a_running_sequence_is_cancelled_on_a_full_worker(
     asked: Asked, replies: Replies, config: Config, backend: HfBackend
 ) -> None:
