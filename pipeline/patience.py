@@ -4,6 +4,8 @@
   so that a client of Sentinel asks again where the primary is.
 - A cancellation is never lost: redis-py 5 sends through `asyncio.wait_for`, which before Python 3.12 drops one that
   comes in the moment of success; the caller would wait on for ever.
+- A task that was cancelled can still use a connection: before Python 3.11.3 a time limit of 0 inside such a task, as in
+  redis-py's look at a connection of the pool, is taken for another cancellation. The look is a task of its own there.
 - Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
   disk) is asked again.
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -87,6 +90,12 @@ class _Heedful(AbstractConnection):
         if task.cancelling() > asked:
             await self.disconnect(nowait=True)
             raise asyncio.CancelledError
+
+    if sys.version_info < (3, 11, 3):
+
+        async def can_read_destructive(self) -> bool:
+            """As redis-py's."""
+            return await asyncio.create_task(super().can_read_destructive())
 
 
 @functools.cache

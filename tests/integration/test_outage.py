@@ -152,3 +152,20 @@ async def test_a_cancellation_is_heeded_whenever_it_comes(client: Any, steps: in
     await asyncio.wait([waiting], timeout=10)
     assert waiting.cancelled()
     assert await client.echo("in step") == b"in step"
+
+
+async def test_a_cancelled_task_can_still_tell_the_broker(client: Redis, keys: Keys) -> None:
+    """What it gives back on its way out gets there."""
+    await client.set(keys.latest, 0)
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await client.set(keys.latest, 1)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert (task.cancelled(), await client.get(keys.latest)) == (True, b"1")
