@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import redis
+from redis.asyncio import Redis
 
 from pipeline import broker
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError
+from pipeline.keys import Keys
 from tests.killable_broker import KillableBroker
 
 
