@@ -55,6 +55,10 @@ class Chat:
         self._hosts = AllowedHosts(config.images.hosts, "images.hosts")
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")  # a tokenizer is not safe in several
 
+    def close(self) -> None:
+        """Render nothing more."""
+        self._rendering.shutdown(wait=False, cancel_futures=True)
+
     def check(self, request: ChatRequest) -> SamplingParams:
         """What can be said before anything is done. Raises Refusal."""
         known = ("default", self._config.gateway.model_name)

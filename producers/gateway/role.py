@@ -47,8 +47,11 @@ async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] |
     role.spawn(_report(role, service))
     app = make_app(service, os.environ.get(KEY_NAME) or None)
     grace_s = _GRACE * config.up.stop_grace_s
-    await serve(app, host=config.gateway.host, port=port, stop=role.stop, grace_s=grace_s, on_ready=on_ready)
-    await service.decoding.settle()
+    try:
+        await serve(app, host=config.gateway.host, port=port, stop=role.stop, grace_s=grace_s, on_ready=on_ready)
+        await service.decoding.settle()
+    finally:
+        service.chat.close()
 
 
 async def _sweep(role: Role, service: Service) -> None:

@@ -31,6 +31,19 @@ def test_a_value_out_of_range_is_named(item: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("sampling.temperature=3", "sampling.temperature must be <= 2 with rollout.url"),
+        ("sampling.max_new_tokens=40000", "sampling.max_new_tokens must be <= 32768 with rollout.url"),
+    ],
+)
+def test_what_a_rollout_server_would_refuse_is_refused_at_the_start(item: str, words: str) -> None:
+    load_config(None, [item], {})
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, [item, "rollout.url=http://127.0.0.1:9000"], {})
+
+
 def test_the_last_of_several_needs_a_port_too() -> None:
     with pytest.raises(ConfigError, match=r"last of gateway\.count"):
         load_config(None, ["gateway.port=65535", "gateway.count=2"], {})

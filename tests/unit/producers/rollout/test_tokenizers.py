@@ -128,3 +128,18 @@ async def test_without_a_list_the_policy_is_known(names: dict[str, str]) -> None
         await listed.get("policy")
     for one in (alone, listed):
         one.close()
+
+
+async def test_a_warm_cache_holds_what_fits_and_names_what_cannot_be_had(
+    names: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = Tokenizers({"gone": names["gone"], "a": names["a"], "b": names["b"]}, size=2)
+    try:
+        await made.warm()
+        loads = made.num_loads
+        await made.get("a")
+        assert made.num_loads == loads == 2, "the first two were tried, and the good one is there"
+    finally:
+        made.close()
+    said = capfd.readouterr()
+    assert "'gone' cannot be loaded" in said.out + said.err
