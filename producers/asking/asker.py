@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable
 from typing import Any, cast
 from urllib.parse import quote
-from zlib import crc32
 
 import msgspec
 
@@ -21,6 +20,7 @@ from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.rollouts import RolloutHead, Rollouts
 from producers.asking.answers import Answer, read_answer, tool_names
+from producers.asking.gateways import called_back_at
 from producers.asking.peer import GATEWAY_KEY, Peer, PeerSilent, Refused
 
 _LOOK_S = 0.25  # between two looks whether a rollout is closed
@@ -126,20 +126,14 @@ class Asker:
 
     async def _post(self, path: str, head: RolloutHead, until: float) -> bytes:
         key = os.environ.get(GATEWAY_KEY)
-        body = {**head.request, "server_url": self._called_back_at(head.rollout_id), "callback_api_key": key or None}
+        server_url = called_back_at(self._role.config, head.rollout_id)
+        body = {**head.request, "server_url": server_url, "callback_api_key": key or None}
         try:
             return await self._server.call("POST", path, body, until=until)
         except Refused as error:
             if error.status in _NO_SUCH_PATH:
                 raise ConfigError(f"{error}; look at rollout.url and rollout.protocol") from error
             raise
-
-    def _called_back_at(self, rollout_id: str) -> str:
-        """The same gateway each time that a rollout is asked for: the address is part of the question."""
-        gateway = self._role.config.gateway
-        if self._config.gateway_url or gateway.count < 2:
-            return self._gateway.url
-        return f"http://127.0.0.1:{gateway.port + crc32(rollout_id.encode()) % gateway.count}"
 
     async def _wait_for(self, peer: Peer, path: str) -> bytes | None:
         until = asyncio.get_running_loop().time() + self._config.timeout_s

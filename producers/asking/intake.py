@@ -10,6 +10,7 @@ from pipeline.jobs import Credit, Outcome
 from pipeline.lifecycle import Role
 from pipeline.rollouts import RolloutHead, Rollouts
 from producers.asking.asker import Asker
+from producers.asking.gateways import gateway_urls
 from producers.asking.heads import heads_of
 from producers.asking.peer import GATEWAY_KEY, SERVER_KEY, Peer, peer_session
 from producers.sources import Row
@@ -52,7 +53,7 @@ class RolloutIntake:
 async def rollout_intake(role: Role, url: str) -> AsyncGenerator[RolloutIntake]:
     """Waits for the peers, asks anew for what an earlier producer left open, and leaves it open at the end."""
     config = role.config
-    gateway_url = config.rollout.gateway_url or f"http://127.0.0.1:{config.gateway.port}"
+    gateway_url = gateway_urls(config)[0]
     rollouts = Rollouts(role.client, role.keys, partitions=config.consumer.count, ttl_s=config.gateway.rollout_ttl_s)
     session = peer_session(url, gateway_url, timeout_s=config.rollout.timeout_s, pool=2 * config.rollout.max_concurrent)
     async with session, asyncio.TaskGroup() as tasks:
