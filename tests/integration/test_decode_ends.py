@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,11 @@ from pipeline.messages import SamplingParams, SequenceResult, decode
 from pipeline.status import snapshot
 from pipeline.tokens import TokenArray
 from tests.contract.engine_fixtures import started
+from tests.decode_workers import working
 from tests.factories import decode_job
-from tests.roles import eventually, role_of, run_config
+from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
-from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
-from workers.job_prompts import JobPrompts
 
 PLENTY = Credit(10_000, 10_000, 1)
 _ROUNDED_S = 0.001  # timings have four digits
@@ -48,18 +45,6 @@ def backend(source: Path) -> Iterator[HfBackend]:
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
     worker = {"lease_s": 5.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 0.0, "checkpoint_tokens": 4}
     return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
-
-
-@contextlib.asynccontextmanager
-async def working(config: Config, backend: HfBackend, name: str = "w") -> AsyncIterator[DecodeWorker]:
-    async with role_of(config, "worker", name) as role:
-        worker = DecodeWorker(role, backend, JobPrompts(config.model))
-        running = asyncio.create_task(worker.run())
-        try:
-            yield worker
-        finally:
-            role.stop.set()
-            await running
 
 
 async def results(client: Any, keys: Keys) -> list[SequenceResult]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,11 @@ from pipeline.messages import DeadLetter, DecodeJob, SamplingParams, SequenceRes
 from pipeline.replies import Replies
 from tests.asking import Asked, answer, events, reading
 from tests.contract.engine_fixtures import started
+from tests.decode_workers import working
 from tests.integration.test_decode_worker import changed
-from tests.roles import role_of, run_config
+from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
-from workers.job_prompts import JobPrompts
 
 LONG = SamplingParams(temperature=0.0, max_new_tokens=48)  # greedy does not end by itself here
 
@@ -56,18 +53,6 @@ async def replies(client: Redis, keys: Keys) -> AsyncIterator[Replies]:
 @pytest.fixture
 def asked(client: Redis, keys: Keys) -> Asked:
     return Asked(client, keys)
-
-
-@contextlib.asynccontextmanager
-async def working(config: Config, backend: HfBackend, name: str = "w") -> AsyncIterator[DecodeWorker]:
-    async with role_of(config, "worker", name) as role:
-        worker = DecodeWorker(role, backend, JobPrompts(config.model))
-        running = asyncio.create_task(worker.run())
-        try:
-            yield worker
-        finally:
-            role.stop.set()
-            await running
 
 
 def many(count: int) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,12 @@ from pipeline.jobs import JobFailed
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, decode, encode
 from tests.contract.engine_fixtures import started
+from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.integration.arq.serving import answer, counts, letters, reaches, until
-from tests.roles import role_of, run_config
+from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
-from workers.job_prompts import JobPrompts
 
 FIELDS: dict[str, Any] = {
     "n": 2,
@@ -52,19 +49,6 @@ def backend(source: Path) -> Iterator[HfBackend]:
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
     worker = {"lease_s": 5.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 0.0}
     return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)})
-
-
-@contextlib.asynccontextmanager
-async def working(config: Config, backend: HfBackend) -> AsyncIterator[DecodeWorker]:
-    async with role_of(config) as role:
-        worker = DecodeWorker(role, backend, JobPrompts(config.model))
-        running = asyncio.create_task(worker.run())
-        try:
-            yield worker
-        finally:
-            role.stop.set()
-            async with asyncio.timeout(20):
-                await running
 
 
 async def rows(client: Any, keys: Keys) -> list[SequenceResult]:

@@ -1,0 +1,29 @@
+"""A decode worker inside the test's own process, on an engine that is loaded already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from pipeline.config.types import Config
+from tests.roles import role_of
+from workers.decode import DecodeWorker
+from workers.generation.contracts import Backend
+from workers.job_prompts import JobPrompts
+
+_END_S = 20.0
+
+
+@contextlib.asynccontextmanager
+async def working(config: Config, backend: Backend, name: str = "w") -> AsyncIterator[DecodeWorker]:
+    """It serves until the block ends."""
+    async with role_of(config, "worker", name) as role:
+        worker = DecodeWorker(role, backend, JobPrompts(config.model))
+        running = asyncio.create_task(worker.run())
+        try:
+            yield worker
+        finally:
+            role.stop.set()
+            async with asyncio.timeout(_END_S):
+                await running
