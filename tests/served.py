@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from producers.http.asgi import ASGIApp
-from producers.http.serve import serve
+from pipeline.http.asgi import ASGIApp
+from pipeline.http.serve import serve
 
 
 @dataclass

@@ -27,13 +27,15 @@ ENVIRONMENT = {
     "SLUICE_DATA": "data.path",
     "SLUICE_ROLLOUT_URL": "rollout.url",
     "SLUICE_GATEWAY_URL": "rollout.gateway_url",
+    "SLUICE_METRICS_HOST": "metrics.host",
+    "SLUICE_METRICS_PORT": "metrics.port",
     "ROLLOUT_SERVER_PORT": "rollout_server.port",
     "MAX_CONCURRENT_ROLLOUTS": "rollout_server.max_concurrent_rollouts",
     "TOKENIZER_CACHE_SIZE": "rollout_server.tokenizer_cache_size",
     "TOKENIZER_TRUST_REMOTE_CODE": "rollout_server.tokenizer_trust_remote_code",
     "HTTP_CLIENT_TIMEOUT": "rollout_server.http_client_timeout_s",
 }
-_PARSED = "rollout_server."  # the values of these keys are YAML, the others text
+_PARSED = ("rollout_server.", "metrics.port")  # the values of these keys are YAML, the others text
 
 
 def load_config(

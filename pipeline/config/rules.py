@@ -6,6 +6,7 @@ import re
 from ipaddress import IPv6Address
 from math import inf
 
+from pipeline.config.operate_rules import operate_checks
 from pipeline.config.policy_rules import policy_checks
 from pipeline.config.rollout_rules import rollout_checks
 from pipeline.config.types import Config, RepeatTerminateConfig
@@ -21,6 +22,7 @@ def check(config: Config, origin: str) -> None:
         *_flow(config),
         *policy_checks(config),
         *rollout_checks(config),
+        *operate_checks(config),
     )
     for holds, complaint in checks:
         if not holds:

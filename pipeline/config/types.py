@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.config.image_types import ImagesConfig
+from pipeline.config.operate_types import DashboardConfig, HistoryConfig, MetricsConfig, TrackingConfig
 from pipeline.config.policy_types import PolicyConfig, ScorerConfig
 from pipeline.config.rollout_types import GatewayConfig, RolloutConfig, RolloutServerConfig
 from pipeline.config.section import Section
@@ -170,5 +171,9 @@ class Config(Section, frozen=True, kw_only=True):
     gateway: GatewayConfig = GatewayConfig()
     rollout_server: RolloutServerConfig = RolloutServerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    history: HistoryConfig = HistoryConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    dashboard: DashboardConfig = DashboardConfig()
+    tracking: TrackingConfig = TrackingConfig()
     up: UpConfig = UpConfig()
     custom: dict[str, Any] = {}  # free; custom.extra.rollout_matching is read as rollout_matching

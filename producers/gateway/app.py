@@ -21,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline import __version__
 from pipeline.errors import SluiceError
+from pipeline.http.auth import BearerAuth
+from pipeline.http.body_limit import BodyLimit
 from producers.gateway.metrics import Metrics
 from producers.gateway.openapi import errors
 from producers.gateway.refusals import Refusal, of_schema, refusal_of
@@ -28,8 +30,6 @@ from producers.gateway.routes_chat import chat_routes
 from producers.gateway.routes_rollouts import rollout_routes
 from producers.gateway.service import Service
 from producers.http.api_page import add_api_page
-from producers.http.auth import BearerAuth
-from producers.http.body_limit import BodyLimit
 
 _TAGS = [
     {"name": "completions", "description": "Answers of the model whose weights are served at the time."},

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from fastapi.openapi.models import Example
 
+from pipeline.http.errors import documented
 from producers.gateway.infer import InferRequest, RequestConfig
-from producers.http.errors import documented
 from producers.rollout.schemas.completions import CompletionsResponse
 
 _JSON = "application/json"

@@ -20,8 +20,8 @@ from typing import Any
 from redis import RedisError
 
 from pipeline.errors import BrokerError, RequestError, SluiceError
+from pipeline.http.errors import problem
 from pipeline.messages import DeadLetter
-from producers.http.errors import problem
 
 _THEIRS = ("invalid_request",)
 

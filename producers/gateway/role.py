@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from pipeline.config.types import Config
+from pipeline.http.serve import serve
 from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
 from producers.gateway.app import make_app
 from producers.gateway.service import Service, make_service
-from producers.http.serve import serve
 from producers.tokenizer import load_policy_tokenizer
 
 KEY_NAME = "SLUICE_GATEWAY_API_KEY"

@@ -1,5 +1,5 @@
-"""HTTP ground of the gateway and the rollout server: who may ask, how much, how it starts and stops.
+"""HTTP of the gateway and the rollout server; what every server needs is in pipeline/http.
 
-request ──▶ BearerAuth ──▶ BodyLimit ──▶ application        (serve)
+request ──▶ StrictRoute ──▶ application ──▶ add_api_page
 application ──▶ guarded_session ──▶ listed hosts only        (client)
 """

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from pipeline import logs
 from pipeline.config.types import Config
+from pipeline.http.serve import serve
 from pipeline.lifecycle import default_name, leave_within
 from pipeline.logs import get_logger
-from producers.http.serve import serve
 from producers.rollout.app_state import app_state
 from producers.rollout.runs import Runs, open_runs
 from producers.rollout.server import build_app

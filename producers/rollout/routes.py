@@ -10,7 +10,7 @@ from fastapi.openapi.models import Example
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from producers.http.errors import documented
+from pipeline.http.errors import documented
 from producers.http.paths import ROLLOUT_ID
 from producers.rollout.app_state import AppState
 from producers.rollout.runs import Runs

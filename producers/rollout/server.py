@@ -11,10 +11,10 @@ from starlette.exceptions import HTTPException
 
 from pipeline import __version__
 from pipeline.errors import RequestError
+from pipeline.http.auth import BearerAuth
+from pipeline.http.body_limit import BodyLimit
+from pipeline.http.errors import problem_response
 from producers.http.api_page import add_api_page
-from producers.http.auth import BearerAuth
-from producers.http.body_limit import BodyLimit
-from producers.http.errors import problem_response
 from producers.http.strict_json import StrictRoute
 from producers.rollout.app_state import AppState
 from producers.rollout.line import RETRY_AFTER_S, LineFull

@@ -11,8 +11,8 @@ import pytest
 from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel
 
-from producers.http.auth import BearerAuth, require_bearer
-from producers.http.body_limit import BodyLimit
+from pipeline.http.auth import BearerAuth, require_bearer
+from pipeline.http.body_limit import BodyLimit
 from tests.served import Served, served
 
 KEY = "k3y-ü"

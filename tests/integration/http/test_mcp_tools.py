@@ -13,7 +13,7 @@ from mcp.server import MCPServer
 
 from pipeline.errors import RequestError
 from pipeline.hosts import AllowedHosts
-from producers.http.asgi import Receive, Scope, Send
+from pipeline.http.asgi import Receive, Scope, Send
 from producers.rollout.tools import ToolBox, tool
 from producers.rollout.tools.mcp_server import mcp_tools
 from tests.integration.http.names import Names

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pipeline.errors import ConfigError, SluiceError
-from producers.http.serve import serve
+from pipeline.http.serve import serve
 from tests.roles import eventually
 from tests.served import served
 

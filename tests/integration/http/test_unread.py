@@ -8,8 +8,8 @@ import json
 import pytest
 from fastapi import FastAPI, Request
 
-from producers.http.auth import BearerAuth
-from producers.http.body_limit import BodyLimit
+from pipeline.http.auth import BearerAuth
+from pipeline.http.body_limit import BodyLimit
 from tests.served import served
 
 LIMIT = 600_000

@@ -12,9 +12,9 @@ import re
 
 from fastapi import HTTPException
 
-from producers.http.asgi import ASGIApp, Message, Receive, Scope, Send
-from producers.http.errors import problem_response
-from producers.http.unread import MOST_BYTES, with_unread_body
+from pipeline.http.asgi import ASGIApp, Message, Receive, Scope, Send
+from pipeline.http.errors import problem_response
+from pipeline.http.unread import MOST_BYTES, with_unread_body
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CLOSE = {"Connection": "close"}  # the rest of the body is no next request

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from fastapi import HTTPException
 from fastapi.requests import HTTPConnection
 
-from producers.http.asgi import ASGIApp, Receive, Scope, Send
-from producers.http.errors import problem_response
-from producers.http.unread import with_unread_body
+from pipeline.http.asgi import ASGIApp, Receive, Scope, Send
+from pipeline.http.errors import problem_response
+from pipeline.http.unread import with_unread_body
 
 OPEN_PATHS = ("/health",)
 """Answered to everybody: what starts a container asks here."""

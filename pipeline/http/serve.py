@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 
 import uvicorn
 
 from pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
-from producers.http.asgi import ASGIApp
+from pipeline.http.asgi import ASGIApp
 
 KEEP_ALIVE_S = 75
 MAX_HEADER_BYTES = 65_536
@@ -77,7 +77,7 @@ class _Server(uvicorn.Server):
             raise SluiceError(f"the server on port {port} did not start; its error is in the log") from error
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -11,7 +11,7 @@ import contextlib
 
 from fastapi import Response
 
-from producers.http.asgi import ASGIApp, Message, Receive, Scope, Send
+from pipeline.http.asgi import ASGIApp, Message, Receive, Scope, Send
 
 MOST_BYTES = 1 << 20
 MOST_S, SILENT_S = 20.0, 2.0
