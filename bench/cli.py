@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
-app = App(help="Measure; with --json the last line is one JSON object.")
+app = App(name="bench", help="Measure: queue, engines, pipeline, guard, weights, rollouts; progress goes to stderr.")
+
+AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
+Quick = Annotated[bool, Parameter(negative="", help="Seconds instead of minutes; it proves nothing.")]
+Rounds = Annotated[int | None, Parameter(help="How often the sides take turns; without it, what the text above says.")]
+Vllm = Annotated[bool, Parameter(help="Whether vLLM is measured too.")]
 
 
 @app.command
 def pipeline(
     *,
-    json: bool = False,
-    sequences: int = 512,
-    workers: int = 2,
-    model: Path | None = None,
-    rounds: int = 5,
-    max_batch: int = 32,
+    json: AsJson = False,
+    sequences: Annotated[int, Parameter(help="Sequences of one round.")] = 512,
+    workers: Annotated[int, Parameter(help="Decode workers, and bare engines beside them.")] = 2,
+    model: Annotated[Path | None, Parameter(help="Model directory; without it, a tiny random one.")] = None,
+    rounds: Annotated[int, Parameter(help="How often the sides take turns.")] = 5,
+    max_batch: Annotated[int, Parameter(help="Sequences that an engine decodes at a time.")] = 32,
 ) -> None:
     """Queue, workers, result stream and a null sink against the bare engine, side by side in one run.
 
@@ -38,10 +44,15 @@ def pipeline(
 @app.command
 def queue(
     *,
-    json: bool = False,
-    workers: tuple[int, ...] = (1, 2, 4, 8),
-    jobs: int | None = None,
-    quick: bool = False,
+    json: AsJson = False,
+    workers: Annotated[tuple[int, ...], Parameter(help="Worker processes of one measurement; may be repeated.")] = (
+        1,
+        2,
+        4,
+        8,
+    ),
+    jobs: Annotated[int | None, Parameter(help="Jobs of one of our rounds.")] = None,
+    quick: Quick = False,
 ) -> None:
     """No-op jobs per second of our queue at 1 to 8 worker processes, beside stock arq and SAQ, in one run.
 
@@ -61,13 +72,13 @@ def queue(
 @app.command
 def engine(
     *,
-    json: bool = False,
-    counts: tuple[int, ...] = (32, 128),
-    rounds: int | None = None,
-    longest: int = 512,
-    threads: int = 1,
-    vllm: bool = True,
-    quick: bool = False,
+    json: AsJson = False,
+    counts: Annotated[tuple[int, ...], Parameter(help="Sequences at once; may be repeated.")] = (32, 128),
+    rounds: Rounds = None,
+    longest: Annotated[int, Parameter(help="Tokens of the longest sequence.")] = 512,
+    threads: Annotated[int, Parameter(help="torch's, the same for every engine.")] = 1,
+    vllm: Vllm = True,
+    quick: Quick = False,
 ) -> None:
     """Our decode loop beside transformers' padded `generate` and continuous batching, and our vLLM backend beside vLLM.
 
@@ -90,13 +101,13 @@ def engine(
 @app.command
 def guard(
     *,
-    json: bool = False,
-    counts: tuple[int, ...] = (1, 64, 256),
-    sequences: int = 192,
-    longest: int = 2048,
-    run_sequences: int = 128,
-    vllm: bool = True,
-    quick: bool = False,
+    json: AsJson = False,
+    counts: Annotated[tuple[int, ...], Parameter(help="Sequences at once; may be repeated.")] = (1, 64, 256),
+    sequences: Annotated[int, Parameter(help="Sequences whose tail tokens are counted; half of them loop.")] = 192,
+    longest: Annotated[int, Parameter(help="New tokens that a looping sequence may have.")] = 2048,
+    run_sequences: Annotated[int, Parameter(help="Sequences of the two whole runs; 0 leaves them out.")] = 128,
+    vllm: Vllm = True,
+    quick: Quick = False,
 ) -> None:
     """The repeat guard with its default thresholds: its share of a step, its cost a token, and what it saves.
 
@@ -121,10 +132,10 @@ def guard(
 @app.command
 def proximal(
     *,
-    json: bool = False,
-    backends: str = "hf,vllm",
-    rounds: int | None = None,
-    quick: bool = False,
+    json: AsJson = False,
+    backends: Annotated[str, Parameter(help="Engines, with commas between them.")] = "hf,vllm",
+    rounds: Rounds = None,
+    quick: Quick = False,
 ) -> None:
     """New weights amid sequences: what they cost, and how many older tokens are trained with a valid proximal.
 
@@ -145,10 +156,10 @@ def proximal(
 @app.command
 def rollout(
     *,
-    json: bool = False,
-    rounds: int | None = None,
-    vllm: bool = True,
-    quick: bool = False,
+    json: AsJson = False,
+    rounds: Rounds = None,
+    vllm: Vllm = True,
+    quick: Quick = False,
 ) -> None:
     """Agent rollouts through rollout server, gateway and worker, and the gateway beside vLLM's own server.
 
@@ -164,3 +175,26 @@ def rollout(
     from bench.rollout.plan import Plan
 
     finish(measure(Plan.of(rounds=rounds, vllm=vllm, quick=quick)), as_json=json)
+
+
+@app.command
+def operate(
+    *,
+    json: AsJson = False,
+    sequences: Annotated[int | None, Parameter(help="Finished ones in the history.")] = None,
+    rounds: Rounds = None,
+    quick: Quick = False,
+) -> None:
+    """The dashboard's pages with a long history, `sluice --help`, and what metrics cost the pipeline.
+
+    Every page of a dashboard process 40 times, in turns, with --sequences finished ones in the history (100,000) and
+    512 jobs and dead letters in the broker; starts of `sluice --help`; --rounds of a pipeline with metrics that are
+    scraped every second beside one without, in turns. About 5 minutes. --quick takes seconds and proves nothing.
+
+    Example: `sluice bench operate --json`
+    """
+    from bench.operate.measure import measure
+    from bench.operate.plan import Plan
+    from bench.report import finish
+
+    finish(measure(Plan.of(finished=sequences, rounds=rounds, quick=quick)), as_json=json)

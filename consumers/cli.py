@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from pipeline.cli.options import ConfigPath, Overrides
 
 
-def consume(*, config: ConfigPath = None, partition: int | None = None, overrides: Overrides = ()) -> None:
+def consume(
+    *,
+    config: ConfigPath = None,
+    partition: Annotated[int | None, Parameter(help="Of the result stream; without it, the first free one.")] = None,
+    overrides: Overrides = (),
+) -> None:
     """Parse, match and batch results; one process per partition (0 … consumer.count - 1).
 
     Without `--partition` it takes the first one that nobody holds, or stands by until one falls free.

@@ -10,6 +10,7 @@
 
 - Every step up to hand_off is pure and repeatable; hand_off is one script call, fenced by the partition's owner.
 - A dropped group gives its credit back at once, not with the next batch.
+- What is finished is in the history before it is handed off.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from consumers.group import Assembler, Group
+from consumers.history.recorder import Recorder
 from consumers.pack import pack_rows
 from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
@@ -43,6 +45,7 @@ class Consumer:
         self._sampler = Sampler(task, context, role.config.consumer)
         self._reader = result_reader(role.client, role.keys, partition, role.name, owner)
         self._groups = Assembler()
+        self._history = Recorder(role.config, partition)
         self._sizes: dict[str, int] = {}  # bytes of each entry that is held
         self._samples: list[TrainingSample] = []
         self._entry_ids: list[str] = []
@@ -52,6 +55,12 @@ class Consumer:
 
     async def run(self) -> None:
         """Consume until asked to stop or until the run is over."""
+        try:
+            await self._consume()
+        finally:
+            await self._history.close()
+
+    async def _consume(self) -> None:
         await self._take(await self._reader.open())
         while not self._role.stop.is_set():
             try:
@@ -66,6 +75,7 @@ class Consumer:
 
     def _start_anew(self) -> None:
         self._reader.forget()
+        self._history.forget()
         self._groups, self._sizes = Assembler(), {}
         self._samples, self._entry_ids, self._letters = [], [], []
 
@@ -89,6 +99,7 @@ class Consumer:
         except (KeyError, ValueError) as error:
             await self._discard(entry, error)
             return None
+        self._history.log(group_id, fields.get(b"l", b""))
         try:
             if b"r" in fields:
                 return self._groups.add_result(entry.entry_id, decode(SequenceResult, fields[b"r"]))
@@ -118,6 +129,7 @@ class Consumer:
     async def _finish_group(self, group: Group) -> None:
         # In a thread: a slow task must not keep this process from renewing its ownership.
         samples, letters = await asyncio.to_thread(self._sampler.samples_of, group)
+        await asyncio.to_thread(self._history.note, group, samples, letters)
         if samples:
             # Its drops leave with the group's samples, or a consumer killed in between would record them twice.
             self._samples += samples
@@ -136,6 +148,7 @@ class Consumer:
         )
         await self._out(batch, self._entry_ids, self._letters)
         self._handed += len(self._samples)
+        self._role.telemetry.observe(sluice_hand_off_samples=len(self._samples))
         self._samples, self._entry_ids, self._letters = [], [], []
 
     async def _drop(self, entry_ids: list[str], letters: list[DeadLetter]) -> None:
@@ -145,6 +158,7 @@ class Consumer:
         await self._out(TrainingBatch(batch_id=identity, samples=[]), entry_ids, letters)
 
     async def _out(self, batch: TrainingBatch, entry_ids: list[str], letters: list[DeadLetter]) -> None:
+        await self._history.flush()
         await hand_off(
             self._role.scripts,
             self._role.keys,

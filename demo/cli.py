@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 
 def demo(
     *,
     task: str = "digits",
-    json: bool = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
     seed: int = 0,
     workers: int = 2,
     kill: bool = True,
@@ -19,7 +22,8 @@ def demo(
     Warm-starts a small Qwen3 (cached), then runs producer, workers, consumer and trainer as processes on an
     embedded broker, kills one worker on the way, and writes an HTML report.
 
-    Example: `sluice demo`, or `sluice demo --task arithmetic --workers 3 --seed 7`
+    Example: `sluice demo`
+    Example: `sluice demo --task arithmetic --workers 3 --seed 7`
 
     Parameters
     ----------
@@ -28,7 +32,7 @@ def demo(
         from rewards with a policy loss, while new weights land in the middle of running sequences. `tools`: sums
         with a calculator, learnt in rollouts of several turns, through the rollout server and the gateway.
     json
-        Print one object with the counts and scores at the end.
+        One JSON object with the counts and scores at the end.
     seed
         Of the training data and of sampling.
     workers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 import socket
 import sys
@@ -20,14 +20,27 @@ from demo.mid_sequence import mid_sequence
 from demo.tasks import DemoTask
 from demo.tiny.warm_start import WarmStartProgress
 from pipeline.config import Config, load_config
+from pipeline.json_out import print_json
 from pipeline.stack import run_stack
 
+SCHEMA = 1
 _KEEP_RUNS = 3
 _SHOWN = 6  # held-out problems in the report
 
 
 def run_demo(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool, as_json: bool) -> int:
-    """Run it; 0 when the run is complete and nothing was lost or trained twice."""
+    """Run it; 0 when the run is complete and nothing was lost or trained twice.
+
+    With `as_json` standard output has the summary alone, and the progress goes to standard error.
+    """
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        code, summary = _run(task, directory, seed=seed, workers=workers, kill=kill)
+    if as_json and summary:
+        print_json(summary, SCHEMA)
+    return code
+
+
+def _run(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool) -> tuple[int, dict[str, Any]]:
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -43,7 +56,7 @@ def run_demo(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: 
     pipeline_started = time.monotonic()
     code = run_stack(config, title=f"sluice demo · {task.name}", watch=drill.watch, extra=drill.processes())
     if code:
-        return code
+        return code, {}
     pipeline_s = time.monotonic() - pipeline_started
     heldout = Heldout.of(task, warm, _newest_version(run_dir))
     counts = asdict(audit(config, run_dir))
@@ -54,9 +67,7 @@ def run_demo(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: 
     summary |= {"pipeline_s": round(pipeline_s, 1), "wall_s": round(time.monotonic() - started, 1)}
     page = report.write(run_dir, task, summary=summary, drill=drill, heldout=heldout.first(_SHOWN), landed=landed)
     _print(task, summary, page)
-    if as_json:
-        print(json.dumps(summary), flush=True)
-    return 0 if not summary["lost"] and not summary["duplicated"] else 1
+    return 0 if not summary["lost"] and not summary["duplicated"] else 1, summary
 
 
 def _warm_start(task: DemoTask, directory: Path) -> Path:

@@ -105,6 +105,12 @@ class DeadLetters:
                 return
             start = f"({page[-1][0].decode()}"
 
+    async def newest(self, before: str = "+", count: int = _PAGE) -> list[Row]:
+        """Newest first; `before` is the entry id of the last row of the page before."""
+        end = before if before == "+" else f"({before}"
+        page = cast("list[Any]", await self._client.xrevrange(self.keys.dead, end, "-", count=count))
+        return [_row(entry_id.decode(), fields) for entry_id, fields in page]
+
     async def burials(self, until: str = "+") -> AsyncIterator[list[Row]]:
         """The rows of each burial."""
         held: list[Row] = []

@@ -93,26 +93,27 @@ def check_reason(reason: str, known: Sequence[str]) -> None:
 
 def letter(config: Config, seq_id: str, *, dropped: bool = False) -> Letter:
     """One row with its payload; raises SluiceError when there is none of this id."""
+    return _with(config, lambda letters: read_letter(letters, seq_id, dropped=dropped))
 
-    async def read(letters: DeadLetters) -> Letter:
-        found = await letters.find(seq_id, dropped=dropped)
-        if found is None:
-            word = "dropped sequence is kept" if dropped else "dead letter is there"
-            raise SluiceError(f"no {word} under the id {seq_id!r}; `sluice dlq list` shows the ids")
-        row, payload = found
-        shown: dict[str, Any] = msgspec.structs.asdict(_shown(row, time.time()))
-        job, problem = _payload(row.job_id, payload)
-        head = payload[:HEX_BYTES].hex(" ") if problem and payload else None
-        return Letter(
-            **shown,
-            traceback=row.letter.traceback,
-            payload_bytes=len(payload),
-            job=job,
-            problem=problem,
-            payload_hex=head,
-        )
 
-    return _with(config, read)
+async def read_letter(letters: DeadLetters, seq_id: str, *, dropped: bool = False) -> Letter:
+    """The same for one who is connected already."""
+    found = await letters.find(seq_id, dropped=dropped)
+    if found is None:
+        word = "dropped sequence is kept" if dropped else "dead letter is there"
+        raise SluiceError(f"no {word} under the id {seq_id!r}; `sluice dlq list` shows the ids")
+    row, payload = found
+    shown: dict[str, Any] = msgspec.structs.asdict(_shown(row, time.time()))
+    job, problem = _payload(row.job_id, payload)
+    head = payload[:HEX_BYTES].hex(" ") if problem and payload else None
+    return Letter(
+        **shown,
+        traceback=row.letter.traceback,
+        payload_bytes=len(payload),
+        job=job,
+        problem=problem,
+        payload_hex=head,
+    )
 
 
 def matching(config: Config, selection: Selection) -> int:

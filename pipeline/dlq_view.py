@@ -11,6 +11,7 @@ from rich.text import Text
 
 from pipeline.dlq import Done
 from pipeline.dlq_look import HEX_BYTES, SCHEMA, Letter, Listing
+from pipeline.json_out import print_json
 
 _DETAIL_CHARS = 60
 _WIDE = 200  # columns, where there is no terminal
@@ -21,7 +22,7 @@ def report(done: list[Done], word: str, *, as_json: bool) -> int:
     good, bad = [each for each in done if each.problem is None], [each for each in done if each.problem]
     count = sum(len(each.sequences) for each in good)
     if as_json:
-        print(msgspec.json.encode({"schema_version": SCHEMA, word: count, "jobs": done}).decode())
+        print_json({word: count, "jobs": done}, SCHEMA)
         return 0 if good else 1
     for each in good:
         to = f" as {each.new_job_id}" if each.new_job_id else ""
@@ -36,7 +37,7 @@ def report(done: list[Done], word: str, *, as_json: bool) -> int:
 def print_listing(found: Listing, *, as_json: bool, dropped: bool = False) -> None:
     """A table, or one object."""
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
         return
     if not found.rows:
         print("no dropped sequences" if dropped else "no dead letters")
@@ -57,7 +58,7 @@ def print_listing(found: Listing, *, as_json: bool, dropped: bool = False) -> No
 def print_letter(found: Letter, *, as_json: bool) -> None:
     """All of it, for people or as one object."""
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
         return
     size = f" of {found.group_size}" if found.group_size else ""
     lines = [

@@ -1,6 +1,7 @@
 """The one error tree, named by the boundary that was crossed.
 
-Every error says what happened, where, and what to do. `exit_code` is what a command returns when the error ends it.
+Every error says what happened, where, and what to do. `exit_code` is what a command returns when the error ends it;
+pipeline/cli/exit_codes.py lists them all.
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ class EngineError(SluiceError):
     """The generation engine failed or was asked for something that it cannot do."""
 
     exit_code = 8  # not that of ModelError: a failed engine is started again
+
+
+class GuardRefused(EngineError):
+    """The repeat guard of this engine does not do what the run asks for; nothing is decoded without it."""
+
+
+class GuardImpossible(ConfigError):
+    """The repeat guard cannot be active with this model and these thresholds."""
 
 
 class RequestError(EngineError):

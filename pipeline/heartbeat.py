@@ -10,8 +10,11 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
+from pipeline import room
 from pipeline.keys import Keys
 from pipeline.logs import get_logger
 
@@ -19,6 +22,10 @@ BEAT_S = 1.0
 ALIVE_S = 6.0  # a heartbeat older than this is that of a dead process
 FORGET_S = 3600.0  # a dead process is shown for this long
 _FORGET_EVERY_S = 600.0
+_LAST_S = 2.0  # a process that failed does not wait longer to say so
+_WORDS = 600  # characters
+# A script whose first write frees memory may write on where the broker is full: a row replaces itself.
+_PUT = "redis.call('HDEL', KEYS[1], ARGV[1]) return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
@@ -33,6 +40,9 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     waiting_for: str | None = None
     waiting_since: float | None = None
     facts: dict[str, Any] = {}
+    error: str | None = None  # the last words of a role that failed
+    error_kind: str | None = None  # its class
+    ended_at: float | None = None
 
 
 class StatusReporter:
@@ -57,12 +67,25 @@ class StatusReporter:
         self.row.facts.update(facts)
 
     async def beat(self) -> None:
-        """Publish once."""
+        """Publish once; a broker that is full takes it too."""
         self.row.at = time.time()
-        await cast(
-            "Awaitable[int]",
-            cast(Any, self._client).hset(self._keys.processes, self.row.name, msgspec.json.encode(self.row).decode()),
-        )
+        row = self.row
+        if (since := room.waits_for_room()) is not None:
+            row = replace(row, waiting_for=room.CAUSE, waiting_since=since)
+        arguments = (row.name, msgspec.json.encode(row))
+        await cast("Awaitable[int]", cast(Any, self._client).eval(_PUT, 1, self._keys.processes, *arguments))
+
+    async def last_words(self, error: BaseException) -> None:
+        """Publish why this process ends, as well as that can be done; never raises."""
+        self.waiting(None)
+        self.row.error = (str(error) or repr(error))[:_WORDS]
+        self.row.error_kind = type(error).__name__
+        self.row.ended_at = time.time()
+        try:
+            async with asyncio.timeout(_LAST_S):
+                await self.beat()
+        except (TimeoutError, RedisError, OSError) as problem:
+            get_logger().warning("the broker was not told why this process ends", cause=repr(problem))
 
     async def run(self) -> None:
         """Publish until cancelled; now and then remove the rows of those that died long ago."""

@@ -28,7 +28,8 @@ class Keys:
         self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
         # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
-        # excused, shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress)
+        # excused, shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress),
+        # log (job_log.py)
         self.job_state = f"{self.prefix}job:"
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by

@@ -8,6 +8,7 @@
 - What has not ended `up.stop_grace_s` after that is cut off: its leases run out by themselves, and nobody waits for
   a broker that is gone.
 - Every background task belongs to the role; one that fails ends the role with its error.
+- A role that fails leaves its last words in its heartbeat; the next process of that name replaces them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from redis.asyncio import Redis
 
 from pipeline import broker, logs
 from pipeline.config.types import Config
-from pipeline.errors import DeadlineExceeded, SluiceError
+from pipeline.errors import DeadlineExceeded, SluiceError, first_cause
 from pipeline.heartbeat import StatusReporter
 from pipeline.keys import Keys
+from pipeline.telemetry.exporter import metrics_server
+from pipeline.telemetry.process import Telemetry
 
 _CANCEL_AGAIN_S = 0.5
 _POLL_S = 0.1
@@ -41,6 +44,7 @@ class Role:
         self.keys = Keys(config.run)
         self.scripts = broker.Scripts(client)
         self.status = StatusReporter(client, self.keys, role, name)
+        self.telemetry = Telemetry(role, self.status.row)
         self.stop = asyncio.Event()
         self.stopped_by: int | None = None  # the signal
         self._tasks, self._background = tasks, list[asyncio.Task[Any]]()
@@ -91,21 +95,37 @@ async def role_process(config: Config, role: str, name: str, stop: asyncio.Event
     async with contextlib.AsyncExitStack() as scope:
         client = broker.connect(config.broker)
         scope.push_async_callback(client.aclose)
-        async with asyncio.TaskGroup() as tasks:
+        async with _leave_taking() as leaves, asyncio.TaskGroup() as tasks:
             context = Role(config, client, name, role, tasks)
+            leaves.append(context.status)
             if stop is None:
                 _on_signals(context)
             else:
                 context.stop = stop
+            if address := scope.enter_context(metrics_server(config.metrics, context.telemetry)):
+                context.status.fact(metrics=address)
             context.spawn(context.status.run())
             try:
                 yield context
             finally:
                 await context.end_background()
-        await context.status.farewell()
     if context.stopped_by is not None:
         # Not 0: whoever supervises this process must not take a stop for the end of its work.
         sys.exit(128 + context.stopped_by)
+
+
+@contextlib.asynccontextmanager
+async def _leave_taking() -> AsyncGenerator[list[StatusReporter]]:
+    """The row goes at the end; that of a role that failed stays, with its last words."""
+    leaves: list[StatusReporter] = []
+    try:
+        yield leaves
+    except Exception as error:
+        for status in leaves:
+            await status.last_words(first_cause(error))
+        raise
+    for status in leaves:
+        await status.farewell()
 
 
 def default_name(role: str) -> str:

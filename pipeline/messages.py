@@ -134,13 +134,14 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     proximal_versions: Runs = Runs()  # [W] versions[i]+1, or -1 = not scored; empty = all -1
     text: str = ""  # [W] cleaned
     raw_text: str = ""  # [W] with special tokens, never truncated
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
+    finish_reason: FinishReason  # [W]
+    stop_reason: str | int | None = None  # [W] the string, id, plugin or rule that ended it
     triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
     logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
     timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s; enqueued_at is a Unix time
     truth: Any = None  # [P] carried through
+    images: list[ImageRef] = []  # [P] carried through, for people to look at
     task: str = "detection"  # [P]
     metadata: dict[str, Any] = {}  # [P] carried through
 

@@ -7,7 +7,7 @@
 - A task that was cancelled can still use a connection: before Python 3.11.3 a time limit of 0 inside such a task, as in
   redis-py's look at a connection of the pool, is taken for another cancellation. The look is a task of its own there.
 - Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
-  disk) is asked again.
+  disk) is asked again. `room` tells log and heartbeat of a wait for memory.
 
 Leans on `_backoff` and `_supported_errors` of redis-py 5.3 and on its pools; tests/integration/test_outage.py fails if
 they move.
@@ -31,6 +31,8 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, ResponseError
 
+from pipeline import room
+
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,
     redis.TimeoutError,
@@ -40,7 +42,8 @@ TRANSIENT: list[type[Exception]] = [
     OutOfMemoryError,
     OSError,
 ]
-_FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ")  # no classes of their own; a pipeline writes words of its own before
+# No classes of their own, or not everywhere; a pipeline writes words of its own before.
+_FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
 _BACKOFF_CAP_S = 1.0
 _inside: ContextVar[bool] = ContextVar("inside a retried call", default=False)
 
@@ -54,20 +57,29 @@ class UntilRetry(Retry):
 
     async def call_with_retry(self, do: Callable[[], Awaitable[Any]], fail: Callable[[redis.RedisError], Any]) -> Any:
         """The answer of `do`, or its last transient error once the time is up."""
-        until = time.monotonic() + (0 if _inside.get() else self._for_s)
+        for_s = 0 if _inside.get() else self._for_s
+        until = time.monotonic() + for_s
         token = _inside.set(True)
-        failures = 0
+        failures, call = 0, object()
         try:
             while True:
                 try:
                     return await do()
                 except (*self._supported_errors, ResponseError) as error:
                     await self._after(error, fail)
+                    full = room.is_full(error)
                     if time.monotonic() >= until:
+                        if full and for_s > 0:
+                            raise room.too_long(error, for_s) from error
                         raise
+                    if full:
+                        room.note(call, at_most_s=for_s)
+                    else:
+                        room.forget(call)
                 failures += 1
                 await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
         finally:
+            room.forget(call)
             _inside.reset(token)
 
     async def _after(self, error: Exception, fail: Callable[[redis.RedisError], Any]) -> None:

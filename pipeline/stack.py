@@ -18,18 +18,29 @@ from pipeline.config.load import ENVIRONMENT
 from pipeline.deaths import Deaths
 from pipeline.embedded import embedded_broker
 from pipeline.files import write_atomic
+from pipeline.http.ports import free_port
 from pipeline.progress import Progress
 from pipeline.status import Snapshot
 from pipeline.supervise import Supervisor, sluice_command
 from pipeline.watchman import Watch, Watchman
 
 INTERRUPTED = 130
+OPTIONAL = frozenset({"dashboard"})  # processes that a run can do without
 _GO_ON = "start the same command again to go on from here"
 
 
 def with_workers(config: Config, count: int) -> Config:
     """The same configuration with another number of workers."""
     return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, count=count))
+
+
+def with_dashboard_port(config: Config) -> Config:
+    """The same configuration with a free port for the dashboard where its own is taken, or 0."""
+    dashboard = config.dashboard
+    if not dashboard.enabled:
+        return config
+    port = free_port(dashboard.host, dashboard.port)
+    return msgspec.structs.replace(config, dashboard=msgspec.structs.replace(dashboard, port=port))
 
 
 def run_stack(
@@ -46,30 +57,34 @@ def run_stack(
             settings = msgspec.structs.replace(config.broker, url=url)
             config = msgspec.structs.replace(config, broker=settings)
         connections.ping(config.broker)
-        return asyncio.run(_supervised(config, title, watch, extra or {}))
+        return asyncio.run(_supervised(with_dashboard_port(config), title, watch, extra or {}))
 
 
 def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
     """Process name → command."""
     with_file = ("-c", str(resolved))
-    roles = {"trainer": sluice_command("train", *with_file), "producer": sluice_command("produce", *with_file)}
+    roles = {} if config.trainer.external else {"trainer": sluice_command("train", *with_file)}
+    roles["producer"] = sluice_command("produce", *with_file)
     for index in range(config.consumer.count):
         roles[f"consumer-{index}"] = sluice_command("consume", *with_file, "--partition", str(index))
     for index in range(config.worker.count):
         roles[f"worker-{index}"] = sluice_command("worker", *with_file)
-    for index in range(config.scorer.count if config.policy.enabled else 0):
+    for index in range(config.scorer.count if config.policy.enabled and not config.trainer.external else 0):
         roles[f"scorer-{index}"] = sluice_command("score", *with_file)
     for index in range(config.gateway.count):
         roles[f"gateway-{index}"] = sluice_command("gateway", *with_file, "--index", str(index))
     for index in range(config.rollout_server.count):
         roles[f"rollout-server-{index}"] = sluice_command("rollout-server", *with_file, "--index", str(index))
+    if config.dashboard.enabled:
+        roles["dashboard"] = sluice_command("dashboard", *with_file)
     return roles
 
 
 def addresses(config: Config) -> list[str]:
     """Where this run's servers listen, in words."""
-    gateway, server = config.gateway, config.rollout_server
-    found = [f"gateway http://{gateway.host}:{gateway.port + index}/v1" for index in range(gateway.count)]
+    gateway, server, dashboard = config.gateway, config.rollout_server, config.dashboard
+    found = [f"dashboard http://{dashboard.host}:{dashboard.port}"] if dashboard.enabled else []
+    found += [f"gateway http://{gateway.host}:{gateway.port + index}/v1" for index in range(gateway.count)]
     return found + [f"rollout server http://{server.host}:{server.port + index}" for index in range(server.count)]
 
 
@@ -85,11 +100,11 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
     client = connections.connect(config.broker)
     supervisor = Supervisor(config.up, run_dir / "logs", child_environment(config), Deaths(client, config).settle)
     for name, command in {**plan(config, resolved), **extra}.items():
-        supervisor.add(name, command)
+        supervisor.add(name, command, optional=name in OPTIONAL)
     try:
         with Progress(title) as progress:
-            for address in addresses(config):
-                progress.say(address)
+            for place in (f"files {run_dir}", f"logs {supervisor.log_dir}", *addresses(config)):
+                progress.say(place)
             watchman = Watchman(client, config, supervisor, progress, watch)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, watchman.stop.set)

@@ -14,13 +14,13 @@ from redis.asyncio import Redis
 
 from pipeline.heartbeat import ALIVE_S, FORGET_S
 from pipeline.keys import Keys
-from pipeline.status_parts import CreditUse, Depth, Lag, Lease, Process
+from pipeline.status_parts import BrokerUse, CreditUse, Depth, Lag, Lease, Process, Stall
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
     """Counts are sequences unless the name says otherwise; times are seconds."""
 
-    schema_version: int = 2
+    schema_version: int = 3
     run: str
     state: str
     at: float = 0.0  # Unix time of the server
@@ -51,7 +51,10 @@ class Snapshot(msgspec.Struct, kw_only=True):
     attempts: dict[str, int] = {}  # attempt → jobs that are leased with it
     deaths: int = 0  # of workers, over the jobs that are leased
     lag: list[Lag] = []
-    waits: list[str] = []  # in plain words
+    latest_at: float | None = None  # Unix time at which the newest version was published
+    broker: BrokerUse | None = None
+    stalls: list[Stall] = []
+    waits: list[str] = []  # in plain words: the stalls, then what each live process says of itself
 
     @property
     def ended(self) -> int:
@@ -66,12 +69,12 @@ class Snapshot(msgspec.Struct, kw_only=True):
     def alive(self, role: str) -> list[Process]:
         """Processes of a role with a fresh heartbeat."""
         now = time.time()
-        return [row for row in self.processes if row.role == role and now - row.at < ALIVE_S]
+        return [row for row in self.processes if row.role == role and row.ended_at is None and now - row.at < ALIVE_S]
 
     @property
     def version_lag(self) -> int:
         """Versions between the newest and the oldest that a live worker decodes with."""
-        held = [int(row.facts.get("version", 0)) for row in self.alive("worker")]
+        held = [int(row.facts["version"]) for row in self.alive("worker") if "version" in row.facts]
         return max(0, (self.latest_version or 0) - min(held)) if held else 0
 
 
@@ -111,17 +114,26 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         reasons={key: value for key, value in number.items() if ":" in key},
         metrics=_finite(msgspec.json.decode(metrics, type=dict[str, float | None]) if metrics else {}),
         processes=_processes(processes, at),
-        credit=_credit(number, source),
+        credit=_credit(number, source, int(latest or 0)),
     )
 
 
-def _credit(number: Mapping[str, int], source: dict[bytes, bytes]) -> CreditUse:
-    ended = sum(number.get(name, 0) for name in ("trained", "dead", "dropped"))
+def _credit(number: Mapping[str, int], source: dict[bytes, bytes], version: int) -> CreditUse:
+    """As credit.lua reckons."""
+    enqueued, trained, dead, dropped = (number.get(name, 0) for name in ("enqueued", "trained", "dead", "dropped"))
+    per_version, staleness = _number(source, b"per_version"), _number(source, b"staleness")
+    max_ahead = None
+    if per_version is not None and staleness is not None:
+        max_ahead = (staleness + 1) * per_version
+        max_ahead += max(version * per_version - number.get("thinned", 0), trained)
     return CreditUse(
-        sequences=number.get("enqueued", 0) - ended,
-        max_sequences=_number(source, b"max_in_flight"),
+        sequences=enqueued - trained - dead - dropped,
+        max_sequences=_number(source, b"max_in_flight") or None,
         bytes=number.get("bytes", 0),
         max_bytes=_number(source, b"max_bytes"),
+        ahead=enqueued - dead - dropped,
+        max_ahead=max_ahead,
+        group=_number(source, b"group") or 1,
     )
 
 

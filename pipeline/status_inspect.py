@@ -13,8 +13,10 @@ from redis.exceptions import ResponseError
 
 from pipeline.heartbeat import forget_dead
 from pipeline.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
+from pipeline.messages import WeightVersion, decode
+from pipeline.stalls import stalls
 from pipeline.status import Snapshot, snapshot
-from pipeline.status_parts import Depth, Lag, Lease
+from pipeline.status_parts import BrokerUse, Depth, Lag, Lease
 from pipeline.status_words import waits
 
 _MOST = 1000
@@ -32,6 +34,8 @@ async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
     now.attempts = {str(key): count for key, count in sorted(Counter(lease.attempt for lease in leases).items())}
     now.deaths = sum(lease.deaths for lease in leases)
     now.lag = await _look_at_streams(client, keys, partitions, now.at)
+    now.broker, now.latest_at = await _look_at_broker(client, keys, now.latest_version)
+    now.stalls = stalls(now)
     now.waits = waits(now)
     return now
 
@@ -45,11 +49,13 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease
     pipe.zcount(keys.jobs, later, before)
     pipe.zcard(keys.alone)
     pipe.zrangebyscore(keys.jobs, later, before, start=0, num=_MOST, withscores=True)
-    ready, waiting, alone, members = cast("list[Any]", await pipe.execute())
+    pipe.zrangebyscore(keys.jobs, "-inf", now_ms, start=0, num=1, withscores=True)
+    ready, waiting, alone, members, first = cast("list[Any]", await pipe.execute())
     pipe = client.pipeline(transaction=False)
-    for job_id, _ in members:
+    for job_id, _ in [*members, *first]:
         pipe.hmget(keys.job_state.encode() + job_id, *_FIELDS)
-    states = cast("list[list[bytes | None]]", await pipe.execute()) if members else []
+    states = cast("list[list[bytes | None]]", await pipe.execute()) if members or first else []
+    since = states.pop()[3] if first else None
     leases = [
         _lease(job_id, float(score), state, now_ms)
         for (job_id, score), state in zip(members, states, strict=True)
@@ -60,6 +66,7 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease
         running=len(leases),
         deferred=int(waiting) - len(leases),
         alone=int(alone),
+        oldest_s=None if since is None else round((now_ms - float(since)) / 1000, 3),
         seen_all=int(waiting) <= _MOST,
     )
     return leases
@@ -91,6 +98,7 @@ async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: fl
         pipe.xpending(stream, group)
     answers = cast("list[Any]", await pipe.execute(raise_on_error=False))
     found: list[Lag] = []
+    newest_taken: list[bytes] = []
     for i, (stream, _) in enumerate(streams):
         length, first, pending = answers[3 * i : 3 * i + 3]
         for answer in (length, first):
@@ -99,10 +107,44 @@ async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: fl
         if stream == keys.score_jobs and not length:  # only a policy loss has any
             continue
         if isinstance(pending, ResponseError):  # nobody has read from it yet
-            pending = {"pending": 0}
+            pending = dict[str, Any](pending=0)
         if isinstance(pending, Exception):
             raise pending
-        oldest = round(now_s - int(first[0][0].partition(b"-")[0]) / 1000, 3) if first else None
         name = stream.removeprefix(keys.prefix)
-        found.append(Lag(stream=name, entries=int(length), taken=int(pending["pending"]), oldest_s=oldest))
+        found.append(Lag(stream=name, entries=int(length), taken=int(pending["pending"]), oldest_s=_age(first, now_s)))
+        newest_taken.append(cast("bytes | None", pending.get("max")) or b"-")
+    await _look_at_unread(pipe, keys, found, newest_taken, now_s)
     return found
+
+
+async def _look_at_unread(pipe: Any, keys: Keys, found: list[Lag], taken: list[bytes], now_s: float) -> None:
+    """Sets the age of the first entry behind the newest that was read: owners read in order."""
+    for lag, last in zip(found, taken, strict=True):
+        pipe.xrange(keys.prefix + lag.stream, min=last if last == b"-" else b"(" + last, count=1)
+    for lag, first in zip(found, cast("list[Any]", await pipe.execute()), strict=True):
+        lag.unread_s = _age(first, now_s) if lag.entries > lag.taken else None
+
+
+def _age(entries: Any, now_s: float) -> float | None:
+    """Of the first one, by its id."""
+    return round(now_s - int(entries[0][0].partition(b"-")[0]) / 1000, 3) if entries else None
+
+
+async def _look_at_broker(client: Redis, keys: Keys, version: int | None) -> tuple[BrokerUse, float | None]:
+    """What it says of itself, and when the newest version was published."""
+    pipe: Any = client.pipeline(transaction=False)
+    for section in ("server", "memory", "persistence", "errorstats"):  # several in one call: Redis 7 only
+        pipe.info(section)
+    pipe.hget(keys.versions, str(version))
+    *facts, manifest = cast("list[Any]", await pipe.execute())
+    server, memory, persistence, errors = cast("list[dict[str, Any]]", facts)
+    use = BrokerUse(
+        used_bytes=int(memory.get("used_memory", 0)),
+        max_bytes=int(memory.get("maxmemory", 0)) or None,
+        policy=str(memory.get("maxmemory_policy", "noeviction")),
+        aof=bool(int(persistence.get("aof_enabled", 0))),
+        version=str(server.get("redis_version", "")),
+        refused=int(errors.get("errorstat_OOM", {}).get("count", 0)),
+    )
+    published = decode(WeightVersion, manifest).published_at if manifest else 0.0
+    return use, published or None

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 
-import msgspec
-
 from pipeline import broker
 from pipeline.config import Config
 from pipeline.keys import Keys
 from pipeline.status import Snapshot
 from pipeline.status_inspect import inspect
 from pipeline.status_parts import Lag, Lease, Process
-from pipeline.status_words import condition, credit, findings, guard, length, policy
+from pipeline.status_words import condition, credit, guard, length, policy
 
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer")
 _LEASES = 8  # lines
-_HIDDEN = {"owner"}  # facts that are for other processes
+_HIDDEN = {"owner", "metrics", "memory_bytes"}  # facts that are for other processes, or for the dashboard
 
 
 def look(config: Config) -> Snapshot:
@@ -31,16 +29,11 @@ def is_healthy(now: Snapshot, role: str) -> bool:
     return any(row.host == socket.gethostname() for row in now.alive(role))
 
 
-def as_json(now: Snapshot) -> str:
-    """One object, `schema_version` first."""
-    return msgspec.json.encode(now).decode()
-
-
 def as_text(now: Snapshot) -> str:
     """For people: the sum first, then what keeps the run, then who does what."""
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
     lines = [f"run {now.run}: {condition(now)}, {version}", *_columns(_sums(now))]
-    lines += [f"  ! {found}" for found in findings(now)]
+    lines += [f"  ! {stall.says}" for stall in now.stalls]
     if now.processes:
         lines += ["", "processes", *_columns([_process(row) for row in sorted(now.processes, key=_place)])]
     if now.leases:
@@ -95,7 +88,9 @@ def _place(row: Process) -> tuple[int, str]:
 
 
 def _process(row: Process) -> list[str]:
-    if not row.is_alive:
+    if row.ended_at is not None:
+        doing = f"FAILED {length(row.age_s)} ago: {row.error}"
+    elif not row.is_alive:
         doing = f"NO HEARTBEAT for {length(row.age_s)}"
     elif row.waiting_for:
         doing = f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}"

@@ -12,7 +12,7 @@ def condition(now: Snapshot) -> str:
     """The run in a word or two."""
     if now.complete:
         return "complete"
-    if any(row.is_alive for row in now.processes):
+    if any(row.is_alive and not row.is_onlooker for row in now.processes):
         return "running"
     if now.state == "finished":
         return "over, but not complete"
@@ -26,24 +26,7 @@ def waits(now: Snapshot) -> list[str]:
         for row in now.processes
         if row.is_alive and row.waiting_for
     ]
-    return findings(now) + said
-
-
-def findings(now: Snapshot) -> list[str]:
-    """What keeps the run: roles that nobody plays, credit that is used up, jobs that run alone."""
-    if now.complete or not (now.enqueued or now.processes):
-        return []
-    if not any(row.is_alive for row in now.processes):
-        left = now.credit.sequences
-        return [f"no process is alive, {left} sequences are in flight: start `sluice run` or `sluice up` again"]
-    found = _nobody(now)
-    if now.credit.is_used_up and not now.exhausted:
-        found.append(f"the credit is used up ({credit(now.credit)}): nothing is enqueued until the trainer frees some")
-    if now.depth is not None and now.depth.alone:
-        found.append(
-            f"{_count(now.depth.alone, 'job')} over which workers died must run alone: a worker empties itself first"
-        )
-    return found
+    return [stall.says for stall in now.stalls] + said
 
 
 def guard(now: Snapshot) -> str:
@@ -53,8 +36,8 @@ def guard(now: Snapshot) -> str:
     if not watched and not now.metrics.get("rollout/repeat_terminate_active"):
         return ""
     ended, saved = guard_counts(now)
-    done = f"{_count(ended, 'sequence')} ended, {_count(saved, 'token')} saved"
-    return f"on in {watched} of {_count(len(workers), 'worker')}; {done}" if workers else done
+    done = f"{counted(ended, 'sequence')} ended, {counted(saved, 'token')} saved"
+    return f"on in {watched} of {counted(len(workers), 'worker')}; {done}" if workers else done
 
 
 def guard_counts(now: Snapshot) -> tuple[int, int]:
@@ -88,25 +71,6 @@ def policy(now: Snapshot) -> str:
     )
 
 
-def _nobody(now: Snapshot) -> list[str]:
-    """Roles with work and without a live process."""
-    results = sum(lag.entries for lag in now.lag if lag.stream.startswith("results"))
-    scores = sum(lag.entries for lag in now.lag if lag.stream.startswith("score"))
-    work = {
-        "producer": "" if now.exhausted else "there are rows to read",
-        "worker": _waiting(now.queued_jobs, "job"),
-        "gateway": _waiting(now.open_rollouts, "rollout"),
-        "consumer": _waiting(results, "result"),
-        "scorer": _waiting(scores, "score job"),
-        "trainer": _waiting(now.waiting_batches, "batch", "batches"),
-    }
-    return [f"no {role} is alive, and {what}" for role, what in work.items() if what and not _is_played(now, role)]
-
-
-def _is_played(now: Snapshot, role: str) -> bool:
-    return any(row.role == role and row.is_alive for row in now.processes)
-
-
 def credit(use: CreditUse) -> str:
     """Used of limit."""
     sequences = f"{use.sequences:,}" + ("" if use.max_sequences is None else f" of {use.max_sequences:,}")
@@ -125,9 +89,11 @@ def length(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} d"
 
 
-def _waiting(number: int, one: str, many: str = "") -> str:
-    return f"{_count(number, one, many)} {'waits' if number == 1 else 'wait'}" if number else ""
+def waiting(number: int, one: str, many: str = "") -> str:
+    """So many of them wait; empty where there are none."""
+    return f"{counted(number, one, many)} {'waits' if number == 1 else 'wait'}" if number else ""
 
 
-def _count(number: int, one: str, many: str = "") -> str:
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number and its noun."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -2,6 +2,7 @@
 
 - One log file per process. A process that ends with 0 is done; any other end is restarted with backoff.
 - Configuration, data and model errors are never restarted: the next start would fail the same way.
+- An optional child ends nothing: it is restarted for ever, but after an error of that kind it is left alone.
 - A child's session ends with it: what it started is killed before it is started again, and at the stop.
 - Children end with this process, also when it is killed.
 - `on_death(child, pid)` hears of every end that was not 0, beside the supervision, which never waits for it.
@@ -43,6 +44,7 @@ class Child:
     restarts: deque[float] = field(default_factory=lambda: deque[float]())
     due: float = 0.0  # monotonic time of the next start
     done: bool = False
+    optional: bool = False
 
     @property
     def pid(self) -> int | None:
@@ -63,10 +65,10 @@ class Supervisor:
         self.deaths = 0
         self._on_death, self._told = on_death, set[asyncio.Task[None]]()
 
-    def add(self, name: str, command: Sequence[str]) -> None:
+    def add(self, name: str, command: Sequence[str], *, optional: bool = False) -> None:
         """Register a command under a name; `run` starts it."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.children[name] = Child(name, list(command), self.log_dir / f"{name}.log")
+        self.children[name] = Child(name, list(command), self.log_dir / f"{name}.log", optional=optional)
 
     async def run(self) -> None:
         """Keep the children running until cancelled; raises SluiceError when one cannot be kept running."""
@@ -142,18 +144,22 @@ class Supervisor:
 
     def _after_failure(self, child: Child, code: int) -> None:
         self.deaths += 1
+        if code in _FINAL and child.optional:
+            child.done = True
+            get_logger().warning("left out", process=child.name, why=last_line(child.log))
+            return
         if code in _FINAL:
             raise _FINAL[code](f"{child.name} stopped: {last_line(child.log).removeprefix('error: ')}")
         now = time.monotonic()
         child.restarts.append(now)
         while child.restarts and now - child.restarts[0] > self.config.restart_window_s:
             child.restarts.popleft()
-        if len(child.restarts) > self.config.max_restarts:
+        if len(child.restarts) > self.config.max_restarts and not child.optional:
             raise SluiceError(
                 f"{child.name} ended {len(child.restarts)} times, last with {code}: {last_line(child.log)} "
                 f"(log: {child.log})"
             )
-        delay = self.config.restart_backoff_s * 2 ** (len(child.restarts) - 1)
+        delay = self.config.restart_backoff_s * 2 ** min(len(child.restarts) - 1, 16)
         child.due = now + min(delay, self.config.restart_backoff_max_s)
         get_logger().warning("restarting", process=child.name, code=code, why=last_line(child.log))
 

@@ -52,7 +52,7 @@ class Watchman:
     async def run(self) -> Snapshot | None:
         """To the trainer's end or the stop; the final state, or None when the broker is gone at a stop.
 
-        All children have ended then, however this ends.
+        All children have ended then, however this ends. A trainer that is not ours ends with the run.
         """
         asked = asyncio.create_task(self.stop.wait())
         care = asyncio.create_task(self._first_then_care())
@@ -76,7 +76,12 @@ class Watchman:
 
     @property
     def _done(self) -> bool:
-        return self._supervisor.children["trainer"].done
+        children, now = self._supervisor.children, self._seen
+        if "trainer" in children:
+            return children["trainer"].done
+        if now is None or not (children["producer"].done and now.complete):
+            return False
+        return not now.alive("trainer")  # it has its last words to say, perhaps to a broker of ours
 
     async def _first_then_care(self) -> None:
         # The producer says anew when it has come to its end.

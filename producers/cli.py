@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from pipeline.cli.options import ConfigPath, Overrides
 
 
-def produce(*, config: ConfigPath = None, rollout_url: str | None = None, overrides: Overrides = ()) -> None:
+def produce(
+    *,
+    config: ConfigPath = None,
+    rollout_url: Annotated[str | None, Parameter(help="A rollout server; the same as --set rollout.url=URL.")] = None,
+    overrides: Overrides = (),
+) -> None:
     """Read prompts and enqueue decode jobs, as far as credit allows; ends when the data are exhausted.
 
     With `--rollout-url` (the same as `--set rollout.url=…`) a rollout server answers every prompt, by way of the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any, cast
 
+from pipeline.config.types import Config
 from pipeline.errors import ConfigError
 from pipeline.jobs import Credit
 from pipeline.lifecycle import Role
@@ -24,8 +25,15 @@ class SourcePlace:
         """Tie the run to its data and its partitions, announce the total; returns the cursor of the last job."""
         held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
         data, partitions = fingerprint(self._config.data), self._config.consumer.count
-        self._check(held, data, partitions)
-        limits = {"max_in_flight": credit.max_in_flight, "max_bytes": credit.max_bytes}  # for status pages
+        if note := refuse_other_source(self._config, held, data):
+            get_logger().warning(note, path=self._config.data.path)
+        limits = {  # for status pages
+            "max_in_flight": credit.max_in_flight,
+            "max_bytes": credit.max_bytes,
+            "per_version": credit.samples_per_version,
+            "staleness": credit.max_staleness,
+            "group": self._config.producer.group_size,
+        }
         path = self._config.data.path
         await self._set(data=data, path=path, partitions=partitions, total=total, exhausted=0, **limits)
         return held.get(b"cursor", b"-1:-1").decode()
@@ -50,19 +58,24 @@ class SourcePlace:
         """Say that there is nothing more to come."""
         await self._set(exhausted=1)
 
-    def _check(self, held: dict[bytes, bytes], data: str, partitions: int) -> None:
-        """Other data under a known run name would be skipped in silence; other partitions would strand results."""
-        run, path = self._config.run, self._config.data.path
-        name_it = "give this one a name of its own (--set run=NAME)"
-        if held.get(b"partitions", b"%d" % partitions) != b"%d" % partitions:
-            raise ConfigError(
-                f"run {run!r} was started with consumer.count {held[b'partitions'].decode()}; set it back, or {name_it}"
-            )
-        if held.get(b"data", data.encode()) == data.encode():
-            return
-        if held.get(b"exhausted") == b"1" or held.get(b"path") != path.encode():
-            raise ConfigError(f"run {run!r} was started on other data than {path}; {name_it}, or restore the file")
-        get_logger().warning("the data file has changed; its first rows are not read again", path=path)
-
     async def _set(self, **values: Any) -> None:
         await cast("Awaitable[int]", self._client.hset(self._key, mapping=values))
+
+
+def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> str | None:
+    """Raise ConfigError when the run was begun on other data or partitions than now; what else is worth saying.
+
+    Other data under a known run name would be skipped in silence; other partitions would strand results. `held` is
+    what the broker has of the source, `data` the fingerprint of the file.
+    """
+    run, path, partitions = config.run, config.data.path, config.consumer.count
+    name_it = "give this one a name of its own (--set run=NAME)"
+    if held.get(b"partitions", b"%d" % partitions) != b"%d" % partitions:
+        raise ConfigError(
+            f"run {run!r} was started with consumer.count {held[b'partitions'].decode()}; set it back, or {name_it}"
+        )
+    if held.get(b"data", data.encode()) == data.encode():
+        return None
+    if held.get(b"exhausted") == b"1" or held.get(b"path") != path.encode():
+        raise ConfigError(f"run {run!r} was started on other data than {path}; {name_it}, or restore the file")
+    return "the data file has changed; its first rows are not read again"

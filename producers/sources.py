@@ -1,4 +1,4 @@
-"""Rows of prompts from JSONL or Parquet.
+"""Rows of prompts from JSONL, Parquet or Hugging Face `datasets` (hf_dataset.py).
 
 A row: `messages` (list of {role, content}), optional `truth` (anything the task understands), `id` (string or
 number, unique; else the row's own content is its identity), `images` (a list of paths, URLs, `sha256:…` digests or
@@ -19,6 +19,7 @@ from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
 from pipeline.messages import ImageRef
 from pipeline.rows import MAX_ROW_BYTES, Malformed
+from producers import hf_dataset
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -48,6 +49,8 @@ def identity(row: Row) -> str:
 
 def fingerprint(config: DataConfig) -> str:
     """Identity of the data file: its length and the bytes at its beginning and end."""
+    if _is_dataset(config):
+        return hf_dataset.fingerprint(config.path)
     path = _existing(config)
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -58,22 +61,36 @@ def fingerprint(config: DataConfig) -> str:
 
 def count_rows(config: DataConfig) -> int:
     """Rows of one epoch, malformed ones included."""
-    total = rows.count_rows(_existing(config), parquet=_is_parquet(config))
+    total = hf_dataset.count_rows(config.path) if _is_dataset(config) else _count_in_file(config)
     return total if config.limit is None else min(total, config.limit)
 
 
 def read_rows(config: DataConfig) -> Iterator[Row | Malformed]:
     """The rows of one epoch in file order."""
-    found = rows.read_rows(_existing(config), Row, parquet=_is_parquet(config), max_row_bytes=MAX_ROW_BYTES)
+    found = hf_dataset.read_rows(config.path, Row) if _is_dataset(config) else _read_file(config)
     for position, row in enumerate(found):
         if config.limit is not None and position >= config.limit:
             return
         yield row
 
 
+def _count_in_file(config: DataConfig) -> int:
+    return rows.count_rows(_existing(config), parquet=_is_parquet(config))
+
+
+def _read_file(config: DataConfig) -> Iterator[Row | Malformed]:
+    return rows.read_rows(_existing(config), Row, parquet=_is_parquet(config), max_row_bytes=MAX_ROW_BYTES)
+
+
+def _is_dataset(config: DataConfig) -> bool:
+    if config.format == "auto":
+        return hf_dataset.is_dataset(config.path)
+    return config.format == "datasets" and bool(config.path)
+
+
 def _existing(config: DataConfig) -> Path:
     if not config.path:
-        raise DataError("data.path is not set; give --data FILE.jsonl or FILE.parquet")
+        raise DataError("data.path is not set; give --data FILE.jsonl, FILE.parquet, a saved data set or hf:NAME")
     path = Path(config.path)
     if not path.is_file():
         raise DataError(f"{path}: no such file; data.path must name a JSONL or Parquet file")

@@ -29,6 +29,7 @@ from pipeline.messages import DecodeJob, Progress
 from workers.generation.contracts import Backend
 from workers.held import HeldJob, HeldJobs
 from workers.job_prompts import JobPrompt, JobPrompts
+from workers.memory import resident_bytes
 from workers.sequences import delta_of, request_for, result_of
 from workers.weights_watch import WeightsWatch
 
@@ -147,6 +148,8 @@ class DecodeWorker(LeasedWorker):
             running=running,
             sequences=self.committer.sequences,
             tokens=self.committer.tokens,
+            engine=f"{self._backend.facts.name} {self._backend.facts.engine_version}",
+            memory_bytes=resident_bytes(),
         )
         if self._backend.facts.repeat_terminate:
             status.fact(repeat_terminate="on")
@@ -199,6 +202,8 @@ class DecodeWorker(LeasedWorker):
             return
         facts, name = self._backend.facts, self._role.name
         result = result_of(claim, held.job, request, output, facts=facts, worker=name, truncated=prompt.truncated)
+        times = result.timings
+        self._role.telemetry.observe(sluice_queue_seconds=times["queue_s"], sluice_decode_seconds=times["decode_s"])
         self.committer.put(Finished(claim, result))
 
     def _store(self, claim: Claim, index: int, progress: Progress) -> None:

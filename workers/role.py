@@ -13,14 +13,10 @@ from workers.generation.contracts import EngineFacts
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     """Run a decode worker until it is asked to stop, by a signal or by the given event."""
-    with use_free_gpu(wanted=config.worker.claim_gpu):
-        await _work(config, stop)
-
-
-async def _work(config: Config, stop: asyncio.Event | None) -> None:
     async with role_process(config, "worker", default_name("worker"), stop) as role:
-        role.status.waiting(f"the engine to load {config.model.path}")
-        await serve(role)
+        with use_free_gpu(wanted=config.worker.claim_gpu):
+            role.status.waiting(f"the engine to load {config.model.path}")
+            await serve(role)
 
 
 async def serve(role: Role) -> None:

@@ -116,6 +116,7 @@ def result_of(
         sampling=job.sampling,
         timings=_timings(claim, request.asked_at),
         truth=job.truth,
+        images=job.images,
         task=job.task,
         metadata={**job.metadata, "fallback": output.fallback} if output.fallback else job.metadata,
     )

@@ -24,7 +24,7 @@ class WeightsWatch:
 
     def __init__(self, role: Role, backend: Backend) -> None:
         self._registry = WeightsRegistry(role.client, role.keys)
-        self._backend = backend
+        self._backend, self._tell = backend, role.status.fact
         self._config: Config = role.config
         self._refused: int | None = None
         self._latest: int | None = None
@@ -59,6 +59,7 @@ class WeightsWatch:
             raise  # the process ends; its successor loads a whole version
         except WeightsError as error:
             self._refused = version
+            self._tell(refused_version=version)
             get_logger().error("new weights refused; the old version serves on", version=version, error=str(error))
             return False
         if published_at is None:

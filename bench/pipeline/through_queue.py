@@ -34,20 +34,22 @@ _AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1)
 class QueuedEngines:
     """Workers on a queue."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, client: Redis, url: str) -> None:
+    def __init__(self, plan: Plan, fleet: Fleet, client: Redis, url: str, more: Sequence[str] = ()) -> None:
+        """`more`: further `--set` values of these workers."""
         self._plan, self._fleet, self._client, self._url = plan, fleet, client, url
+        self._overrides = [*plan.overrides(), *more]
         self._keys = Keys(RUN)
         self._queue = JobQueue(client, self._keys)
         self._sink = Sink(client, self._keys, fleet.check)
 
     async def start(self) -> None:
         """Start the workers and wait until each has its engine."""
-        settings = [part for value in self._plan.overrides() for part in ("--set", value)]
+        settings = [part for value in self._overrides for part in ("--set", value)]
         for _ in range(self._plan.workers):
             await self._fleet.start(sluice_command("worker", *settings), env={"REDIS_URL": self._url})
         await self._sink.open()
         until = time.monotonic() + _START_S
-        while await self._serving() < self._plan.workers:
+        while len(await self.serving()) < self._plan.workers:
             self._fleet.check()
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"the workers were not ready in {_START_S:.0f} s")
@@ -81,9 +83,10 @@ class QueuedEngines:
         facts = cast("dict[str, Any]", await cast(Any, self._client).info("stats"))
         return int(facts["total_net_input_bytes"])
 
-    async def _serving(self) -> int:
+    async def serving(self) -> list[dict[str, Any]]:
+        """The facts of each worker that has its engine."""
         now = await snapshot(self._client, self._keys)
-        return sum("running" in row.facts for row in now.alive("worker"))
+        return [row.facts for row in now.alive("worker") if "running" in row.facts]
 
     async def _enqueue(self, jobs: Sequence[DecodeJob]) -> None:
         for begin in range(0, len(jobs), _CHUNK):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.cli.options import ConfigPath, Json, Overrides
 
 
 def audit(
@@ -21,7 +21,7 @@ def audit(
     steps: Annotated[str | None, Parameter(help="One step (7) or a range of them (3:10, 3: or :10).")] = None,
     limit: Annotated[int | None, Parameter(help="Audit so many sequences, drawn at random.")] = None,
     seed: Annotated[int, Parameter(help="Of that draw.")] = 0,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object instead of text.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Recompute the stored logprobs of a run by plain forward passes, and say which tokens are right.
 
@@ -41,14 +41,13 @@ def audit(
     directory = find_run(run, given)
     settings = stored_config(directory, given, overrides)
 
-    import msgspec
-
     from consumers.audit.run import audit_run
     from consumers.audit.view import print_report
+    from pipeline.json_out import print_json
 
     found = audit_run(directory, settings, tolerance=tolerance, steps=steps, limit=limit, seed=seed)
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
     else:
         print_report(found, may_be_half=settings.model.dtype != "float32")
     return 1 if found.wrong else 0

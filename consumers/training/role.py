@@ -13,6 +13,7 @@ from consumers.codec import HFTextCodec
 from consumers.training.distributed import Shard, sharding
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
+from consumers.training.trackers import Trackers
 from consumers.training.trainer import Trainer
 from pipeline import provenance
 from pipeline.config.policy_rules import policy_warnings
@@ -34,7 +35,8 @@ async def _train(config: Config, shard: Shard | None) -> None:
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
     source = Path(config.model.path)
-    async with role_process(config, "trainer", default_name("trainer")) as role:
+    trackers = Trackers(config)  # here already: one that is not installed is no reason to load a model
+    async with role_process(config, "trainer", default_name("trainer")) as role, trackers:
         owner = Ownership(role.client, role.keys, "trainer")
         await owner.acquire(deadline_s=60, waiting=role.status.waiting)
         role.spawn(owner.keep())
@@ -55,7 +57,7 @@ async def _train(config: Config, shard: Shard | None) -> None:
             await asyncio.to_thread(shard, step.model, step.optimizer)
         for warning in policy_warnings(config):
             get_logger().warning("policy loss", known=warning)
-        await Trainer(role, owner, step, source).run()
+        await Trainer(role, owner, step, source, trackers).run()
         if (await snapshot(role.client, role.keys)).complete:
             await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
         await owner.release()

@@ -27,6 +27,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from consumers.history.recorder import TrainedRecorder
 from consumers.sampler import letter
 from consumers.training import checkpoint
 from consumers.training.fill import Filler
@@ -34,6 +35,7 @@ from consumers.training.ledger import StepLog
 from consumers.training.model import probe_score, probe_tokens
 from consumers.training.rollouts import Rollouts
 from consumers.training.step import TrainStep
+from consumers.training.trackers import Trackers
 from pipeline import metrics, weights
 from pipeline.errors import DeadlineExceeded, MessageError
 from pipeline.lifecycle import Role
@@ -61,13 +63,17 @@ class Taken:
 class Trainer:
     """The one trainer of a run."""
 
-    def __init__(self, role: Role, owner: Ownership, step: TrainStep, source: Path) -> None:
+    def __init__(
+        self, role: Role, owner: Ownership, step: TrainStep, source: Path, trackers: Trackers | None = None
+    ) -> None:
         self._role, self._owner, self._step, self._source = role, owner, step, source
+        self._trackers = trackers or Trackers(role.config)
         self._config = role.config
         run_dir = Path(role.config.run_dir) / role.config.run
         self._checkpoints, self._versions = run_dir / "checkpoints", run_dir / "weights"
         self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / "trained.jsonl")
         self._rollouts = Rollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
+        self._history = TrainedRecorder(role.config)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
         self._registry = weights.WeightsRegistry(role.client, role.keys)
         self._published: tuple[int, float] | None = None  # the newest version of this process, its probe's score
@@ -90,6 +96,7 @@ class Trainer:
             await self._train(batches)
         if self._state.unacked:  # steps since the last checkpoint, with checkpoint_every > 1
             await self._checkpoint()
+        await self._history.close()
 
     def _enough_versions(self) -> bool:
         limit = self._config.trainer.max_versions
@@ -167,6 +174,8 @@ class Trainer:
         samples = await self._fill(batches)
         if samples is None:
             return
+        dropped = [each for taken in batches for each in taken.letters]
+        self._history.note(self._state.step + 1, self._state.version, samples, dropped)
         if not samples:
             get_logger().warning("all samples of a step were dropped; no update", batches=len(batches))
             await self._ack_now(batches, stepped=False)
@@ -207,6 +216,8 @@ class Trainer:
         """Before the checkpoint: a restart cuts lines of steps that it will redo, and misses none."""
         state = self._state
         self._metrics.append(state.step, version=state.version, at=time.time(), **record)
+        self._trackers.log(state.step, record)
+        self._role.telemetry.observe(sluice_train_step_seconds=record["train/step_s"])
         self._trained.append(state.step, seq_ids=[sample.seq_id for sample in samples])
 
     async def _checkpoint(self) -> None:
@@ -246,6 +257,7 @@ class Trainer:
     async def _ack_pairs(
         self, pairs: list[tuple[str, int]], drops: dict[str, list[DeadLetter]], *, stepped: bool = True
     ) -> None:
+        await self._history.flush()
         scripts, keys, owner = self._role.scripts, self._role.keys, self._owner
         await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops, stepped=stepped)
         self._reader.release([entry_id for entry_id, _ in pairs])

@@ -1,17 +1,38 @@
-"""Held-out scenes as the report draws them: pixels, true boxes, and what the model wrote before and after."""
+"""Scenes to look at: training scenes as files for the dashboard, held-out ones as the report draws them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from demo.digits.data import records
 from demo.digits.evaluate import read_objects
-from demo.digits.scenes import Scene
+from demo.digits.scenes import Scene, Split, scenes
+from demo.tiny.jsonl import write_records
 
 _SCALE = 14  # drawn pixels per scene pixel
 _INK_MAX = 16.0
+
+
+def write_with_pictures(path: Path, split: Split, count: int, seed: int) -> Path:
+    """The records as JSONL, and each scene as a PNG below `scenes` beside it, which its metadata names."""
+    folder = path.parent / "scenes"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def drawn() -> Iterator[dict[str, Any]]:
+        for index, (record, scene) in enumerate(
+            zip(records(split, count, seed), scenes(split, count, seed), strict=True)
+        ):
+            name = f"{index:06d}.png"
+            grey = np.clip(255 * (1 - scene.pixels / _INK_MAX), 0, 255).round().astype(np.uint8)
+            Image.fromarray(grey).save(folder / name)
+            yield {**record, "metadata": {"picture": f"{folder.name}/{name}"}}
+
+    return write_records(path, drawn())
 
 
 def pictures(scenes: Sequence[Scene], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from demo.digits.data import messages_of, write_jsonl
+from demo.digits.data import messages_of
 from demo.digits.evaluate import detection_f1
-from demo.digits.pictures import pictures
+from demo.digits.pictures import pictures, write_with_pictures
 from demo.digits.scenes import Scene, scenes
 from demo.digits.warm_start import ensure_warm_start
 from demo.tasks import DemoTask, RolloutLine
 
 
 def _write(path: Path, count: int, seed: int) -> Path:
-    return write_jsonl(path, "train", count, seed)
+    return write_with_pictures(path, "train", count, seed)
 
 
 def _heldout(count: int, seed: int) -> list[Scene]:

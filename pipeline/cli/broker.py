@@ -10,7 +10,12 @@ from pipeline.cli.options import ConfigPath, Overrides
 
 
 def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
-    """Run the embedded broker until Ctrl-C, so that roles started by hand can share it."""
+    """Run the embedded broker until Ctrl-C, so that roles started by hand can share it.
+
+    Its data survive a restart; `broker.json` in its directory (broker.embedded_dir) tells the others its address.
+
+    Example: `sluice broker -c configs/text.yaml`
+    """
     from pipeline import logs
     from pipeline.config import load_config
     from pipeline.config.load import hide_password

@@ -3,48 +3,79 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.cli.options import ConfigPath, Json, Overrides
 from pipeline.errors import ConfigError
 
-app = App(help="Look at and check configurations.")
+app = App(name="config", help="Look at and check configurations: every key, its value, and what is wrong with a file.")
+SCHEMA = 1
 
 
 @app.command
-def show(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
-    """Print the resolved configuration, defaults filled in."""
+def show(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json = False) -> None:
+    """Print the resolved configuration, defaults filled in; a broker URL with a password is left out.
+
+    Example: `sluice config show -c configs/text.yaml --set worker.count=4`
+    Example: `sluice config show -c configs/text.yaml --json`
+    """
     from pipeline.config import load_config, resolved_yaml
+    from pipeline.config.yaml_loader import parse_yaml
+    from pipeline.json_out import print_json
 
-    print(resolved_yaml(load_config(config, overrides)), end="")
+    text = resolved_yaml(load_config(config, overrides))
+    if as_json:
+        print_json({"config": parse_yaml(text, "resolved")}, SCHEMA)
+    else:
+        print(text, end="")
 
 
 @app.command
-def check(*files: Path) -> int:
+def check(
+    *files: Annotated[Path, Parameter(help="YAML files; without one nothing is checked.")], as_json: Json = False
+) -> int:
     """Check configuration files; exit code 2 when one of them cannot be used.
 
-    Example: `sluice config check configs/*.yaml`
+    An unknown key is an error that names the nearest valid one. The environment does not matter here.
+
+    Example: `sluice config check configs/text.yaml configs/detection.yaml`
+    Example: `sluice config check configs/text.yaml --json`
     """
     from pipeline.config import load_config
+    from pipeline.json_out import print_json
 
-    bad = 0
+    if not files:
+        raise ConfigError("name the files to check: sluice config check FILE.yaml ...")
+    problems: dict[Path, str | None] = {}
     for file in files:
         try:
             load_config(file, environ={})
-            print(f"{file}: ok")
+            problems[file] = None
         except ConfigError as error:
-            bad += 1
-            print(f"error: {error}")
-    return ConfigError.exit_code if bad else 0
+            problems[file] = str(error)
+        if not as_json:
+            print(f"{file}: ok" if problems[file] is None else f"error: {problems[file]}")
+    if as_json:
+        rows = [{"file": str(file), "ok": found is None, "error": found} for file, found in problems.items()]
+        print_json({"files": rows}, SCHEMA)
+    return ConfigError.exit_code if any(problems.values()) else 0
 
 
 @app.command
-def schema(*, check_file: Annotated[Path | None, Parameter(name="--check")] = None) -> int:
-    """Print the JSON Schema of the configuration, generated from its types.
+def schema(
+    *,
+    check_file: Annotated[
+        Path | None, Parameter(name="--check", help="Compare with this file instead of printing.")
+    ] = None,
+) -> int:
+    """Print the JSON Schema of the configuration, generated from its types; editors complete keys with it.
 
     With `--check FILE`, compare instead; exit code 2 when FILE is out of date.
+
+    Example: `sluice config schema`
+    Example: `sluice config schema --check docs/config.schema.json`
     """
     import json
 
@@ -59,4 +90,32 @@ def schema(*, check_file: Annotated[Path | None, Parameter(name="--check")] = No
     if not check_file.exists() or check_file.read_text() != text:
         raise ConfigError(f"{check_file} is out of date; run `sluice config schema > {check_file}`")
     print(f"{check_file}: up to date")
+    return 0
+
+
+@app.command
+def reference(
+    page: Annotated[Literal["config", "metrics", "wire"], Parameter(help="Which page.")] = "config",
+    *,
+    check_file: Annotated[
+        Path | None, Parameter(name="--check", help="Compare with this page instead of printing.")
+    ] = None,
+    write_file: Annotated[Path | None, Parameter(name="--write", help="Renew the tables of this page.")] = None,
+) -> int:
+    """Print the tables of a reference page, made from the types and their comments.
+
+    With `--check FILE`, compare with a page instead; exit code 2 when it is out of date. `--write FILE` renews it.
+
+    Example: `sluice config reference config`
+    Example: `sluice config reference wire --check docs/wire.md`
+    """
+    from pipeline import reference as pages
+
+    if write_file is not None:
+        pages.write(page, write_file)
+    if check_file is not None:
+        pages.check(page, check_file)
+        print(f"{check_file}: up to date")
+    elif write_file is None:
+        print(pages.table(page), end="")
     return 0

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.cli.options import ConfigPath, Json, Overrides
 
 if TYPE_CHECKING:
     from pipeline.dlq import Selection
 
 app = App(
+    name="dlq",
     help="Dead letters: sequences that could not be done. Look at them, send them back, or throw them away.",
-    help_format="markdown",
 )
+SeqIds = Annotated[str, Parameter(help="Ids of dead sequences, as `sluice dlq list` shows them.")]
 
 Job = Annotated[str | None, Parameter(help="Every dead sequence of this job.")]
 Reason = Annotated[str | None, Parameter(help="Every one that is dead for this reason, e.g. worker_deaths.")]
 Everything = Annotated[bool, Parameter(name="--all", negative="", help="Every dead letter of the run.")]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="One JSON object instead of text.")]
 Dropped = Annotated[
     bool, Parameter(negative="", help="The newest dropped sequences instead; these can only be looked at.")
 ]
@@ -40,6 +40,7 @@ def list_letters(
     """List the dead letters, newest first, with totals by reason.
 
     Example: `sluice dlq list -c configs/text.yaml --reason worker_deaths`
+    Example: `sluice dlq list -c configs/text.yaml --dropped --json`
     """
     from pipeline import dlq_look, dlq_view
     from pipeline.config import load_config
@@ -51,7 +52,7 @@ def list_letters(
 
 @app.command
 def show(
-    seq_id: str,
+    seq_id: Annotated[str, Parameter(help="Its id, as `sluice dlq list` shows it.")],
     /,
     *,
     config: ConfigPath = None,
@@ -72,7 +73,7 @@ def show(
 
 @app.command
 def replay(
-    *seq_ids: str,
+    *seq_ids: SeqIds,
     config: ConfigPath = None,
     overrides: Overrides = (),
     job: Job = None,
@@ -96,7 +97,7 @@ def replay(
 
 @app.command
 def drop(
-    *seq_ids: str,
+    *seq_ids: SeqIds,
     config: ConfigPath = None,
     overrides: Overrides = (),
     job: Job = None,

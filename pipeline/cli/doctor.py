@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.cli.options import ConfigPath, Json, Overrides
 
 
-def doctor(*, config: ConfigPath = None, overrides: Overrides = ()) -> int:
-    """Check Python, engine, broker, configuration, model and data; exit code of the first thing that is wrong.
+def doctor(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json = False) -> int:
+    """Check Python, engine, broker, configuration, model and data, and say how to mend what is wrong.
 
-    Example: `sluice doctor -c configs/text.yaml --set model.path=./my-model`
+    Exit code 0 when all is well, else that of the first thing that is wrong: 2 configuration, 3 data, 4 broker,
+    5 model, 1 any other.
+
+    Example: `sluice doctor -c configs/text.yaml --set model.path=./my-model --set data.path=prompts.jsonl`
+    Example: `sluice doctor --json`
     """
     from pipeline.diagnosis import diagnose
 
-    return diagnose(config, overrides)
+    return diagnose(config, overrides, as_json=as_json)

@@ -1,4 +1,8 @@
-"""The one `sluice` command. Sub-commands come from the entry-point group that each package fills."""
+"""The one `sluice` command. Sub-commands come from the entry-point group that each package fills.
+
+- Loading a command imports no engine, so that `sluice --help` is there at once.
+- An error ends in one line on stderr and an exit code of exit_codes.py; a bug ends in its traceback.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +12,87 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
-from cyclopts import App
+from cyclopts import App, CycloptsError
 
-from pipeline import __version__
+from pipeline.cli.exit_codes import INTERRUPTED, WRONG_USAGE
+from pipeline.cli.groups import OPTIONS, heading_of
+from pipeline.cli.layout import Layout
 from pipeline.errors import BrokerError, SluiceError, first_cause
 
 GROUP = "sluice.commands"
-_HELP = """Queue-driven rollouts for post-training language models.
+_HELP = """Rollouts for post-training language models, as a queue on Redis.
 
-Start here: `sluice demo` trains a tiny model on real digits, end to end, in minutes.
-Your own:   `sluice run -c CONFIG.yaml --model DIR --data FILE.jsonl`
-Trouble:    `sluice doctor -c CONFIG.yaml` says what is wrong and how to mend it.
+Every command has its examples: `sluice COMMAND --help`. All of them on one page: docs/cli.md. The way in: README.md.
 
-Exit codes: 0 done, 1 other error, 2 configuration, 3 data, 4 broker, 5 model, 6 weights,
-7 a wait ran out of time, 8 engine, 9 some rows of `generate` ended in an error, 130 interrupted.
+Exit codes: 0 done, 1 other, 2 usage or configuration, 3 data, 4 broker, 5 model, 6 weights, 7 out of time, 8 engine,
+9 some rows of `sluice generate` failed, 130 Ctrl-C, 143 SIGTERM. More: `sluice help exit-codes`.
+
+Example: `sluice demo`
+Example: `sluice doctor -c configs/text.yaml`
+Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl`
 """
 
 
-def build() -> App:
-    """The command line with every installed sub-command; loading one imports no engine."""
-    app = App(name="sluice", help=_HELP, version=__version__, help_format="markdown")
-    for entry in sorted(entry_points(group=GROUP), key=lambda found: found.name):
+def build(only: str = "") -> App:
+    """The command line with every installed sub-command, or with that one where there is one of this name."""
+    app = App(
+        name="sluice",
+        help=_HELP,
+        help_format="plaintext",
+        help_formatter=Layout(),
+        version=_version,
+        version_format="plaintext",
+        suppress_keyboard_interrupt=False,
+    )
+    installed = entry_points(group=GROUP)
+    for entry in installed.select(name=only) or installed:
         command: Any = entry.load()
-        app.command(command, name=entry.name)
+        group, place = heading_of(entry.name)
+        if isinstance(command, App):
+            command.group, command.sort_key = (group,), place
+            app.command(command, name=entry.name)
+        else:
+            app.command(command, name=entry.name, group=group, sort_key=place)
+    for flag in ("--help", "--version"):
+        app[flag].group = (OPTIONS,)
     return app
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; errors of ours become one line on stderr and their exit code."""
     try:
-        result = build()(list(sys.argv[1:] if argv is None else argv), result_action="return_value")
+        words = list(sys.argv[1:] if argv is None else argv)
+        result = build(words[0] if words else "")(
+            words, result_action="return_value", print_error=False, exit_on_error=False
+        )
         sys.stdout.flush()
+    except CycloptsError as error:
+        from pipeline.cli.usage import complaint
+
+        print(f"error: {complaint(error)}", file=sys.stderr)
+        sys.exit(WRONG_USAGE)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # `sluice status | head`: nobody reads on, and that is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
         cause = _ours(first_cause(error))
         if isinstance(cause, KeyboardInterrupt):
-            sys.exit(130)
+            sys.exit(INTERRUPTED)
         if not isinstance(cause, SluiceError):
             raise
         print(f"error: {cause}", file=sys.stderr)
         sys.exit(cause.exit_code)
     if isinstance(result, int):
         sys.exit(result)
+
+
+def _version() -> str:
+    from pipeline.provenance import main_versions
+
+    return "\n".join(f"{name} {version}" for name, version in main_versions().items())
 
 
 def _ours(cause: BaseException) -> BaseException:

@@ -7,11 +7,37 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-ConfigPath = Annotated[Path | None, Parameter(name=["--config", "-c"])]
+ConfigPath = Annotated[
+    Path | None, Parameter(name=["--config", "-c"], help="The run's YAML file. Without one, every key has its default.")
+]
 """The run's YAML file."""
 
 Overrides = Annotated[
     tuple[str, ...],
-    Parameter(name="--set", negative="", help="Override one key, e.g. trainer.learning_rate=1e-3"),
+    Parameter(
+        name="--set",
+        negative="",
+        show_default=False,
+        help="Override one key, e.g. trainer.learning_rate=1e-3; may be repeated.",
+    ),
 ]
 """`--set a.b=c`, as often as needed; wins over the environment and the file."""
+
+Json = Annotated[
+    bool, Parameter(name="--json", negative="", show_default=False, help="One JSON object on stdout instead of text.")
+]
+"""The object has `schema_version`; what else is said goes to stderr."""
+
+DryRunFlag = Annotated[
+    bool,
+    Parameter(
+        name="--dry-run",
+        negative="",
+        show_default=False,
+        help="Check everything and say what would be started and where; start and write nothing. The exit code is that "
+        "of the first thing that is wrong.",
+    ),
+]
+DryRunJson = Annotated[
+    bool, Parameter(name="--json", negative="", show_default=False, help="With --dry-run: one JSON object on stdout.")
+]

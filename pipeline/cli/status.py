@@ -1,27 +1,61 @@
-"""`sluice status`: one look at a run."""
+"""`sluice status`: a look at a run."""
 
 from __future__ import annotations
 
-from pipeline.cli.options import ConfigPath, Overrides
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from pipeline.cli.options import ConfigPath, Json, Overrides
+
+Why = Annotated[
+    bool,
+    Parameter(negative="", show_default=False, help="Say whether the run moves, what keeps it, and what to do."),
+]
+Health = Annotated[
+    str | None,
+    Parameter(help="Print nothing; exit 0 when this host has a live process of this role, such as worker or gateway."),
+]
 
 
 def status(
-    *, config: ConfigPath = None, overrides: Overrides = (), json: bool = False, health: str | None = None
+    *,
+    config: ConfigPath = None,
+    overrides: Overrides = (),
+    why: Why = False,
+    as_json: Json = False,
+    health: Health = None,
 ) -> int:
     """Show a run's counts, queue, leases, streams, credit and processes, and what waits for what.
 
-    `--json` prints all of it as one object; it has up to 20 leases, the oldest first.
+    With `--why` it looks twice, one second apart, and says in sentences whether the run moves, and for each thing that
+    keeps it what waits for what, since when, and what to do. Exit code 0 when the run is healthy or complete, 1 when
+    it stands still or is about to, 4 when the broker does not answer. It only reads, and needs no room in the broker.
 
-    `--health ROLE` prints nothing and exits 0 when this host has a live process of that role, such as worker or
-    gateway (for container health checks).
+    `--json` prints all of it as one object, with `stalls`, up to 20 leases (the oldest first), and with `--why` also
+    `verdict`. `--health` is for container health checks.
 
-    Example: `sluice status -c configs/text.yaml --json`
+    Example: `sluice status -c configs/text.yaml`
+    Example: `sluice status -c configs/text.yaml --why`
+    Example: `sluice status -c configs/text.yaml --why --json`
     """
-    from pipeline import status_view
+    from pipeline import status_view, status_why
     from pipeline.config import load_config
+    from pipeline.json_out import print_json
 
-    now = status_view.look(load_config(config, overrides))
+    settings = load_config(config, overrides)
     if health is not None:
-        return 0 if status_view.is_healthy(now, health) else 1
-    print(status_view.as_json(now) if json else status_view.as_text(now))
-    return 0
+        return 0 if status_view.is_healthy(status_view.look(settings), health) else 1
+    if not why:
+        now = status_view.look(settings)
+        if as_json:
+            print_json(now)
+        else:
+            print(status_view.as_text(now))
+        return 0
+    found = status_why.look_twice(settings)
+    if as_json:
+        print_json(status_why.as_json(found))
+    else:
+        print(status_why.as_text(found))
+    return 0 if found.verdict.is_healthy else 1

@@ -20,7 +20,7 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     """`/metrics` of every process, for Prometheus."""
 
     enabled: bool = True
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where it listens
     port: int = 0  # 0: any free one; each process says its own in its heartbeat
 
 
@@ -28,17 +28,17 @@ class DashboardConfig(Section, frozen=True, kw_only=True):
     """`sluice dashboard`: the run in a browser."""
 
     enabled: bool = True  # `up`, `run` and `demo` start one
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
     port: int = 8090  # where it is taken, `up`, `run` and `demo` use a free one
     allow_actions: bool = False  # replay and drop dead letters from the browser
     hosts: tuple[str, ...] = ()  # names by which browsers may reach it, besides localhost and its own address
-    max_body_mb: float = 1
+    max_body_mb: float = 1  # of one request
 
 
 class TrackingConfig(Section, frozen=True, kw_only=True):
     """Where the trainer's metrics go besides <run_dir>/<run>/metrics.jsonl."""
 
     tensorboard: bool = False  # into <run_dir>/<run>/tensorboard
-    wandb: bool = False
+    wandb: bool = False  # needs `pip install sluice[wandb]`
     trackio: bool = False
     project: str = "sluice"  # of W&B and trackio; the run's name is the configuration's

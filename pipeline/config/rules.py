@@ -124,6 +124,10 @@ def _flow(config: Config) -> list[tuple[bool, str]]:
     producer, worker = config.producer, config.worker
     return [
         (
+            not config.trainer.external or config.trainer.max_versions is None,
+            "trainer.max_versions is for the built-in trainer, and trainer.external leaves that out; end your own loop",
+        ),
+        (
             worker.renew_s * 2 <= worker.lease_s,
             f"worker.renew_s {worker.renew_s} must be at most half of worker.lease_s {worker.lease_s}, "
             "or one missed renewal loses the lease",

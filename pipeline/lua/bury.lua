@@ -1,16 +1,21 @@
 -- End every uncommitted sequence of a job, and the job.
--- dead: one row per sequence in the dead-letter stream, the payload with the first. dropped: one in its own stream.
+-- dead: one row per sequence in the dead-letter stream, payload and log with the first. dropped: one in its own stream.
 -- Each missing index leaves a tombstone in the result stream, so that its group completes; of a job with a mailbox its
 -- caller is answered instead: dropped, it leaves the accounts as any call that was answered.
--- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form}. Returns the number of sequences.
+-- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form,
+--       log = with the attempt that ended it}. Returns the number of sequences.
 local DROPPED_KEPT = 10000
 
 local function bury(id, how)
   local state = state_of .. id
-  local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p', 'reply')
+  local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p', 'reply', 'log', 'owner', 'since',
+    'worker')
   local n, attempt, now = tonumber(f[1] or 1), tonumber(f[2] or 0), now_ms()
   local content, shown = payload(id) or '', how.shown or id
   local stream, buried, bytes = stream_of(id), 0, -tonumber(f[4] or 0)
+  local holds_it_since = not how.log and f[9] and f[10]
+  local log = logged(how.log or f[8], holds_it_since, attempt, f[11] or how.worker, now, 'x', how.reason)
+  log = from_the_start(f[3], log)
   for index = 0, n - 1 do
     if redis.call('HEXISTS', state, 'd:' .. index) == 0 then
       local letter = cmsgpack.pack({
@@ -20,7 +25,7 @@ local function bury(id, how)
       })
       if how.ending == 'dead' then
         local first = buried == 0 and content or ''
-        redis.call('XADD', dead, '*', 'd', letter, 'g', shown, 'i', index, 'n', n, 'p', first)
+        redis.call('XADD', dead, '*', 'd', letter, 'g', shown, 'i', index, 'n', n, 'p', first, 'l', log)
         bytes = bytes + #letter + #first
       elseif not f[7] then
         redis.call('XADD', dropped, 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', letter)
@@ -28,10 +33,10 @@ local function bury(id, how)
       if f[7] then
         reply(f[7], id, index, letter)
       elseif not f[5] then
-        redis.call('XADD', stream, '*', 'd', letter, 'g', id, 'i', index, 'n', n)
+        redis.call('XADD', stream, '*', 'd', letter, 'g', id, 'i', index, 'n', n, 'l', log)
         bytes = bytes + #letter
       end
-      buried = buried + 1
+      buried, log = buried + 1, ''
     end
   end
   if f[7] and how.ending == 'dropped' then

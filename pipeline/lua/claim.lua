@@ -1,4 +1,4 @@
--- needs: names adopt finish reply bury blame cancel
+-- needs: names log adopt finish reply bury blame cancel
 -- Take up to `capacity` sequences' worth of ready jobs: highest priority first, oldest first.
 -- A leased job stays in the queue, with its lease's end as score; one that ran out goes back to its old place first.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)
@@ -80,11 +80,11 @@ end
 
 -- A lease that ran out: blamed on its owner, and back in the line.
 local function expire(id)
-  local f = redis.call('HMGET', state_of .. id, 'owner', 'score', 'alone')
+  local f = redis.call('HMGET', state_of .. id, 'owner', 'score', 'alone', 'attempt', 'log', 'since')
   if not f[1] then
     redis.call('ZREM', leases, id)
   elseif f[1] == owner then
-    requeue(id, f[2] or now, f[3], now, 0)
+    requeue(id, f[2] or now, f[3], now, 0, logged(f[5], f[6], f[4], worker, now, 'h', 'its lease ran out'))
   else
     blame(id, f[1], most, now, 'its lease ran out')
   end

@@ -1,4 +1,4 @@
--- needs: names finish reply acquit
+-- needs: names log finish reply acquit
 -- Publish finished sequences, each once, only by the attempt that holds the job; finish jobs that are whole.
 -- Those of a job with a mailbox answer its caller instead.
 -- ARGV owner then per sequence: id index attempt tokens result call
@@ -10,8 +10,9 @@ look_for_empty(alone, aborts)
 for i = FIRST + 1, #ARGV, 6 do
   local id, index, result = ARGV[i], ARGV[i + 1], ARGV[i + 4]
   local state = state_of .. id
-  local f = redis.call('HMGET', state, 'owner', 'attempt', 'n', 'd:' .. index, 'ndone', 'bytes', 'at', 'p', 'reply')
-  local n = tonumber(f[3])
+  local f = redis.call('HMGET', state, 'owner', 'attempt', 'n', 'd:' .. index, 'ndone', 'bytes', 'at', 'p', 'reply',
+    'log', 'since', 'worker')
+  local n, ndone = tonumber(f[3]), tonumber(f[5] or 0) + 1
   if not n and redis.call('EXISTS', answer_of .. id) == 1 or f[4] then
     out[#out + 1] = 'dup'
   elseif f[1] ~= owner or f[2] ~= ARGV[i + 2] then
@@ -26,11 +27,12 @@ for i = FIRST + 1, #ARGV, 6 do
       reply(f[9], id, index, result)
       replied = replied + 1
     else
-      redis.call('XADD', stream_of(id), '*', 'r', result, 'g', id, 'i', index, 'n', n)
+      local log = ''
+      if ndone >= n then log = from_the_start(f[7], logged(f[10], f[11], f[2], f[12], now, 'x', 'committed')) end
+      redis.call('XADD', stream_of(id), '*', 'r', result, 'g', id, 'i', index, 'n', n, 'l', log)
       committed, bytes = committed + 1, bytes + #result
     end
     tokens = tokens + tonumber(ARGV[i + 3])
-    local ndone = tonumber(f[5] or 0) + 1
     if ndone >= n then
       finish(id, n, f[8], answer(id, nil, tonumber(f[2]), f[7], now, true, { committed = n }))
       bytes = bytes - tonumber(f[6])

@@ -1,4 +1,4 @@
--- needs: names finish reply bury acquit
+-- needs: names log finish reply bury acquit
 -- A job that can never be done: end its uncommitted sequences.
 -- ARGV owner worker id attempt ending(dead | dropped) reason detail traceback shown (the id in readable form)
 -- Returns the number of sequences that ended, -1 if this attempt does not hold the job.

@@ -11,16 +11,17 @@ for i = 10, 9 + results do
   local held = redis.call('XPENDING', KEYS[1], ARGV[2], ARGV[i], ARGV[i], 1)[1]
   if not held or held[2] ~= ARGV[3] then return 'lost' end
 end
+-- First, as they free memory: a full broker lets a script go on that has written, and so it empties itself.
+for i = 10, 9 + results do
+  redis.call('XACK', KEYS[1], ARGV[2], ARGV[i])
+  redis.call('XDEL', KEYS[1], ARGV[i])
+end
 redis.call('HSET', KEYS[3], 'last:' .. KEYS[1], ARGV[4])
 local bytes = -tonumber(ARGV[7])
 if samples > 0 then
   redis.call('XADD', KEYS[2], '*', 'b', ARGV[5])
   redis.call('HINCRBY', KEYS[3], 'accepted', samples)
   bytes = bytes + #ARGV[5]
-end
-for i = 10, 9 + results do
-  redis.call('XACK', KEYS[1], ARGV[2], ARGV[i])
-  redis.call('XDEL', KEYS[1], ARGV[i])
 end
 for i = 10 + results, 9 + results + 2 * drops, 2 do
   drop(KEYS[3], KEYS[5], ARGV[i], ARGV[i + 1])

@@ -1,4 +1,4 @@
--- needs: names finish reply bury blame
+-- needs: names log finish reply bury blame
 -- A worker process is known to be dead: end its leases now.
 -- ARGV owner max_deaths
 -- Returns the number of jobs that it held.

@@ -1,4 +1,4 @@
--- needs: names adopt finish reply bury cancel acquit
+-- needs: names log adopt finish reply bury cancel acquit
 -- Extend the leases that this attempt still holds.
 -- ARGV owner lease_ms then per job: id attempt
 -- Returns the ids that are lost, cancelled ones included.
@@ -9,6 +9,7 @@ for i = FIRST + 2, #ARGV, 2 do
   local state = state_of .. id
   local f = redis.call('HMGET', state, 'owner', 'attempt')
   if f[1] == owner and f[2] == ARGV[i + 1] then
+    redis.call('PEXPIRE', running_of .. id, lease) -- first: see own.lua
     redis.call('ZADD', jobs, 'XX', now + lease, id)
     redis.call('ZADD', leases, 'XX', now + lease, id)
     redis.call('SET', running_of .. id, owner, 'PX', lease)

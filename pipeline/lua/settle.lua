@@ -1,4 +1,4 @@
--- needs: names finish reply bury
+-- needs: names log finish reply bury
 -- What a worker read in the payload of a job that came without state.
 -- ARGV owner then per job: id attempt n call('' = decode) enqueued_ms deadline_ms(0 = none) mailbox('' = none)
 -- Returns per job: ok | expired (it is over) | fenced

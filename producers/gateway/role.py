@@ -40,7 +40,7 @@ async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] |
     config = role.config
     role.status.waiting(f"the tokenizer of {config.model.path}")
     renderer = await asyncio.to_thread(load_policy_tokenizer, config.model)
-    service = make_service(config, role.client, role.keys, renderer)
+    service = make_service(config, role.client, role.keys, renderer, role.telemetry.registry)
     role.spawn(service.replies.run())
     role.spawn(service.decoding.run())
     role.spawn(_sweep(role, service))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from redis import RedisError
 from redis.asyncio import Redis
 
@@ -55,9 +56,11 @@ class Service:
         return True
 
 
-def make_service(config: Config, client: Redis, keys: Keys, renderer: Renderer) -> Service:
-    """`replies.run` and `decoding.run` are the caller's to spawn. Raises ConfigError."""
-    gateway, metrics = config.gateway, Metrics()
+def make_service(
+    config: Config, client: Redis, keys: Keys, renderer: Renderer, registry: CollectorRegistry | None = None
+) -> Service:
+    """`replies.run` and `decoding.run` are the caller's to spawn; `registry` is the process's. Raises ConfigError."""
+    gateway, metrics = config.gateway, Metrics(registry)
     partitions = config.consumer.count
     replies = Replies(client, keys)
     queue = JobQueue(client, keys, partitions=partitions, keep_result_s=config.worker.keep_result_s)

@@ -138,6 +138,7 @@ def _about(
         "finish_reason": _ending(results),
         "stop_reason": last.stop_reason,
         "triggers": last.triggers,
+        "images": last.images,
         "logprobs_mode": last.logprobs_mode,
         "sampling": last.sampling,
         "timings": {

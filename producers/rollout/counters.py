@@ -1,38 +1,32 @@
-"""Numbers of the rollout server for Prometheus, in a registry of its own."""
+"""Numbers of the rollout server for Prometheus; names and labels are in pipeline/telemetry/names.py."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
+from pipeline.telemetry.instruments import counter, gauge, histogram, page
+from pipeline.telemetry.process import Telemetry
 from producers.rollout.line import Line
 from producers.rollout.schemas import RolloutResponse
 
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 600)
-
 
 class Counters:
-    """What was done, and what is in hand."""
+    """What was done, and what is in hand; on the server's `/metrics` and at its `metrics` address."""
 
     def __init__(self, line: Line) -> None:
-        self._registry = CollectorRegistry()
-        to = self._registry
-        self._rollouts = Counter(
-            "sluice_rollouts", "Rollouts that ended", ["status", "finish_reason", "category"], registry=to
-        )
-        self._duration = Histogram(
-            "sluice_rollout_seconds", "Of a whole rollout", ["status"], buckets=_SECONDS, registry=to
-        )
-        self.llm_s = Histogram("sluice_rollout_llm_seconds", "Of one call", buckets=_SECONDS, registry=to)
-        self.tool_s = Histogram("sluice_rollout_tool_seconds", "Of one turn's tools", buckets=_SECONDS, registry=to)
-        self.tool_calls = Counter("sluice_rollout_tool_calls", "Tool calls", registry=to)
-        self.retries = Counter("sluice_rollout_retries", "Calls that were made again", ["reason"], registry=to)
-        self.resyncs = Counter("sluice_rollout_resyncs", "Sampled turns that render differently", registry=to)
-        self.drifts = Counter("sluice_rollout_drifts", "Prompts that were not the expected ones", registry=to)
-        self.finishes = Counter("sluice_rollout_finishes", "Ends told to the trainer", ["outcome"], registry=to)
-        self.callbacks = Counter("sluice_rollout_callbacks", "Answers called back", ["outcome"], registry=to)
-        self.refused = Counter("sluice_rollout_refused", "Rollouts not taken", ["reason"], registry=to)
-        Gauge("sluice_rollouts_running", "Rollouts that run", registry=to).set_function(lambda: line.running)
-        Gauge("sluice_rollouts_waiting", "Rollouts in line", registry=to).set_function(lambda: line.waiting)
+        self.telemetry = Telemetry("rollout-server")
+        to = self.telemetry.registry
+        self._rollouts = counter("sluice_rollouts_total", to)
+        self._duration = histogram("sluice_rollout_seconds", to)
+        self.llm_s = histogram("sluice_rollout_llm_seconds", to)
+        self.tool_s = histogram("sluice_rollout_tool_seconds", to)
+        self.tool_calls = counter("sluice_rollout_tool_calls_total", to)
+        self.retries = counter("sluice_rollout_retries_total", to)
+        self.resyncs = counter("sluice_rollout_resyncs_total", to)
+        self.drifts = counter("sluice_rollout_drifts_total", to)
+        self.finishes = counter("sluice_rollout_finishes_total", to)
+        self.callbacks = counter("sluice_rollout_callbacks_total", to)
+        self.refused = counter("sluice_rollout_refused_total", to)
+        gauge("sluice_rollouts_running", to).set_function(lambda: line.running)
+        gauge("sluice_rollouts_waiting", to).set_function(lambda: line.waiting)
 
     def ended(self, answer: RolloutResponse) -> None:
         """One rollout has its answer."""
@@ -42,4 +36,4 @@ class Counters:
 
     def text(self) -> bytes:
         """The exposition format."""
-        return generate_latest(self._registry)
+        return page(self.telemetry.registry)

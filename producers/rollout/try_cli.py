@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from pipeline.cli.options import ConfigPath, Overrides
 
-app = App(help="Agent rollouts: try a model with its tools, without a trainer.", help_format="markdown")
+app = App(name="rollout", help="Agent rollouts: try a model with its tools, without a trainer.")
 
 
 @app.command(name="try")
@@ -20,10 +20,10 @@ def try_(
         bool, Parameter(name=["--interactive", "-i"], negative="", help="Go on talking; /help lists the commands.")
     ] = False,
     system: Annotated[str | None, Parameter(help="The system message.")] = None,
-    temperature: float = 1.0,
+    temperature: Annotated[float, Parameter(help="0 is greedy.")] = 1.0,
     max_tokens: Annotated[int, Parameter(help="Of one reply.")] = 512,
-    max_turns: int = 10,
-    seed: int = 0,
+    max_turns: Annotated[int, Parameter(help="Of the model, in one rollout.")] = 10,
+    seed: Annotated[int, Parameter(help="Of sampling.")] = 0,
     config: ConfigPath = None,
     overrides: Overrides = (),
 ) -> int:

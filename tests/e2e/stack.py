@@ -44,6 +44,7 @@ def settings(run: str, directory: Path, model: Path, data: Path, task: str) -> d
         "consumer": {"row_tokens": 256},
         "rollout_matching": {"task": task},
         "trainer": {"learning_rate": 1e-3},
+        "dashboard": {"enabled": False},
         "up": {"stop_grace_s": 20},
     }
 

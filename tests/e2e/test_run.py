@@ -26,6 +26,7 @@ def run_command(stack: Stack, data: Path | None = None) -> Process:
         "consumer.row_tokens": 256,
         "model.device": "cpu",
         "broker.embedded_dir": stack.directory / "broker",
+        "dashboard.enabled": "false",
     }
     sets = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
     config = str(ROOT / "configs/detection.yaml")
@@ -41,6 +42,7 @@ def test_run_goes_to_the_end_and_a_second_time_does_nothing(make_stack: MakeStac
     parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(stack.rows), table)
     first = run_command(stack, table)
     assert first.wait() == 0, first.tail()
+    assert f"logs {stack.run_dir / 'logs'}" in first.text()
     stack.assert_exactly_once()
     before = (stack.trained(), stack.digests(), (stack.run_dir / "metrics.jsonl").read_text())
     second = run_command(stack, table)

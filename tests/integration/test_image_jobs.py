@@ -130,6 +130,7 @@ async def test_an_image_is_fetched_once_and_decides_what_is_decoded(
         done, dead = await endings(client, keys, 6)
         assert prompts.images_fetched == 3
     assert not dead
+    assert done["digest:0"].images == [ImageRef(sha256=digest)]
     plain, placeholder = PlainVlm(source), Prompts(config.model).vlm(MESSAGES)
     for seed, names in enumerate((("group:0", "group:1", "group:2", "again:0"), ("absolute:0", "digest:0"))):
         prompt, tokens = plain.greedy(placeholder, picture(40, 30, seed), 10)

@@ -28,7 +28,8 @@ async def test_a_role_is_on_the_status_page_while_it_lives(
         role.status.fact(version=3)
         await role.status.beat()
         [row] = (await snapshot(client, keys)).alive("worker")
-        assert (row.name, row.waiting_for, row.facts) == ("w-7", "the moon", {"version": 3})
+        assert (row.name, row.waiting_for, row.facts["version"]) == ("w-7", "the moon", 3)
+        assert row.facts["metrics"].startswith("127.0.0.1:")
         assert row.waiting_since is not None
         role.status.waiting(None)
         assert role.status.row.waiting_since is None

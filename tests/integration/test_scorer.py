@@ -139,7 +139,8 @@ async def test_scores_are_those_of_a_plain_pass_of_the_version_asked_for(
     async with scoring(config, model) as role:
         answers = await run.ask(*jobs)
         await eventually(lambda: _idle(role), "the scorer to wait")
-        assert role.status.row.facts == {"version": model.version, "scored": 12}
+        facts = role.status.row.facts
+        assert (facts["version"], facts["scored"]) == (model.version, 12)
     for one in jobs:
         run.assert_right(answers[one.seq_id, one.version], one)
 

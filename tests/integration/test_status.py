@@ -93,7 +93,7 @@ async def test_a_long_queue_is_counted_and_not_read(client: Redis, keys: Keys) -
     assert len(await claim(queue, 1)) == 1
     before = (await raw.info("commandstats")).get("cmdstat_hmget", {}).get("calls", 0)
     now = await inspect(client, keys, 1)
-    assert (await raw.info("commandstats"))["cmdstat_hmget"]["calls"] - before <= 1000
+    assert (await raw.info("commandstats"))["cmdstat_hmget"]["calls"] - before <= 1001
     assert now.depth is not None
     depth = now.depth
     assert (depth.ready, depth.running, depth.deferred, depth.seen_all) == (3000, 1, 3000, False)
@@ -182,4 +182,4 @@ async def test_json_goes_there_and_back(client: Redis, keys: Keys) -> None:
     now = await inspect(client, keys, 1)
     read = msgspec.json.decode(msgspec.json.encode(now), type=Snapshot)
     assert read == now
-    assert read.schema_version == 2
+    assert read.schema_version == 3

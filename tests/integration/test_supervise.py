@@ -218,3 +218,16 @@ def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
     command = [sys.executable, "-m", "pipeline.tether", str(os.getpid() + 1), "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+async def test_an_optional_child_ends_nothing_however_often_it_fails(tmp_path: Path) -> None:
+    boss = supervisor(tmp_path, max_restarts=1)
+    boss.add("failing", python("sys.exit(9)"), optional=True)
+    boss.add("refused", python(f"print('error: no'); sys.exit({ConfigError.exit_code})"), optional=True)
+    boss.add("role", python("time.sleep(60)"))
+    care = asyncio.create_task(boss.run())
+    await until(lambda: boss.children["failing"].starts > 4 and boss.children["refused"].done, "more than max_restarts")
+    assert not care.done()
+    assert (boss.children["refused"].starts, boss.children["role"].starts) == (1, 1)
+    care.cancel()
+    await boss.stop()

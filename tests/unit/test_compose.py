@@ -17,12 +17,23 @@ from pipeline.config import Config, load_config
 ROOT = Path(__file__).resolve().parents[2]
 STACK: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = STACK["services"]
-ROLES = sorted(set(SERVICES) - {"redis"})
+ROLES = sorted(set(SERVICES) - {"redis", "prometheus", "grafana"})
 AGENTS = ("gateway", "rollout-server")
+VIEW = ("dashboard", "prometheus", "grafana")
 NETWORKS = {
-    "producer": ["broker", "agents"],
-    "gateway": ["broker", "agents", "edge"],
-    "rollout-server": ["agents"],
+    "redis": ["broker"],
+    "producer": ["broker", "agents", "metrics"],
+    "gateway": ["broker", "agents", "edge", "metrics"],
+    "rollout-server": ["agents", "metrics"],
+    "dashboard": ["broker", "view"],
+    "prometheus": ["metrics", "view"],
+    "grafana": ["view"],
+}
+PORTS = {
+    "gateway": "127.0.0.1:8080-8130:8081",
+    "dashboard": "127.0.0.1:8090:8090",
+    "prometheus": "127.0.0.1:9090:9090",
+    "grafana": "127.0.0.1:3000:3000",
 }
 CONFIG = re.compile(r"/configs/\$\{SLUICE_CONFIG_FILE:-(.+)\}")
 
@@ -33,7 +44,12 @@ def words(service: str) -> str:
 
 def test_the_services_are_there() -> None:
     assert {"redis", "producer", "worker", "consumer", "trainer"} <= set(SERVICES)
-    assert {p for service in SERVICES.values() for p in service.get("profiles", [])} == {"cpu", "gpu", "agents"}
+    assert {p for service in SERVICES.values() for p in service.get("profiles", [])} == {
+        "cpu",
+        "gpu",
+        "agents",
+        "observability",
+    }
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
@@ -43,10 +59,12 @@ def test_a_service_is_watched_private_and_unprivileged(name: str) -> None:
     assert service["restart"] in ("on-failure", "unless-stopped")
     assert service["stop_grace_period"]
     assert service["user"].split(":")[0] not in ("", "0", "root")
-    assert service["networks"] == NETWORKS.get(name, ["broker"])
+    assert service["networks"] == NETWORKS.get(name, ["broker", "metrics"])
     assert not {"container_name", "privileged"} & set(service)
-    assert service.get("ports", []) == (["127.0.0.1:8080-8130:8081"] if name == "gateway" else [])
-    assert re.search(r":\d", service["image"]), "a fixed version, never `latest`"
+    assert service.get("ports", []) == ([PORTS[name]] if name in PORTS else []), "this host's loopback alone"
+    assert re.search(r":v?\d+\.\d+\.\d+|:\d+\.\d+-", service["image"]), "a fixed version, never `latest`"
+    if name != "redis":
+        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
 
 
 def test_redis_keeps_its_data_and_wants_a_password() -> None:
@@ -70,9 +88,9 @@ def test_a_role_runs_a_real_command_on_a_shipped_config(name: str) -> None:
         assert "runs:/runs" in SERVICES[name]["volumes"]
 
 
-def test_only_the_gateways_have_a_way_out_and_tools_have_none_to_the_broker() -> None:
+def test_only_servers_for_people_and_agents_have_a_way_out_and_tools_have_none_to_the_broker() -> None:
     outside = {name for name, network in STACK["networks"].items() if not (network or {}).get("internal")}
-    assert {name for name, service in SERVICES.items() if outside & set(service["networks"])} == {"gateway"}
+    assert {name for name, service in SERVICES.items() if outside & set(service["networks"])} == {"gateway", *VIEW}
     assert set(STACK["networks"]) == {name for service in SERVICES.values() for name in service["networks"]}
     assert not [value for value in SERVICES["rollout-server"]["environment"].values() if "REDIS" in value]
     assert not SERVICES["rollout-server"]["depends_on"]
@@ -94,8 +112,37 @@ def test_a_server_of_the_agents_listens_and_wants_its_keys(name: str, tmp_path: 
         assert ((done.returncode == 0), marker.exists()) == (runs, runs)
 
 
+@pytest.mark.parametrize("name", VIEW)
+def test_what_people_look_at_wants_its_key(name: str, tmp_path: Path) -> None:
+    service, marker = SERVICES[name], tmp_path / "ran"
+    assert service["profiles"] == ["observability"]
+    key = "GRAFANA_PASSWORD" if name == "grafana" else "SLUICE_DASHBOARD_KEY"
+    environment = service["environment"]
+    assert environment["NEEDED"] == f"${{{key}:-}}"
+    assert f"# {key}=\n" in (ROOT / ".env.example").read_text()
+    entrypoint = [word.replace("$$", "$") for word in service["entrypoint"]]
+    for value, runs in (("", False), ("k", True)):
+        env = {"PATH": os.environ["PATH"], "NEEDED": value}
+        done = subprocess.run([*entrypoint, "touch", str(marker)], env=env, check=False)
+        assert ((done.returncode == 0), marker.exists()) == (runs, runs)
+
+
+def test_the_dashboard_listens_and_everybody_gets_the_key_that_they_need() -> None:
+    dashboard, port = SERVICES["dashboard"], Config().dashboard.port
+    assert "--set dashboard.host=0.0.0.0" in words("dashboard")
+    assert f"http://127.0.0.1:{port}/health" in dashboard["healthcheck"]["test"][-1]
+    assert dashboard["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert dashboard["environment"]["SLUICE_DASHBOARD_KEY"] == "${SLUICE_DASHBOARD_KEY:-}"
+    assert STACK["secrets"] == {SERVICES["prometheus"]["secrets"][0]: {"environment": "SLUICE_DASHBOARD_KEY"}}
+    assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == "${GRAFANA_PASSWORD:-}"
+
+
 def test_the_agents_find_each_other_by_their_services_names() -> None:
-    example = dict(re.findall(r"^# (SLUICE_\w+)=(.*)$", (ROOT / ".env.example").read_text(), flags=re.MULTILINE))
+    example = dict(
+        re.findall(
+            r"^# (SLUICE_(?:ROLLOUT|GATEWAY)_\w+)=(.*)$", (ROOT / ".env.example").read_text(), flags=re.MULTILINE
+        )
+    )
     environment = SERVICES["producer"]["environment"]
     assert set(example) <= set(environment)
     given = {"SLUICE_ROLLOUT_URL": example["SLUICE_ROLLOUT_URL"], "SLUICE_GATEWAY_URL": example["SLUICE_GATEWAY_URL"]}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import IO
 
+from pipeline.json_out import json_line
 from workers.generate.decode import Decoding
 from workers.generate.meter import Meter
 from workers.generate.part_file import Tally
+
+SCHEMA = 1
 
 
 def report(decoding: Decoding, tally: Tally, meter: Meter, *, before: int, stdout: IO[bytes]) -> None:
@@ -28,7 +30,7 @@ def report(decoding: Decoding, tally: Tally, meter: Meter, *, before: int, stdou
             "seconds": round(meter.seconds, 2),
             "done_before": before,
         }
-        stdout.write(json.dumps(numbers).encode() + b"\n")
+        stdout.write(json_line(numbers, SCHEMA))
         stdout.flush()
     for line in tally.failures.lines():
         meter.say(line)

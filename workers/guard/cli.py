@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from pipeline.cli.options import ConfigPath
+from pipeline.cli.options import ConfigPath, Json
 
-app = App(help="The repeat guard: try its thresholds on sequences that were decoded.", help_format="markdown")
+app = App(name="guard", help="The repeat guard: try its thresholds on sequences that were decoded.")
 
 
 @app.command
 def replay(
-    results: Path,
+    results: Annotated[Path, Parameter(help="Output of `sluice generate --fields all`, JSONL or Parquet.")],
     /,
     *,
     config: ConfigPath = None,
@@ -33,7 +33,7 @@ def replay(
     on_malformed: Annotated[
         Literal["stop", "skip"], Parameter(help="A row that cannot be read: stop, or leave it out.")
     ] = "stop",
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object instead of text.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Show what the thresholds of CONFIG (or the defaults) would have cut of RESULTS, without decoding again.
 

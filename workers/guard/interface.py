@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from pipeline.errors import EngineError
+from pipeline.errors import GuardRefused
 
 _V1_METHODS = {
     "update_state": ["self", "batch_update"],
@@ -30,7 +30,7 @@ _V2_STATE = {"all_token_ids", "prompt_len", "prefill_len"}
 
 
 def check_interfaces() -> None:
-    """Raises EngineError if the installed vLLM is not the one that the guard knows."""
+    """Raises GuardRefused if the installed vLLM is not the one that the guard knows."""
     from vllm.v1.sample.logits_processor import interface as v1
     from vllm.v1.worker.gpu.sample.logits_processor import interface as v2
 
@@ -39,13 +39,13 @@ def check_interfaces() -> None:
 
 
 def check_v1(module: Any) -> None:
-    """The V1 runner's interface. Raises EngineError that says what moved."""
+    """The V1 runner's interface. Raises GuardRefused that says what moved."""
     _check_methods("V1", module.LogitsProcessor, _V1_METHODS)
     _check_fields("V1", module.BatchUpdate, _V1_UPDATE)
 
 
 def check_v2(module: Any) -> None:
-    """Model Runner V2's interface. Raises EngineError that says what moved."""
+    """Model Runner V2's interface. Raises GuardRefused that says what moved."""
     _check_methods("Model Runner V2", module.LogitsProcessor, _V2_METHODS)
     _check_fields("Model Runner V2", module.LogitsContext, _V2_CONTEXT)
     _check_fields("Model Runner V2", module.LogitsProcRequestState, _V2_STATE)
@@ -68,10 +68,10 @@ def _check_fields(runner: str, kind: type, wanted: set[str]) -> None:
         raise _moved(runner, f"{kind.__name__} has no {', '.join(missing)}")
 
 
-def _moved(runner: str, what: str) -> EngineError:
+def _moved(runner: str, what: str) -> GuardRefused:
     import vllm
 
-    return EngineError(
+    return GuardRefused(
         f"vLLM {vllm.__version__}: its interface for logits processors ({runner}) is not the one that the repeat guard "
         f"was written for: {what}; install the vLLM that this release names, or set repeat_terminate.enabled to false"
     )

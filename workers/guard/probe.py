@@ -10,7 +10,7 @@ from itertools import count, cycle, islice
 from typing import TYPE_CHECKING
 
 from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import EngineError
+from pipeline.errors import GuardRefused
 from pipeline.logs import get_logger
 from pipeline.messages import SamplingParams
 from workers.guard.repeat import RepeatTrigger, Rule
@@ -26,17 +26,17 @@ _LOWERED = RepeatTerminateConfig(
 
 
 async def prove_guard(backend: Backend, config: RepeatTerminateConfig) -> None:
-    """Raises EngineError unless a guard with exactly these rules is active in the started engine."""
+    """Raises GuardRefused unless a guard with exactly these rules is active in the started engine."""
     if not config.enabled:
         return
     facts = backend.facts
     where = f"the {facts.name} engine ({facts.engine_version})"
     if not facts.repeat_terminate:
-        raise EngineError(f"{where}: repeat_terminate is enabled, and no guard was loaded")
+        raise GuardRefused(f"{where}: repeat_terminate is enabled, and no guard was loaded")
     await _prove_decode(backend, where)
     rules = (await backend.try_guard([])).rules
     if rules.config != config:
-        raise EngineError(f"{where}: the loaded guard has other thresholds: {rules.config}, the run asks for {config}")
+        raise GuardRefused(f"{where}: the loaded guard has other thresholds: {rules.config}, the run asks for {config}")
     proved = [rule for rule in rules.tokens_needed() if await _prove_rule(backend, rules, rule, where)]
     get_logger().info("repeat guard proved", backend=facts.name, decode="ended a loop", rules=",".join(proved))
 
@@ -57,7 +57,7 @@ async def _prove_decode(backend: Backend, where: str) -> None:
     )
     wanted = (RepeatTrigger("consecutive", _RUN), [token] * _RUN + [facts.eos_token_ids[0]])
     if (output.trigger, output.token_ids) != wanted:
-        raise EngineError(
+        raise GuardRefused(
             f"{where}: the repeat guard is loaded and does not fire: {_RUN} equal tokens gave {output.token_ids}, "
             f"{output.finish_reason}; this worker takes no job"
         )
@@ -74,7 +74,7 @@ async def _prove_rule(backend: Backend, rules: GuardRules, rule: Rule, where: st
     tokens = breaking_tokens(rules, rule)
     wanted, trigger = rules.guard().push_all(tokens), (await backend.try_guard(tokens)).trigger
     if trigger is None or trigger != wanted:
-        raise EngineError(
+        raise GuardRefused(
             f"{where}: {len(tokens)} tokens that break the rule {rule} give {trigger} on the loaded guard, not {wanted}"
         )
     return True

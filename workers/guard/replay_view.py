@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from pipeline.json_out import json_line
 from workers.guard.replay import CUT_BEFORE, HEALTHY, Ending, Example, Replay, Trial
 
+SCHEMA = 1
 _ORDER = ("length", "stop", "deadline", "cancelled")
 
 
 def as_json(found: Replay) -> str:
     """One object; `share` is of the tokens of rows that no guard had cut before."""
-    return msgspec.json.encode(
-        {
-            "file": found.path,
-            "errors": found.errors,
-            "malformed": [f"{row.where}: {row.problem}" for row in found.malformed],
-            "trials": [_plain(trial) for trial in found.trials],
-        }
-    ).decode()
+    shown = {
+        "file": found.path,
+        "errors": found.errors,
+        "malformed": [f"{row.where}: {row.problem}" for row in found.malformed],
+        "trials": [_plain(trial) for trial in found.trials],
+    }
+    return json_line(shown, SCHEMA).decode().rstrip()
 
 
 def as_text(found: Replay) -> str:

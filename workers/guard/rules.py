@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import GuardImpossible
 from workers.guard.repeat import RepeatGuard, Rule
 
 
@@ -27,12 +27,12 @@ class GuardRules:
 
     @classmethod
     def of(cls, config: RepeatTerminateConfig, tokenizer: Any) -> GuardRules:
-        """Raises ConfigError where `object_key_prefix` has no tokens."""
+        """Raises GuardImpossible where `object_key_prefix` has no tokens."""
         if config.max_object_keys is None:
             return cls(config)
         pattern = tuple(tokenizer.encode(config.object_key_prefix, add_special_tokens=False))
         if not pattern:
-            raise ConfigError(
+            raise GuardImpossible(
                 f"repeat_terminate.object_key_prefix {config.object_key_prefix!r} has no tokens in this model's "
                 "vocabulary, so nothing could be counted; change it, or set max_object_keys to null"
             )
@@ -42,7 +42,7 @@ class GuardRules:
     def for_engine(
         cls, config: RepeatTerminateConfig, tokenizer: Any, eos_token_ids: Sequence[int], model: str
     ) -> GuardRules | None:
-        """None where the guard is not enabled. Raises ConfigError where it is and cannot be active."""
+        """None where the guard is not enabled. Raises GuardImpossible where it is and cannot be active."""
         if not config.enabled:
             return None
         check_end(model, eos_token_ids)
@@ -75,9 +75,9 @@ class GuardRules:
 
 
 def check_end(model: str, eos_token_ids: Sequence[int]) -> None:
-    """Raises ConfigError for a model without an end-of-sequence id."""
+    """Raises GuardImpossible for a model without an end-of-sequence id."""
     if not eos_token_ids:
-        raise ConfigError(
+        raise GuardImpossible(
             f"{model}: repeat_terminate.enabled needs an end-of-sequence id to force, and this model names none; "
             "set eos_token_id in its generation_config.json, or switch the guard off"
         )

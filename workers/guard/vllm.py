@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1Interface
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Interface
 
-from pipeline.errors import ConfigError, EngineError
+from pipeline.errors import ConfigError, GuardRefused
 from workers.generation.model_files import eos_token_ids
 from workers.guard import settings
 from workers.guard.arguments import ADDITIONAL, EXTRA, GuardArguments
@@ -40,7 +40,7 @@ class WorkerRepeatTerminate(V1Interface, V2Interface):
     def __init__(self, vllm_config: Any, device_or_state: Any, is_pin_memory: bool | None = None) -> None:
         check_interfaces()
         if vllm_config.speculative_config is not None:
-            raise EngineError("the repeat guard cannot watch speculative decoding; switch one of them off")
+            raise GuardRefused("the repeat guard cannot watch speculative decoding; switch one of them off")
         self.requests = self._made(vllm_config)
         self._v1: V1Rows | None = None
         self._v2: V2Slots | None = None
@@ -84,7 +84,7 @@ class WorkerRepeatTerminate(V1Interface, V2Interface):
         """None: there is nothing to do."""
         plain = (vllm_config.additional_config or {}).get(ADDITIONAL)
         if plain is None:
-            raise EngineError(f"the repeat guard has no rules: additional_config[{ADDITIONAL!r}] is missing")
+            raise GuardRefused(f"the repeat guard has no rules: additional_config[{ADDITIONAL!r}] is missing")
         return GuardRequests(GuardRules.from_plain(plain))
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.operate_types import DashboardConfig
 from pipeline.config.policy_types import PolicyConfig, ScorerConfig
 from pipeline.config.rollout_types import GatewayConfig, RolloutServerConfig
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.stack import addresses, child_environment, plan
+from pipeline.stack import addresses, child_environment, plan, with_dashboard_port
 
 FILE = Path("config.json")
-BASE = {"trainer", "producer", "consumer-0", "worker-0", "worker-1"}
+BASE = {"trainer", "producer", "consumer-0", "worker-0", "worker-1", "dashboard"}
 
 
 def names(*, enabled: bool, scorers: int) -> set[str]:
@@ -37,11 +39,34 @@ def test_gateways_and_rollout_servers_are_started_where_they_are_asked_for() -> 
     assert roles["gateway-1"][-5:] == ["gateway", "-c", str(FILE), "--index", "1"]
     assert roles["rollout-server-0"][-5:] == ["rollout-server", "-c", str(FILE), "--index", "0"]
     assert addresses(config) == [
+        "dashboard http://127.0.0.1:8090",
         "gateway http://127.0.0.1:8081/v1",
         "gateway http://127.0.0.1:8082/v1",
         "rollout server http://127.0.0.1:9100",
     ]
     assert not [name for name in plan(Config(), FILE) if name.startswith(("gateway", "rollout"))]
+
+
+def test_a_dashboard_is_one_of_the_processes_unless_it_is_switched_off() -> None:
+    assert plan(Config(), FILE)["dashboard"][-3:] == ["dashboard", "-c", str(FILE)]
+    off = Config(dashboard=DashboardConfig(enabled=False))
+    assert "dashboard" not in plan(off, FILE)
+    assert addresses(off) == []
+    assert with_dashboard_port(off) == off
+
+
+def test_a_dashboard_moves_where_its_port_is_taken_and_stays_where_it_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        moved = with_dashboard_port(Config(dashboard=DashboardConfig(port=port)))
+        assert moved.dashboard.port not in (0, port)
+    config = Config(dashboard=DashboardConfig(port=moved.dashboard.port))
+    assert with_dashboard_port(config) == config
+
+
+def test_a_dashboard_on_a_host_that_is_not_ours_keeps_its_port_and_says_why_itself() -> None:
+    config = Config(dashboard=DashboardConfig(host="192.0.2.1"))
+    assert with_dashboard_port(config) == config
 
 
 def test_bearer_keys_and_the_brokers_url_go_to_children_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from pipeline.stalls import stalls
 from pipeline.status import Snapshot
 from pipeline.status_parts import CreditUse, Depth, Lag, Lease, Process
 from pipeline.status_view import as_text
-from pipeline.status_words import condition, credit, findings, length, waits
+from pipeline.status_words import condition, credit, length, waits
 
 
 def process(name: str, role: str, age_s: float = 0.5, cause: str | None = None, **facts: Any) -> Process:
@@ -29,6 +30,10 @@ def state(**changes: Any) -> Snapshot:
         "processes": [process(f"{role}-0", role) for role in ("worker", "consumer", "trainer", "producer")],
     }
     return Snapshot(**{**fields, **changes})
+
+
+def findings(now: Snapshot) -> list[str]:
+    return [stall.says for stall in stalls(now)]
 
 
 def test_the_sum_comes_first_and_the_processes_in_the_order_of_the_flow() -> None:
@@ -94,10 +99,13 @@ def test_what_keeps_a_run_is_said_in_words() -> None:
         "no consumer is alive, and 2 results wait",
         "2 jobs over which workers died must run alone: a worker empties itself first",
     ]
+    now.stalls = stalls(now)
+    assert waits(now)[:4] == findings(now)
     assert waits(now)[-1] == "t-0 waits for training batches, 3.0 s"
     assert findings(state()) == []
     assert findings(state(exhausted=True, trained=8, processes=[])) == []
-    assert "start `sluice run` or `sluice up` again" in findings(state(processes=[]))[0]
+    [gone] = stalls(state(processes=[]))
+    assert "start `sluice run` or `sluice up` again" in gone.remedy
     full = CreditUse(sequences=16, max_sequences=16)
     assert "the credit is used up (16 of 16 sequences, 0.0 KiB)" in findings(state(credit=full))[0]
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.messages import FinishReason
+from pipeline.messages import FinishReason, ImageRef
 from pipeline.rollouts import Rollout, RolloutHead, Turn
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from producers.gateway.completion import repeat_terminate_triggered
@@ -126,3 +126,10 @@ def test_a_turn_that_was_cut_short_ends_its_path() -> None:
     assert ending("deadline", "stop") == "deadline"
     assert ending("deadline", "repeat_terminated") == "repeat_terminated"
     assert ending("stop", "cancelled") == "cancelled"
+
+
+def test_a_sequence_names_the_images_of_its_last_turn() -> None:
+    seen = [ImageRef(path="a.png"), ImageRef(path="b.png")]
+    turns = [turn(0, -1, 1, 1, images=seen[:1]), turn(1, 0, 1, 1, images=seen)]
+    [result] = trajectories(rollout(turns), Verdict())
+    assert result.images == seen

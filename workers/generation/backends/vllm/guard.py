@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from pipeline.errors import EngineError, RequestError
+from pipeline.errors import GuardRefused, RequestError
 from workers.generation.contracts import GuardTrial
 from workers.generation.running import RunningSequence
 from workers.guard.arguments import GuardArguments
@@ -57,7 +57,7 @@ class CoreGuard:
         """See `contracts.Backend.try_guard`; every worker must have it loaded, with the same rules."""
         answers = await self._call("sluice_guard_try", list(token_ids))
         if any(answer != answers[0] or answer is None for answer in answers):
-            raise EngineError(f"vLLM's workers do not have one repeat guard: {answers!r:.300}")
+            raise GuardRefused(f"vLLM's workers do not have one repeat guard: {answers!r:.300}")
         trigger = answers[0]["trigger"]
         return GuardTrial(
             GuardRules.from_plain(answers[0]["rules"]), None if trigger is None else RepeatTrigger(*trigger)

@@ -1,0 +1,10 @@
+"""The run in a browser: pages made here, kept fresh by server-sent events.
+
+    broker ──inspect, once a second──▶ Look ──▶ pages (Jinja2) ──▶ browser
+                                        │                            ▲
+    history files ──HistoryReader───────┘──▶ Live fragments ──/events┘
+
+- Read-only, unless actions are allowed; then dead letters can be replayed and dropped.
+- Nothing is loaded from another host, no script or style is inline, and every page works without scripts.
+- What is shown comes from others (ids, texts, tracebacks): it is escaped, bounded, and never trusted.
+"""

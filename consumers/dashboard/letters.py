@@ -1,0 +1,117 @@
+"""Dead letters: by reason, a page at a time, and one with its payload.
+
+- A page looks at `_SCANNED` rows at most; where fewer fit, its `next` goes on from there.
+- Reasons are counted over the newest `_COUNTED`, and counted again only when the stream changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Request, Response
+
+from consumers.dashboard.look import Look, look_of
+from consumers.dashboard.problems import checked_id
+from consumers.dashboard.render import render
+from pipeline.dlq import DeadLetters, Row
+from pipeline.dlq_look import read_letter
+from pipeline.errors import BrokerError, SluiceError
+
+router = APIRouter()
+_SHOWN = 50
+_SCANNED, _COUNTED, _AT_ONCE = 10_000, 10_000, 500
+_ENTRY = re.compile(r"\d{1,15}-\d{1,15}")
+
+
+class Reasons(NamedTuple):
+    """How often each reason stands in the newest letters of a stream that ended at `newest` and held `entries`."""
+
+    newest: str
+    entries: int
+    counts: dict[str, int]
+    complete: bool
+
+
+class Found(NamedTuple):
+    """A page; `next` is "" at the end."""
+
+    rows: list[Row]
+    next: str
+
+
+@router.get("/dead-letters")
+async def dead_letters(request: Request, reason: str = "", job: str = "", before: str = "") -> Response:
+    """Newest first, of one reason and job where they are given."""
+    look = look_of(request)
+    if before and not _ENTRY.fullmatch(before):
+        raise HTTPException(400, "That is no place in the list. Begin with its first page.")
+    found = await look.ask(_page(letters_of(look), reason.strip(), job.strip(), before or "+"))
+    reasons = await look.ask(_reasons(request, look))
+    here = str(request.url.path) + (f"?{request.url.query}" if request.url.query else "")
+    parts = {
+        "here": here,
+        "rows": found.rows,
+        "next": found.next,
+        "before": before,
+        "reasons": reasons,
+        "counted": _COUNTED,
+    }
+    return render(request, "dead_letters.html.j2", **parts, reason=reason.strip(), job=job.strip())
+
+
+@router.get("/dead-letters/{seq_id:path}")
+async def dead_letter(request: Request, seq_id: str) -> Response:
+    """All of one."""
+    look, name = look_of(request), checked_id(seq_id)
+    try:
+        letter = await look.ask(read_letter(letters_of(look), name))
+    except BrokerError:
+        raise
+    except SluiceError as error:
+        gone = "No dead letter has this id now: it was replayed or dropped, or it never died."
+        raise HTTPException(404, gone) from error
+    job = None if letter.job is None else msgspec.json.format(msgspec.json.encode(letter.job), indent=2).decode()
+    return render(request, "dead_letter.html.j2", letter=letter, payload=job)
+
+
+def letters_of(look: Look) -> DeadLetters:
+    """The dead letters of this run."""
+    return DeadLetters(look.client, look.config)
+
+
+async def _page(letters: DeadLetters, reason: str, job: str, before: str) -> Found:
+    """The newest `_SHOWN` that fit."""
+    rows: list[Row] = []
+    for _ in range(_SCANNED // _AT_ONCE):
+        page = await letters.newest(before, _AT_ONCE)
+        for row in page:
+            before = row.entry_id
+            if reason in ("", row.letter.reason) and job in ("", row.job_id):
+                rows.append(row)
+            if len(rows) == _SHOWN:
+                return Found(rows, before)
+        if len(page) < _AT_ONCE:
+            return Found(rows, "")
+    return Found(rows, before)
+
+
+async def _reasons(request: Request, look: Look) -> Reasons:
+    client: Any = look.client
+    newest = await client.xrevrange(look.keys.dead, count=1)
+    entries = int(await client.xlen(look.keys.dead))
+    last = newest[0][0].decode() if newest else ""
+    known: Reasons | None = getattr(request.app.state, "reasons", None)
+    if known is None or (known.newest, known.entries) != (last, entries):
+        known = request.app.state.reasons = await _count(letters_of(look), last, entries)
+    return known
+
+
+async def _count(letters: DeadLetters, newest: str, entries: int) -> Reasons:
+    counts, before, seen = Counter[str](), "+", 0
+    while seen < _COUNTED and (page := await letters.newest(before, _AT_ONCE)):
+        counts.update(row.letter.reason for row in page)
+        before, seen = page[-1].entry_id, seen + len(page)
+    return Reasons(newest, entries, dict(counts.most_common()), seen >= entries)

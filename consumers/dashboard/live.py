@@ -1,0 +1,63 @@
+"""Fragments that browsers get as they change.
+
+    Look.next ─▶ rendered once, whoever listens ─▶ every stream that has not seen it
+
+- A stream ends with the dashboard, with its browser, or after `_LIFE_S` (the browser comes back by itself).
+- At most `MOST_STREAMS` at a time; one more is told so (503), and its page stays as it was loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from consumers.dashboard.look import Look
+from consumers.dashboard.render import fragment
+from consumers.dashboard.words import clock
+
+MOST_STREAMS = 64
+_LIFE_S = 900.0
+_RETRY_MS = 2000
+
+Values = Callable[[Look], dict[str, object]]
+
+
+class Live:
+    """The fragments of one dashboard; a page adds its own with `add`."""
+
+    def __init__(self, look: Look) -> None:
+        self.look, self.streams = look, 0
+        self._made: dict[str, tuple[int, str]] = {}
+
+    def render(self, name: str) -> str:
+        """A fragment at the newest look; raises KeyError."""
+        template, values = FRAGMENTS[name]
+        made = self._made.get(name)
+        if made is None or made[0] != self.look.number:
+            made = self._made[name] = (self.look.number, fragment(self.look, template, **values(self.look)))
+        return made[1]
+
+    async def stream(self, names: Sequence[str]) -> AsyncIterator[bytes]:
+        """Server-sent events: each fragment when it changed, and `tick` at every look."""
+        sent: dict[str, str] = {}
+        until = time.monotonic() + _LIFE_S
+        yield f"retry: {_RETRY_MS}\n\n".encode()
+        while not self.look.closing.is_set() and time.monotonic() < until:
+            fresh = {name: html for name in names if sent.get(name) != (html := self.render(name))}
+            sent.update(fresh)
+            yield "".join([*(event(*one) for one in fresh.items()), event("tick", clock(self.look.seen_at))]).encode()
+            await self.look.next()
+
+
+FRAGMENTS: dict[str, tuple[str, Values]] = {}
+"""Name → its template, and what the template needs besides the look."""
+
+
+def add(name: str, template: str, values: Values = lambda look: {}) -> None:
+    """A page's module calls this once."""
+    FRAGMENTS[name] = (template, values)
+
+
+def event(name: str, text: str) -> str:
+    """One server-sent event; a line of text is a line of data."""
+    return f"event: {name}\n" + "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"

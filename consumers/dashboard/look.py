@@ -1,0 +1,106 @@
+"""What the pages see of the run.
+
+| waits for     | unblocked by                                                        |
+|---------------|---------------------------------------------------------------------|
+| the next look | a second                                                            |
+| the broker    | the broker, or `_LOOK_S`: the pages then show the last look, and why |
+
+- One task looks (`run`); pages and streams read what it saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from consumers.dashboard.process_rates import ProcessRates
+from consumers.history.reader import HistoryReader
+from pipeline.config.types import Config
+from pipeline.errors import BrokerError, SluiceError
+from pipeline.keys import Keys
+from pipeline.logs import get_logger
+from pipeline.rates import Rates
+from pipeline.stages import Stage, stages
+from pipeline.status import Snapshot
+from pipeline.status_inspect import inspect
+
+EVERY_S = 1.0
+_LOOK_S = 3.0
+_ASK_S = 5.0
+_AWAY = "the broker does not answer"
+T = TypeVar("T")
+
+
+class Look:
+    """The newest look at one run, and what a page may ask further."""
+
+    def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
+        self.config, self.client, self.keys = config, client, Keys(config.run)
+        self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
+        self.newest = Snapshot(run=config.run, state="new")  # until the first look
+        self.seen_at: float | None = None  # Unix seconds of that look
+        self.problem: str | None = None  # why `newest` is not of now
+        self.number = 0  # of looks, also of those that failed
+        self.closing = asyncio.Event()
+        self._next = asyncio.Event()
+
+    async def refresh(self) -> None:
+        """One look; never raises for a broker that is away."""
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                self.newest = await inspect(self.client, self.keys, self.config.consumer.count)
+            self.rates.add(self.newest)
+            self.process_rates.add(self.newest.processes)
+            self.seen_at, self.problem = time.time(), None
+        except (RedisError, OSError, TimeoutError) as error:
+            self._is_old(_AWAY, error)
+        except (SluiceError, msgspec.MsgspecError) as error:  # written by another release, or by nobody of ours
+            self._is_old("the run's state cannot be read", error)
+        self.number += 1
+        self._next.set()
+        self._next = asyncio.Event()
+
+    def _is_old(self, problem: str, error: Exception) -> None:
+        if self.problem is None:
+            get_logger().warning(problem, error=repr(error))
+        self.problem = problem
+
+    async def run(self) -> None:
+        """Look once a second until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(EVERY_S)
+
+    async def next(self) -> None:
+        """Until the next look, or the end."""
+        if not self.closing.is_set():
+            await self._next.wait()
+
+    def close(self) -> None:
+        """No stream outlives this."""
+        self.closing.set()
+        self._next.set()
+
+    def stages(self) -> list[Stage]:
+        """The flow, from the producer to the trainer."""
+        return stages(self.newest, self.rates)
+
+    async def ask(self, question: Awaitable[T]) -> T:
+        """Await what a page asks of the broker; raises BrokerError when that takes too long."""
+        try:
+            async with asyncio.timeout(_ASK_S):
+                return await question
+        except TimeoutError as error:
+            raise BrokerError(f"{_AWAY} within {_ASK_S:g} s; see whether it runs (`sluice doctor`)") from error
+
+
+def look_of(request: Request) -> Look:
+    """For routes."""
+    return request.app.state.look

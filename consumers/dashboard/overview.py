@@ -1,0 +1,148 @@
+"""The overview: the flow with what each stage does or waits for, what stands still and what to do, and the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+
+from consumers.dashboard import live
+from consumers.dashboard.look import Look, look_of
+from consumers.dashboard.render import render
+from consumers.dashboard.words import NOTHING, figure, rate, span
+from pipeline.stages import Stage
+from pipeline.status import Snapshot
+from pipeline.status_words import guard_counts
+
+router = APIRouter()
+_SERIES = (
+    ("tokens", "Tokens decoded", "tok/s"),
+    ("committed", "Sequences decoded", "seq/s"),
+    ("trained", "Sequences trained", "seq/s"),
+)
+_TITLES = {
+    "producer": "Producer", "queue": "Queue", "worker": "Workers", "results": "Results", "consumer": "Consumer",
+    "batches": "Batches", "trainer": "Trainer", "weights": "Weights", "gateway": "Gateways", "scorer": "Scorers",
+}  # fmt: skip
+_LEADS = {"weights": "to the workers", "gateway": "to the queue", "scorer": "to the trainer"}
+_LEADING = {
+    "train/loss": "Loss", "policy/loss": "Policy loss", "policy/reward_mean": "Reward", "rollout/f1": "F1",
+    "policy/version_lag_mean": "Versions old", "policy/clip_ratio": "Clipped", "policy/approx_kl": "KL",
+    "train/learning_rate": "Learning rate", "train/grad_norm": "Gradient norm",
+    "rollout/gen_new_tokens_mean": "Tokens a sequence", "train/step_s": "Seconds a step",
+}  # fmt: skip
+_LASTING_S = 30.0
+_BESIDE = ("gateway", "scorer")  # not in every run
+_WIDTH, _HEIGHT = 240, 40
+
+
+class Spark(NamedTuple):
+    """One small chart; `line` and `area` are points of an SVG of `_WIDTH` × `_HEIGHT`."""
+
+    title: str
+    now: str
+    unit: str
+    most: str
+    line: str
+    area: str
+
+
+class Sum(NamedTuple):
+    """One number of the head."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+@router.get("/")
+async def overview(request: Request) -> Response:
+    """The page, with the newest look."""
+    look = look_of(request)
+    return render(request, "overview.html.j2", **_parts(look), **_stalls(look), **_metrics(look))
+
+
+def _parts(look: Look) -> dict[str, Any]:
+    now = look.newest
+    return {
+        "stages": _flow(look),
+        "titles": _TITLES,
+        "leads": _LEADS,
+        "sums": _sums(now, look),
+        "sparks": [_spark(look, *one) for one in _SERIES],
+        "leading": {title: figure(now.metrics[name]) for name, title in _LEADING.items() if name in now.metrics},
+    }
+
+
+def _stalls(look: Look) -> dict[str, Any]:
+    """What blocks the run, and what would end by itself but did not yet."""
+    now = look.newest
+    return {
+        "blocked": [stall for stall in now.stalls if stall.blocks],
+        "lasting": [stall for stall in now.stalls if not stall.blocks and now.at - (stall.since or 0) > _LASTING_S],
+    }
+
+
+def _metrics(look: Look) -> dict[str, Any]:
+    return {"metrics": {name: figure(value) for name, value in sorted(look.newest.metrics.items())}}
+
+
+def _flow(look: Look) -> list[Stage]:
+    """The line first; what stands beside it only where this run has it."""
+    found = {stage.name: stage for stage in look.stages()}
+    stages = [found[name] for name in _TITLES if name in found]
+    return [stage for stage in stages if not (stage.name in _BESIDE and stage.state == "off")]
+
+
+def _sums(now: Snapshot, look: Look) -> list[Sum]:
+    eta, (ended, saved) = look.rates.eta_s, guard_counts(now)
+    version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
+    found = [
+        Sum("Enqueued", f"{now.enqueued:,}", "" if now.total is None else f"of {now.total:,} in the data"),
+        Sum("In flight", f"{now.credit.sequences:,}", _limit(now.credit.max_sequences)),
+        Sum("Trained", f"{now.trained:,}", f"{rate(look.rates.per_s('trained'))} seq/s"),
+        Sum("Dead", f"{now.dead:,}", f"{now.dead_letters:,} can be replayed" if now.dead_letters else ""),
+        Sum("Dropped", f"{now.dropped:,}"),
+        Sum("Tokens", f"{now.tokens:,}", f"{rate(look.rates.per_s('tokens'))} tok/s"),
+        Sum("Weights", version, _served(now)),
+        Sum("Guard", f"{ended:,} ended", f"{saved:,} tokens saved"),
+        Sum("Time left", "done" if now.complete else NOTHING if eta is None else span(eta)),
+    ]
+    return found
+
+
+def _served(now: Snapshot) -> str:
+    """How far the workers are with the newest version."""
+    if now.latest_version is None:
+        return ""
+    if not now.alive("worker"):
+        return "no worker serves them"
+    return f"a worker is {now.version_lag} behind" if now.version_lag else "all workers have them"
+
+
+def _limit(most: int | None) -> str:
+    return "" if most is None else f"{most:,} at most"
+
+
+def _spark(look: Look, name: str, title: str, unit: str) -> Spark:
+    series = look.rates.series(name)
+    line = points(series)
+    area = f"0,{_HEIGHT} {line} {_WIDTH},{_HEIGHT}" if line else ""
+    return Spark(title, rate(look.rates.per_s(name)), unit, rate(max(series, default=0.0)), line, area)
+
+
+def points(series: Sequence[float]) -> str:
+    """SVG points of a line over the whole width; empty for fewer than two values."""
+    if len(series) < 2:
+        return ""
+    most = max(series) or 1.0
+    step = _WIDTH / (len(series) - 1)
+    return " ".join(
+        f"{at * step:.1f},{_HEIGHT - 1 - value / most * (_HEIGHT - 3):.1f}" for at, value in enumerate(series)
+    )
+
+
+live.add("overview", "overview_live.html.j2", _parts)
+live.add("stalls", "stalls.html.j2", _stalls)
+live.add("metrics", "metrics.html.j2", _metrics)

@@ -1,0 +1,94 @@
+"""The files: where they are, what is in them, how one is opened.
+
+- `num` grows with every new sequence (job) of a file, so the order by it is the order in time, and needs no index.
+- `sequences` is narrow, to be scanned; `details` holds what is shown, whole messages compressed.
+- A file of another schema is refused with DataError; one that is being made counts as empty.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+from pipeline.config.types import Config
+from pipeline.errors import DataError
+
+SCHEMA = 1
+TRAINER = "trainer.sqlite"
+FILTERED = ("job_id", "state", "finish_reason", "worker", "task", "triggered")
+_CONSUMER_TABLES = """
+create table sequences (
+  num integer primary key, seq_id text not null unique, job_id text not null, at real not null, state text not null,
+  finish_reason text not null, worker text not null, task text not null, triggered integer not null,
+  version_min integer not null, version_max integer not null);
+create table details (num integer primary key, row blob not null, result blob, sample blob, letter blob);
+create table jobs (
+  num integer primary key, job_id text not null unique, task text not null, group_size integer not null,
+  enqueued_at real not null, at real not null, attempts integer not null,
+  handed_on integer not null, dropped integer not null, dead integer not null, log blob not null);
+""" + "".join(f"create index by_{name} on sequences ({name});\n" for name in FILTERED)
+_TRAINER_TABLES = """
+create table trained (
+  num integer primary key, seq_id text not null unique, step integer not null, state text not null,
+  trained blob not null);
+"""
+
+
+def history_directory(config: Config) -> Path:
+    """Where the files of a run are."""
+    return Path(config.run_dir) / config.run / "history"
+
+
+def consumer_file(partition: int) -> str:
+    """The name of one consumer's file."""
+    return f"consumer-{partition}.sqlite"
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """The file, made if need be. Raises DataError for another schema; OSError and sqlite3.Error as they come."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    db = sqlite3.connect(path, timeout=5, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("pragma journal_mode=wal")
+        db.execute("pragma synchronous=normal")
+        db.execute("pragma journal_size_limit=67108864")
+        if not is_made(db, path):
+            tables = _TRAINER_TABLES if path.name == TRAINER else _CONSUMER_TABLES
+            db.executescript(f"begin immediate;{tables}pragma user_version={SCHEMA};commit;")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection | None:
+    """None while there are no tables in it yet. Raises DataError for what is no history of this schema."""
+    # Without its writer there is no shared memory to read through, and on a read-only disk none can be made.
+    settled = not path.with_name(path.name + "-wal").exists() and not os.access(path.parent, os.W_OK)
+    uri = f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if settled else "")
+    db = sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None, check_same_thread=False)
+    try:
+        db.execute("pragma query_only=on")
+        db.execute("pragma cache_size=-32000")
+        if is_made(db, path):
+            return db
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise DataError(f"{path}: cannot be read as a history ({error}); delete it if it is damaged") from error
+    except BaseException:
+        db.close()
+        raise
+    db.close()
+    return None
+
+
+def is_made(db: sqlite3.Connection, path: Path) -> bool:
+    """Whether the tables are there; raises DataError for another schema."""
+    (version,) = db.execute("pragma user_version").fetchone()
+    if version not in (0, SCHEMA):
+        raise DataError(
+            f"{path}: history of schema {version}; this release reads and writes {SCHEMA}: "
+            "use the release that wrote it, or delete the file to begin a new one"
+        )
+    return version == SCHEMA

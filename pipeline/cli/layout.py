@@ -1,0 +1,73 @@
+"""How `--help` looks: headings and two columns, without boxes, so that it can be piped and read aloud."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cli.prose import examples, paragraphs, styled
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpEntry, HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+_TITLES = {"Parameters": "Options"}  # cyclopts' word for them
+_NAMES = 16  # columns: what fits stands beside its description, longer names above it
+
+
+class Layout:
+    """cyclopts' HelpFormatter, for `help_format="plaintext"`."""
+
+    show_metavar = True
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print one panel."""
+        if not panel.entries:
+            return
+        from rich.text import Text
+
+        console.print(Text(_TITLES.get(str(panel.title), str(panel.title)), "bold"))
+        for entry in panel.entries:
+            name = " ".join(entry.display_labels_with_metavar)
+            words = styled(" ".join([plain(entry.description), *_notes(entry)]))
+            lines = words.wrap(console, max(20, options.max_width - _NAMES - 4))
+            above = len(name) > _NAMES
+            if above:
+                console.print(Text(f"  {name}", "cyan"), soft_wrap=True)
+            for number, line in enumerate(lines):
+                beside = Text(f"  {'' if above or number else name:{_NAMES}}  ", "cyan")
+                console.print(beside + line, soft_wrap=True)
+        console.print()
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
+        """The first line."""
+        if usage:
+            console.print(f"Usage: {plain(usage)}", highlight=False, markup=False, soft_wrap=True)
+            console.print()
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        """What the command does, then examples; these are not wrapped, so that they can be copied."""
+        text = plain(description)
+        for paragraph in paragraphs(text):
+            console.print(styled(paragraph))
+            console.print()
+        if found := examples(text):
+            console.print("Examples", style="bold")
+            for example in found:
+                console.print(f"  {example}", highlight=False, markup=False, soft_wrap=True)
+            console.print()
+
+
+def plain(shown: Any) -> str:
+    """The text inside what cyclopts hands to a formatter."""
+    inner = getattr(shown, "primary_renderable", shown)
+    return str(getattr(inner, "plain", inner)).rstrip()
+
+
+def _notes(entry: HelpEntry) -> Iterable[str]:
+    if entry.choices:
+        yield f"[{' | '.join(entry.choices)}]"
+    if entry.default is not None and entry.default != "False":
+        yield f"[default: {entry.default}]"
+    if entry.required:
+        yield "[required]"

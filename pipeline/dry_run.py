@@ -1,0 +1,73 @@
+"""What `sluice up` and `sluice run` would do, without doing any of it.
+
+- Nothing is started, and nothing is written: no file, no key, no lock.
+- Everything that can be wrong is looked at, and all of it is said; the exit code is that of the first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pipeline import checks
+from pipeline.checks import Check, examine
+from pipeline.config import Config
+from pipeline.errors import BrokerError
+from pipeline.run_place import Place, Source, place_of, unknown
+from pipeline.stack import addresses, plan, with_dashboard_port
+
+
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--dry-run --json` prints."""
+
+    schema_version: int = 1
+    command: str
+    run: str
+    exit_code: int
+    checks: list[Check]
+    place: Place
+    processes: dict[str, list[str]]  # name -> command
+    addresses: list[str]
+    directories: dict[str, str]
+
+
+def rehearse(config: Config, command: str, origin: str) -> DryRun:
+    """Look at everything that `command` needs; what is wrong is in the checks."""
+    found = [
+        Check(name="config", ok=True, says=origin),
+        examine("engine", checks.engine),
+        examine("broker", lambda: checks.broker(config)),
+        examine("model", lambda: checks.model(config, needed=True)),
+        examine("data", lambda: checks.data(config, needed=True)),
+        examine("disk", lambda: checks.disk(config)),
+    ]
+    place, source = _place(config)
+    if source and all(each.ok for each in found if each.name == "data"):
+        found.append(examine("run", lambda: checks.source(config, source)))
+    return DryRun(
+        command=command,
+        run=config.run,
+        exit_code=checks.worst(found),
+        checks=found,
+        place=place,
+        processes=plan(config, Path(config.run_dir) / config.run / "config.resolved.yaml"),
+        addresses=addresses(with_dashboard_port(config)),
+        directories=directories(config),
+    )
+
+
+def directories(config: Config) -> dict[str, str]:
+    """Where a run keeps its things."""
+    home = Path(config.run_dir) / config.run
+    found = {"run": home, "logs": home / "logs", "weights": home / "weights", "checkpoints": home / "checkpoints"}
+    if config.broker.url is None:
+        found["broker"] = Path(config.broker.embedded_dir)
+    return {name: str(path) for name, path in found.items()}
+
+
+def _place(config: Config) -> tuple[Place, Source]:
+    try:
+        return place_of(config)
+    except BrokerError as error:
+        return unknown(f"the broker cannot be asked: {error}"), {}

@@ -1,0 +1,147 @@
+"""The jobs that are in the queue now: some of them, how many in all, and one as a whole.
+
+- Its cost does not grow with the queue: at most `limit` jobs are shown, and at most `_MOST` looked through for them.
+- ready: can be taken now; running: a worker holds it; deferred: not before its time; alone: waits to run by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import msgspec
+from redis.asyncio import Redis
+
+from pipeline.job_log import JobEvent, parse_log
+from pipeline.jobs.envelope import read_envelope
+from pipeline.keys import ARQ_JOB, Keys
+from pipeline.messages import DecodeJob
+
+JobState = Literal["ready", "running", "deferred", "alone"]
+JOB_STATES: tuple[JobState, ...] = ("running", "ready", "deferred", "alone")
+_FAR_MS = 4e12  # as in blame.lua
+_MOST = 5000
+_FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "since", "log")
+
+
+class LiveRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One job that has not ended."""
+
+    job_id: str
+    state: JobState
+    attempt: int = 0
+    worker: str = ""  # that holds it, or held it last
+    sequences: int = 1
+    committed: int = 0  # of these
+    enqueued_at: float | None = None  # Unix time; None for a foreign one that nobody has looked at
+    since: float | None = None  # running: since when
+    ready_at: float | None = None  # deferred: when it will be
+
+
+class LiveJobs(msgspec.Struct, frozen=True, kw_only=True):
+    """`rows`: running ones first, then in the order in which they will be taken."""
+
+    rows: list[LiveRow]
+    total: dict[JobState, int]  # whatever was searched for
+    seen_all: bool = True  # False: there may be more that fit
+
+
+class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One job as a whole."""
+
+    row: LiveRow
+    events: list[JobEvent]
+    job: DecodeJob | None = None
+    function: str = ""  # of a plain call
+    problem: str = ""  # why the payload cannot be read
+
+
+async def live_jobs(client: Redis, keys: Keys, *, search: str = "", state: str = "", limit: int = 200) -> LiveJobs:
+    """Jobs in the queue; `search` is part of an id, `state` one of JOB_STATES or "" for all."""
+    now_ms = await _now_ms(client)
+    pipe: Any = client.pipeline(transaction=False)
+    pipe.zcount(keys.jobs, "-inf", now_ms)
+    pipe.zcount(keys.jobs, f"({now_ms}", f"({_FAR_MS}")
+    pipe.zcard(keys.leases)
+    pipe.zcard(keys.alone)
+    ready, waiting, running, alone = cast("list[int]", await pipe.execute())
+    deferred = max(0, waiting - running)
+    total: dict[JobState, int] = {"running": running, "ready": ready, "deferred": deferred, "alone": alone}
+    found, most = list[bytes](), _MOST if search else limit
+    for each in JOB_STATES:
+        if state in ("", each) and total[each]:
+            ids = await _ids(client, keys, each, now_ms, most)
+            found += [job_id for job_id in ids if search.encode() in job_id]
+    looked = sum(count for name, count in total.items() if state in ("", name))
+    rows = await _rows(client, keys, found[:limit], now_ms)
+    return LiveJobs(rows=rows, total=total, seen_all=len(found) <= limit and looked <= most)
+
+
+async def live_job(client: Redis, keys: Keys, job_id: str) -> LiveJob | None:
+    """One job; None when it has ended, or never was."""
+    now_ms = await _now_ms(client)
+    pipe: Any = client.pipeline(transaction=False)
+    pipe.zscore(keys.jobs, job_id)
+    pipe.hmget(keys.job_state + job_id, *_FIELDS)
+    pipe.get(ARQ_JOB + job_id)
+    score, fields, payload = cast("tuple[Any, list[bytes | None], bytes | None]", await pipe.execute())
+    if score is None:
+        return None
+    row = _row(job_id.encode(), score, fields, now_ms)
+    events = _events(row, fields[-1] or b"")
+    if payload is None:
+        return LiveJob(row=row, events=events, problem="its payload is gone")
+    envelope = read_envelope(job_id, payload)
+    return LiveJob(row=row, events=events, job=envelope.job, function=envelope.function, problem=envelope.problem)
+
+
+def _events(row: LiveRow, log: bytes) -> list[JobEvent]:
+    events = parse_log(log)
+    if row.enqueued_at is not None:
+        events.insert(0, JobEvent(at=row.enqueued_at, kind="enqueued"))
+    if row.since is not None:
+        events.append(JobEvent(at=row.since, kind="claimed", attempt=row.attempt, worker=row.worker))
+    return events
+
+
+async def _now_ms(client: Redis) -> float:
+    seconds, micros = cast("tuple[int, int]", await cast(Any, client).time())
+    return seconds * 1000 + micros / 1000
+
+
+async def _ids(client: Redis, keys: Keys, state: JobState, now_ms: float, most: int) -> list[bytes]:
+    """The first `most` jobs of that state."""
+    asked: Any = client
+    if state == "ready":
+        return await asked.zrangebyscore(keys.jobs, "-inf", now_ms, start=0, num=most)
+    if state != "deferred":
+        return await asked.zrange(keys.leases if state == "running" else keys.alone, 0, most - 1)
+    later: list[bytes] = await asked.zrangebyscore(keys.jobs, f"({now_ms}", f"({_FAR_MS}", start=0, num=_MOST)
+    leased: list[Any] = await asked.zmscore(keys.leases, later) if later else []
+    return [job_id for job_id, ends in zip(later, leased, strict=True) if ends is None][:most]
+
+
+async def _rows(client: Redis, keys: Keys, ids: list[bytes], now_ms: float) -> list[LiveRow]:
+    """Without those that ended meanwhile."""
+    pipe: Any = client.pipeline(transaction=False)
+    for job_id in ids:
+        pipe.zscore(keys.jobs, job_id)
+        pipe.hmget(keys.job_state.encode() + job_id, *_FIELDS)
+    found = cast("list[Any]", await pipe.execute()) if ids else []
+    states = zip(ids, found[::2], found[1::2], strict=True)
+    return [_row(job_id, score, fields, now_ms) for job_id, score, fields in states if score is not None]
+
+
+def _row(job_id: bytes, score: float, fields: list[bytes | None], now_ms: float) -> LiveRow:
+    owner, worker, attempt, at, n, ndone, since, _ = fields
+    state: JobState = "alone" if score >= _FAR_MS else "deferred" if score > now_ms else "ready"
+    return LiveRow(
+        job_id=job_id.decode(errors="replace"),
+        state="running" if owner else state,
+        attempt=int(attempt or 0),
+        worker=(worker or b"").decode(errors="replace"),
+        sequences=int(n or 1),
+        committed=int(ndone or 0),
+        enqueued_at=None if at is None else float(at) / 1000,
+        since=float(since) / 1000 if owner and since else None,
+        ready_at=score / 1000 if state == "deferred" and not owner else None,
+    )

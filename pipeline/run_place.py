@@ -1,0 +1,97 @@
+"""Where a run would begin: asked of the broker where one runs, else told by the files. Nothing is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from pipeline import broker as connections
+from pipeline import checks
+from pipeline.config import Config
+from pipeline.errors import BrokerError
+from pipeline.keys import Keys
+from pipeline.status import Snapshot, snapshot
+
+_LOOK_S = 10.0
+Source = dict[bytes, bytes]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run would begin."""
+
+    kind: Literal["fresh", "goes_on", "complete", "unknown"]
+    says: str
+    version: int | None = None  # newest published weights
+    cursor: str | None = None  # epoch:row of the newest job, from 0
+    enqueued: int = 0  # sequences
+    ended: int = 0  # of them: trained, dead or dropped
+
+
+def place_of(config: Config) -> tuple[Place, Source]:
+    """The place, and what the broker has of the source; raises BrokerError."""
+    _, facts = checks.broker_facts(config)
+    if not facts:
+        return _by_files(config), {}
+    try:
+        now, source = asyncio.run(asyncio.wait_for(_ask(config), _LOOK_S))
+    except TimeoutError as error:
+        raise BrokerError(f"the broker did not say within {_LOOK_S:.0f} s how far the run is") from error
+    return _by_broker(now, source), source
+
+
+def unknown(says: str) -> Place:
+    """Nobody can say it."""
+    return Place(kind="unknown", says=says)
+
+
+def _by_broker(now: Snapshot, source: Source) -> Place:
+    cursor = source[b"cursor"].decode() if b"cursor" in source else None
+    if cursor is None and not now.enqueued:
+        return Place(kind="fresh", says="a fresh run: the broker knows none of this name")
+    version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
+    counts = f"{version}; {now.enqueued:,} sequences enqueued, {now.trained:,} trained, {now.dead:,} dead"
+    epoch, _, row = (cursor or "0:-1").partition(":")
+    says = f"goes on behind row {int(row) + 1:,} of epoch {int(epoch) + 1}; {counts}"
+    if now.complete:
+        says = f"complete: nothing is left to do, and it would end at once; {counts}; --set run=NAME starts another"
+    return Place(
+        kind="complete" if now.complete else "goes_on",
+        says=says,
+        version=now.latest_version,
+        cursor=cursor,
+        enqueued=now.enqueued,
+        ended=now.ended,
+    )
+
+
+async def _ask(config: Config) -> tuple[Snapshot, Source]:
+    client, keys = connections.connect(config.broker), Keys(config.run)
+    try:
+        now = await snapshot(client, keys)
+        return now, await cast("Awaitable[Source]", cast(Any, client).hgetall(keys.source))
+    finally:
+        await client.aclose()
+
+
+def _by_files(config: Config) -> Place:
+    home, data = Path(config.run_dir) / config.run, Path(config.broker.embedded_dir) / "appendonlydir"
+    steps, versions = _numbered(home / "checkpoints", "step-*"), _numbered(home / "weights", "v*")
+    if not steps and not versions:
+        if not data.exists():
+            return Place(kind="fresh", says=f"a fresh run: nothing in {home}, and the broker's directory is empty")
+        return unknown(
+            f"a broker has kept data in {data.parent}; whether they are of this run shows when it is started"
+        )
+    newest = ", ".join(paths[-1].name for paths in (steps, versions) if paths)
+    version = int(versions[-1].name[1:]) if versions and versions[-1].name[1:].isdigit() else None
+    kept = "the broker's data" if data.exists() else "NO data of a broker: the rows would be read from the first one on"
+    return Place(kind="goes_on", says=f"goes on: {newest} in {home}, and {kept}", version=version)
+
+
+def _numbered(directory: Path, pattern: str) -> list[Path]:
+    """Oldest first; a number may outgrow its six digits."""
+    return sorted(directory.glob(pattern), key=lambda path: (len(path.name), path.name))

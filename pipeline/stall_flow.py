@@ -1,0 +1,135 @@
+"""Stalls of the flow: a full broker, old weights, results that pile up, credit that is used up, jobs that run alone."""
+
+from __future__ import annotations
+
+from pipeline.room import CAUSE, REMEDY
+from pipeline.stall_roles import is_played
+from pipeline.status import Snapshot
+from pipeline.status_parts import CreditUse, Process, Stall
+from pipeline.status_words import counted, credit, length, waiting
+
+OLD_S = 10.0  # a version that was published this long ago should be in use
+LAG_S = 10.0  # a result that is unread for this long is late
+_BLOCKS_S = 60.0
+_MIB = 1 << 20
+
+
+def broker_full(now: Snapshot) -> list[Stall]:
+    """It refuses writes: every process waits for room in it."""
+    use = now.broker
+    if use is None or not use.is_full:
+        return []
+    limit = (use.max_bytes or 0) / _MIB
+    refused = f"; it has refused {counted(use.refused, 'write')} so far" if use.refused else ""
+    return [
+        Stall(
+            kind="broker_full",
+            says=f"the broker is full ({use.used_bytes / _MIB:,.1f} of {limit:,.1f} MiB): who writes waits{refused}",
+            since=_first([row for row in now.processes if _waits_for_room(row)]),
+            remedy=REMEDY,
+        )
+    ]
+
+
+def _first(waiting: list[Process]) -> float | None:
+    """Since when the first of them waits."""
+    return min((row.waiting_since for row in waiting if row.waiting_since is not None), default=None)
+
+
+def _waits_for_room(row: Process) -> bool:
+    return row.is_alive and row.waiting_for == CAUSE
+
+
+def old_versions(now: Snapshot) -> list[Stall]:
+    """Every live worker decodes with older weights than the newest, which has been there for a while."""
+    latest, since = now.latest_version, now.latest_at
+    workers = [row for row in now.processes if row.role == "worker" and row.is_alive and "version" in row.facts]
+    held = [int(row.facts["version"]) for row in workers]
+    if latest is None or since is None or not held or max(held) >= latest or now.at - since < OLD_S:
+        return []
+    refused = [row.name for row in workers if row.facts.get("refused_version") == latest]
+    waits = [f"{row.name} waits for {row.waiting_for}" for row in workers if row.waiting_for]
+    if refused:
+        why, remedy = f"{refused[0]} refused it", f"the log of {refused[0]} says why; the next version may be taken"
+    else:
+        why = waits[0] if waits else "the workers are busy with what they have"
+        remedy = "look at the disk that holds the weights; a worker gives up after weights.load_timeout_s"
+    who = "the one live worker decodes" if len(workers) == 1 else f"all {len(workers)} live workers decode"
+    says = f"{who} with weights v{max(held)} or older, and v{latest} has been there for {length(now.at - since)}: {why}"
+    blocks = bool(refused) or now.at - since > _BLOCKS_S
+    return [Stall(kind="old_versions", says=says, since=since, remedy=remedy, blocks=blocks)]
+
+
+def consumer_lag(now: Snapshot) -> list[Stall]:
+    """Results that nobody reads while a consumer is alive; without one it is no_consumer."""
+    late = [lag for lag in now.lag if lag.stream.startswith("results") and (lag.unread_s or 0) > LAG_S]
+    consumers = [row.name for row in now.processes if row.role == "consumer" and row.is_alive]
+    if not late or not consumers:
+        return []
+    partitions = sum(lag.stream.startswith("results") for lag in now.lag)
+    unread, oldest_s = sum(lag.entries - lag.taken for lag in late), max(lag.unread_s or 0 for lag in late)
+    who = f"{counted(len(consumers), 'consumer')} for {counted(partitions, 'partition')}"
+    if len(consumers) < partitions:
+        remedy = "a partition has nobody: start `sluice consume -c CONFIG` once more"
+    else:
+        remedy = (
+            "the consumer is slower than the workers, or hangs in its parse or match function: look at its CPU time "
+            "and its log; a new run may have a higher consumer.count"
+        )
+    says = (
+        f"{waiting(unread, 'result')} unread, the oldest for {length(oldest_s)}, beside {who} ({', '.join(consumers)})"
+    )
+    return [Stall(kind="consumer_lag", says=says, since=now.at - oldest_s, remedy=remedy)]
+
+
+def credit_used_up(now: Snapshot) -> list[Stall]:
+    """The producer waits: who holds the credit, and what frees it."""
+    use = now.credit
+    waits = [row for row in now.processes if row.role == "producer" and row.is_alive and _waits_for_credit(row)]
+    if now.exhausted or not (use.is_used_up or waits):
+        return []
+    why, do = _why_used_up(now, use)
+    free = "nothing is enqueued until the trainer frees some"
+    says = f"the credit is used up ({credit(use)}): {free}; {why}"
+    blocks = not is_played(now, "trainer")
+    return [Stall(kind="credit_exhausted", says=says, since=_first(waits), remedy=do, blocks=blocks)]
+
+
+def _waits_for_credit(row: Process) -> bool:
+    return (row.waiting_for or "").startswith("credit")
+
+
+def _why_used_up(now: Snapshot, use: CreditUse) -> tuple[str, str]:
+    """What holds it, and what to do where that is no mere back-pressure."""
+    if "versions" in use.used_up:
+        ahead = f"{use.ahead:,} sequences are enqueued of the {use.max_ahead or 0:,} that may come"
+        version = (now.latest_version or 0) + 1
+        return (
+            f"{ahead} before weights v{version}",
+            "it ends with the next version; a higher producer.max_staleness lets decoding run further ahead",
+        )
+    results = sum(lag.entries for lag in now.lag if lag.stream.startswith("results"))
+    held = [
+        *([counted(now.queued_jobs, "job")] if now.queued_jobs else []),
+        *([counted(results, "result")] if results else []),
+        *([counted(now.waiting_batches, "batch", "batches")] if now.waiting_batches else []),
+        *([counted(now.dead_letters, "dead letter")] if now.dead_letters and "bytes" in use.used_up else []),
+    ]
+    why = f"held by {', '.join(held)}" if held else "held by sequences on their way"
+    if "bytes" in use.used_up and now.dead_letters:
+        return (
+            why,
+            "`sluice dlq replay` or `sluice dlq drop` frees what dead letters hold; or raise producer.max_in_flight_mb",
+        )
+    limit = "max_in_flight_mb" if "bytes" in use.used_up else "max_in_flight"
+    return why, f"it ends as sequences are trained; a higher producer.{limit} lets more be under way"
+
+
+def runs_alone(now: Snapshot) -> list[Stall]:
+    """Jobs over which workers died."""
+    if now.depth is None or not now.depth.alone:
+        return []
+    jobs = counted(now.depth.alone, "job")
+    says = f"{jobs} over which workers died must run alone: a worker empties itself first"
+    remedy = "it ends by itself; if workers die again, the job becomes a dead letter: `sluice dlq list`"
+    return [Stall(kind="runs_alone", says=says, remedy=remedy, blocks=False)]

@@ -1,0 +1,5 @@
+"""Numbers for Prometheus: one table of names, a page of each process, a page of the run.
+
+heartbeat's row ─▶ Telemetry ─▶ MetricsServer      one process (the gateway and the rollout server add their own)
+Snapshot        ─▶ run_metrics ─▶ the dashboard     the whole run
+"""

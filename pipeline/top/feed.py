@@ -1,0 +1,80 @@
+"""Looks at a run again and again, and outlives a broker that goes away.
+
+| waits for  | unblocked by                              |
+|------------|-------------------------------------------|
+| one look   | the broker; at most `_LOOK_S`, then said  |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+from redis.exceptions import RedisError
+
+from pipeline import broker
+from pipeline.config import Config
+from pipeline.dlq import DeadLetters, Row
+from pipeline.errors import BrokerError
+from pipeline.keys import Keys
+from pipeline.rates import Rates
+from pipeline.status import Snapshot
+from pipeline.status_inspect import inspect
+from pipeline.verdict import Verdict, verdict
+
+LETTERS = 50
+_LOOK_S = 4.0
+_HASTY_S = 1.5
+_LOOKS = 6  # over so many it is said whether the run moves
+
+
+@dataclass
+class View:
+    """What is known now; `now` is None before the first answer."""
+
+    run: str
+    now: Snapshot | None = None
+    verdict: Verdict | None = None
+    rates: Rates = field(default_factory=Rates)
+    letters: list[Row] = field(default_factory=list[Row])  # the newest first
+    problem: str = ""  # why there is no answer, empty when there is one
+    silent_since: float | None = None  # Unix s
+
+
+class Feed:
+    """One connection; `close` it."""
+
+    def __init__(self, config: Config) -> None:
+        settings = msgspec.structs.replace(
+            config.broker, retry_for_s=_HASTY_S, socket_timeout_s=_HASTY_S, connect_timeout_s=_HASTY_S
+        )
+        self._config = msgspec.structs.replace(config, broker=settings)
+        self._client = broker.connect(settings)
+        self._letters = DeadLetters(self._client, self._config)
+        self._seen: deque[Snapshot] = deque(maxlen=_LOOKS)
+        self.view = View(config.run)
+
+    async def look(self) -> View:
+        """The newest state; never raises what a broker that is away does."""
+        view = self.view
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                now = await inspect(self._client, Keys(self._config.run), self._config.consumer.count)
+                view.letters = await self._letters.newest(count=LETTERS) if now.dead_letters else []
+        except (RedisError, BrokerError, OSError, TimeoutError) as error:
+            view.problem = str(error) or f"no answer within {_LOOK_S:g} s"
+            view.silent_since = view.silent_since or time.time()
+            return view
+        view.problem, view.silent_since = "", None
+        self._seen.append(now)
+        view.verdict = verdict(self._seen[0], now)
+        view.now = now
+        view.rates.add(now)
+        return view
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._client.aclose()

@@ -1,0 +1,161 @@
+"""The parts of a frame, as rich renderables; every long text wraps, nothing is cut."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.stages import StageState, stages
+from pipeline.status import Snapshot
+from pipeline.status_parts import CreditUse, Process
+from pipeline.status_words import condition, length
+from pipeline.top.feed import LETTERS, View
+
+_STYLE: dict[StageState, str] = {
+    "working": "green", "waiting": "", "stalled": "bold red", "done": "dim", "off": "dim",
+}  # fmt: skip
+_ASIDE = ("gateway", "scorer")
+_BARS = " ▁▂▃▄▅▆▇█"
+_SPARK = 16
+_HEAD_CHARS = 140  # two lines; the page `why` has all of it
+_HIDDEN = {"owner", "metrics", "memory_bytes"}
+_ROLES = ("producer", "gateway", "worker", "consumer", "trainer", "scorer")
+
+
+def head(view: View) -> RenderableType:
+    """The run, the broker's silence if any, the flow with counts, rates, and the verdict."""
+    now = view.now
+    if now is None:
+        return Text(f"run {view.run}\n{_silence(view) or 'looking …'}")
+    version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
+    title = Text(f"run {now.run}: {condition(now)}, {version}, version lag {now.version_lag}", style="bold")
+    lines: list[RenderableType] = [title, Text(_counts(now)), _flow(view, now), Text(_rates(view))]
+    if view.problem:
+        return Group(*lines, Text(_silence(view), style="bold red"))
+    return Group(*lines, _verdict(view))
+
+
+def why(view: View) -> RenderableType:
+    """Each stall: what, since when, what to do."""
+    now = view.now
+    if now is None or not now.stalls:
+        return Text("nothing keeps the run")
+    table = Table.grid(padding=(0, 1))
+    for number, stall in enumerate(now.stalls, 1):
+        since = "" if stall.since is None else f" (for {length(now.at - stall.since)})"
+        table.add_row(f"{number}.", Text(stall.says + since, style="bold red" if stall.blocks else "yellow"))
+        table.add_row("", Text(f"do: {stall.remedy}" if stall.blocks else stall.remedy))
+    return table
+
+
+def stage_rows(view: View) -> RenderableType:
+    """One row a stage, with its sentence."""
+    table = _table("stage", "state", "what it does, or waits for")
+    for stage in stages(view.now, view.rates) if view.now else []:
+        style = _STYLE[stage.state]
+        table.add_row(stage.name, Text(stage.state, style=style), Text(stage.says, style=style))
+    return table
+
+
+def process_rows(view: View) -> RenderableType:
+    """One row a process, in the order of the flow."""
+    table = _table("process", "what it does, or waits for; what it counts")
+    rows = view.now.processes if view.now else []
+    for row in sorted(rows, key=lambda row: (_ROLES.index(row.role) if row.role in _ROLES else len(_ROLES), row.name)):
+        facts = ", ".join(f"{key} {_short(value)}" for key, value in row.facts.items() if key not in _HIDDEN)
+        table.add_row(row.name, Text.assemble(_doing(row), (f"\n{facts}" if facts else "", "dim")))
+    return table if rows else Text("no process has said anything within the last hour")
+
+
+def letter_rows(view: View) -> RenderableType:
+    """The newest dead letters."""
+    if not view.letters:
+        return Text("no dead letters")
+    lines: list[RenderableType] = []
+    for row in view.letters:
+        letter = row.letter
+        age = f", {length(max(0.0, time.time() - letter.at))} ago" if letter.at else ""
+        lines.append(Text.assemble((letter.seq_id, "bold"), f"  {letter.reason}{age}"))
+        lines.append(Padding(letter.detail[:400] or "no detail", (0, 0, 0, 2), expand=False))
+    total = view.now.dead_letters if view.now else len(view.letters)
+    more = f"the newest {LETTERS} of {total:,}; " if total > LETTERS else ""
+    return Group(*lines, Text(f"{more}`sluice dlq show ID`, `sluice dlq replay`, `sluice dlq drop`", style="dim"))
+
+
+def _doing(row: Process) -> Text:
+    if row.ended_at is not None:
+        return Text(f"failed {length(row.age_s)} ago: {row.error}", style="bold red")
+    if not row.is_alive:
+        return Text(f"no heartbeat for {length(row.age_s)}", style="red")
+    if row.waiting_for is None:
+        return Text("at work", style="green")
+    return Text(f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}")
+
+
+def _verdict(view: View) -> Text:
+    now, told = view.now, view.verdict
+    if now is None or told is None:
+        return Text("")
+    blocking = [stall for stall in now.stalls if stall.blocks]
+    if not blocking:
+        return Text(told.says, style="green" if told.state in ("moving", "working", "complete") else "")
+    more = f" (and {len(blocking) - 1} more: see why)" if len(blocking) > 1 else ""
+    says = textwrap.shorten(blocking[0].says, _HEAD_CHARS, placeholder=" … (see why)")
+    return Text(f"! {says}{more}", style="bold red")
+
+
+def _silence(view: View) -> str:
+    if not view.problem:
+        return ""
+    since = length(time.time() - (view.silent_since or time.time()))
+    return f"! no answer from the broker for {since}: {view.problem}. What is shown was seen before; it is asked again."
+
+
+def _counts(now: Snapshot) -> str:
+    total = f" of {now.total:,}" if now.total is not None else ""
+    return (
+        f"enqueued {now.enqueued:,}{total} = trained {now.trained:,} + dead {now.dead:,} + dropped {now.dropped:,} "
+        f"+ in flight {now.credit.sequences:,}"
+    )
+
+
+def _flow(view: View, now: Snapshot) -> Table:
+    """Along the flow: how much each stage holds, and how fast it goes; without what this run has no use for."""
+    shown = [stage for stage in stages(now, view.rates) if stage.name not in _ASIDE or stage.state != "off"]
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="dim")
+    for stage in shown:
+        table.add_column(stage.name, justify="right", no_wrap=True)
+    table.add_row(*(Text(stage.count.partition(" ")[0], style=_STYLE[stage.state]) for stage in shown))
+    table.add_row(*(Text(stage.rate.replace(" seq/s", "/s").replace(" tok/s", "t/s")) for stage in shown), style="dim")
+    return table
+
+
+def _rates(view: View) -> str:
+    rates, now = view.rates, view.now
+    eta = "-" if rates.eta_s is None else "done" if now is not None and now.complete else length(rates.eta_s)
+    per_s = f"tokens/s {rates.per_s('tokens'):,.0f}  trained/s {rates.per_s('trained'):,.1f}  ETA {eta}"
+    use = CreditUse() if now is None else now.credit
+    limit = "" if use.max_sequences is None else f" of {use.max_sequences:,}"
+    return f"{per_s}  credit {use.sequences:,}{limit}  {_spark(rates.series('tokens'))}"
+
+
+def _spark(series: list[float]) -> str:
+    shown = series[-_SPARK:]
+    top = max(shown, default=0.0)
+    return "".join(_BARS[round(value / top * (len(_BARS) - 1))] for value in shown) if top > 0 else ""
+
+
+def _short(value: object) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1), expand=True, show_edge=False, header_style="dim")
+    for number, name in enumerate(columns):
+        table.add_column(name, ratio=1 if number == len(columns) - 1 else None, overflow="fold")
+    return table

@@ -1,0 +1,112 @@
+"""Server-sent events: what changed and no more, a bounded number of streams, and a broker that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import time
+from collections.abc import Iterator
+
+from consumers.dashboard.app import make_app
+from consumers.dashboard.live import MOST_STREAMS
+from consumers.dashboard.look import Look
+from pipeline import broker
+from pipeline.config.types import BrokerConfig
+from tests.dashboard_site import Site
+from tests.integration.dashboard.asking import ask
+from tests.served import served
+
+PATH = "/events?show=stalls,overview,nonsense"
+
+
+@contextlib.contextmanager
+def stream(port: int) -> Iterator[http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", PATH)
+    try:
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def next_event(answer: http.client.HTTPResponse) -> tuple[str, str]:
+    """Name and data."""
+    name, data = "", []
+    while line := answer.readline().decode().rstrip("\n"):
+        kind, _, text = line.partition(": ")
+        if kind == "event":
+            name = text
+        elif kind == "data":
+            data.append(text)
+    return name, "\n".join(data)
+
+
+def test_a_stream_begins_with_all_its_parts_and_then_says_what_changed(site: Site) -> None:
+    with stream(site.port) as answer:
+        assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream; charset=utf-8")
+        assert next_event(answer) == ("", ""), "how soon to come back"
+        seen = dict(next_event(answer) for _ in range(3))
+        assert sorted(seen) == ["overview", "stalls", "tick"]
+        ticks = 0
+        while ticks < 3:
+            name, data = next_event(answer)
+            ticks += name == "tick"
+            assert name == "tick" or data != seen[name], "the same again"
+            seen[name] = data
+
+
+def test_an_unknown_part_is_no_stream(site: Site) -> None:
+    assert ask(site.port, "/events?show=nonsense").status == 404
+    assert ask(site.port, "/events?show=").status == 404
+
+
+def test_streams_are_bounded_and_free_their_place(site: Site) -> None:
+    with site.another() as port:
+        with contextlib.ExitStack() as scope:
+            for _ in range(MOST_STREAMS):
+                assert scope.enter_context(stream(port)).status == 200
+            refused = ask(port, PATH)
+            assert refused.status == 503
+            assert refused.headers["Retry-After"]
+            assert ask(port, "/").status == 200, "pages are still there"
+        until = time.monotonic() + 20
+        while True:
+            with stream(port) as answer:
+                if answer.status == 200:
+                    break
+            assert time.monotonic() < until, "closed streams keep their places"
+            time.sleep(0.1)
+
+
+async def test_streams_end_with_the_dashboard(site: Site) -> None:
+    """Well before the grace time, which a stream without an end would use up."""
+    look = Look(site.config, broker.connect(site.config.broker), site.reader)
+    async with served(make_app(look), grace_s=60) as server:
+        await look.refresh()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(f"GET {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        await reader.readuntil(b"event: tick")
+        look.close()
+        async with asyncio.timeout(20):
+            assert (await reader.read()).endswith(b"0\r\n\r\n")
+        writer.close()
+    await look.client.aclose()
+
+
+async def test_a_broker_that_is_away_is_said_and_nothing_hangs(site: Site) -> None:
+    away = broker.connect(BrokerConfig(url="redis://127.0.0.1:1"))
+    look = Look(site.config, away, site.reader)
+    async with served(make_app(look), grace_s=1) as server:
+        await look.refresh()
+        assert look.number == 1
+        for path, status, words in (
+            ("/", 200, "The broker does not answer, and nothing was seen of the run yet."),
+            ("/workers", 200, "start them all with"),
+            ("/config", 200, "worker.max_batch"),
+            ("/weights", 503, "sluice doctor"),
+            ("/health", 503, "the broker does not answer"),
+        ):
+            answer = await asyncio.to_thread(ask, server.port, path)
+            assert (answer.status, words in answer.text) == (status, True), path
+    await away.aclose()

@@ -1,0 +1,174 @@
+"""The pages over HTTP: what they say, and hostile ids, filters and forms."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from html import unescape
+from urllib.parse import quote, urlencode
+
+import pytest
+
+from pipeline.errors import ModelError
+from tests.dashboard_site import Site
+from tests.integration.dashboard.asking import OURS, Answer, ask
+from tests.roles import role_of
+
+PAGES = ("/", "/workers", "/weights", "/dead-letters", "/config")
+HOSTILE = (
+    "<script>alert(1)</script>", "\" onmouseover=alert(1) x=\"", "../../etc/passwd", "a b", "%", "'; drop", "{{ 7*7 }}",
+    "é🙂", "x" * 512,
+)  # fmt: skip
+
+
+def get(site: Site, path: str, **headers: str) -> Answer:
+    return ask(site.port, path, headers)
+
+
+def until(site: Site, path: str, words: str) -> str:
+    """The page once it says so."""
+    deadline = time.monotonic() + 20
+    while words not in (text := get(site, path).text):
+        assert time.monotonic() < deadline, f"waited 20 s for {words!r} on {path}"
+        time.sleep(0.1)
+    return text
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_is_whole_without_scripts(site: Site, path: str) -> None:
+    answer = get(site, path)
+    assert answer.status == 200
+    assert re.findall(r"<h1[ >]", answer.text) == re.findall(r"<h1[ >]", answer.text)[:1], "one heading of the page"
+    assert '<html lang="en">' in answer.text
+    assert answer.text.count('aria-current="page"') == 1
+    assert site.config.run in answer.text
+    assert not re.search(r"\sstyle=|<script(?![^>]*\ssrc=)|\son\w+=|javascript:", answer.text)
+
+
+def test_the_overview_says_what_goes_on(site: Site) -> None:
+    text = until(site, "/", "worker-0 waits for jobs (none is ready)")
+    assert "No trainer is alive" in text
+    assert "<code>sluice train -c CONFIG</code>" in text
+    assert re.search(r"<dt>Dead</dt><dd>\d+", text)
+
+
+def test_processes_say_their_engine_guard_version_and_memory(site: Site) -> None:
+    text = until(site, "/workers", "jobs (none is ready)")
+    [row] = re.findall(r"<tr><th[^>]*>worker-0</th>.*?</tr>", text, re.S)
+    for wanted in ("hf 5", "<td>off</td>", ">v1</td>", " MiB</td>", "waiting"):
+        assert wanted in row
+    assert "consumer-0" in text
+
+
+def test_a_role_that_failed_says_why(site: Site) -> None:
+    async def fail() -> None:
+        async with role_of(site.config, "consumer", "consumer-9"):
+            raise ModelError("no such model: <b>")
+
+    with pytest.raises(ExceptionGroup):
+        site.do(fail())
+    text = until(site, "/workers", "ModelError: no such model: &lt;b&gt;")
+    assert '<span class="pill bad">failed</span>' in text
+
+
+def test_weights_are_listed_with_who_serves_them(site: Site) -> None:
+    rows = re.findall(r"<tr><th[^>]*>v\d.*?</tr>", get(site, "/weights").text, re.S)
+    assert len(rows) == 2
+    assert "worker-0" in rows[0]
+    assert all(">here</span>" in row for row in rows)
+    assert ["-13.500" in rows[0], "-12.500" in rows[1]] == [True, True]
+
+
+def test_the_configuration_is_searched_and_hides_what_is_secret(site: Site) -> None:
+    text = get(site, "/config?search=MAX_BATCH").text
+    assert "worker.max_batch" in text
+    assert "producer.group_size" not in text
+    assert "No key or value contains" in get(site, "/config?search=no-such-key").text
+    changed = get(site, "/config?changed=1").text
+    assert "worker.max_batch" in changed
+    assert "worker.count" not in changed
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_id_from_outside_is_never_markup(site: Site, name: str) -> None:
+    for path in (f"/dead-letters/{quote(name, safe='')}", f"/{quote(name, safe='')}"):
+        answer = get(site, path)
+        assert answer.status == 404, path
+        assert "<script>alert" not in answer.text
+        assert 'href="/jobs"' in answer.text, "the page says where to look"
+    for path in ("/dead-letters?reason=", "/dead-letters?job=", "/config?search="):
+        answer = get(site, path + quote(name, safe=""))
+        assert answer.status == 200
+        assert "<script>alert" not in answer.text
+        assert '" onmouseover' not in answer.text
+
+
+def test_ids_that_can_be_none_are_refused(site: Site) -> None:
+    for name in ("x" * 513, "a%00b", "a%0ab", "%7f"):
+        assert get(site, f"/dead-letters/{name}").status == 404
+    for before in ("1", "1-", "x", "-", "1-1-1", "9" * 16 + "-1"):
+        assert get(site, f"/dead-letters?before={before}").status == 400
+
+
+def test_a_dead_letter_is_shown_with_its_payload(site: Site) -> None:
+    name = site.job_id("too-long:1")
+    answer = get(site, f"/dead-letters/{quote(name, safe='')}")
+    assert answer.status == 200
+    assert '"max_new_tokens": 100000' in unescape(answer.text)
+    junk = get(site, "/dead-letters/" + quote(site.job_id("junk<b>&:0"), safe="")).text
+    assert "6a 75 6e 6b" in junk
+    assert "<b>&" not in junk
+
+
+def test_letters_are_filtered_by_reason_and_job(site: Site) -> None:
+    both = get(site, "/dead-letters").text
+    assert "too-long:0" in both
+    assert "junk&lt;b&gt;&amp;:0" in both
+    assert "too-long:0" not in get(site, "/dead-letters?reason=malformed_envelope").text
+    one = get(site, "/dead-letters?" + urlencode({"job": site.job_id("too-long"), "reason": "invalid_request"})).text
+    assert "too-long:0" in one
+    assert "junk" not in one
+    assert "None fits" in get(site, "/dead-letters?reason=stale").text
+
+
+@pytest.mark.parametrize(
+    "form", ["", "x", "seq_id=a&everything=1", "other=1", "seq_id=", "&" * 20, "seq_id=%ff", "a=1&" * 9]
+)  # fmt: skip
+def test_a_form_that_says_nothing_clear_does_nothing(site: Site, form: str) -> None:
+    answer = ask(site.port, "/dead-letters/drop", OURS, form)
+    assert answer.status in (400, 404)
+    assert "<html" not in answer.text, "htmx gets a fragment"
+    assert site.do(site.dead()) >= 1
+
+
+def test_a_form_of_another_kind_or_size_is_refused(site: Site) -> None:
+    assert ask(site.port, "/dead-letters/drop", {**OURS, "Content-Type": "application/json"}, "{}").status == 400
+    assert ask(site.port, "/dead-letters/drop", OURS, "reason=" + "x" * (2 << 20)).status == 413
+    assert get(site, "/dead-letters/drop").status == 404, "an id like any other"
+
+
+def test_a_letter_is_replayed_dropped_and_then_gone(site: Site) -> None:
+    site.do(site.die("act", n=2))
+    first, second = site.job_id("act:0"), site.job_id("act:1")
+    done = ask(site.port, "/dead-letters/replay", OURS, urlencode({"seq_id": first}))
+    assert done.status == 200
+    assert "1 sequence of 1 job replayed" in done.text
+    assert done.headers["HX-Trigger"] == "letters-changed"
+    dropped = ask(site.port, "/dead-letters/drop", OURS, urlencode({"seq_id": second}))
+    assert "1 sequence of 1 job dropped" in dropped.text
+    again = ask(site.port, "/dead-letters/drop", OURS, urlencode({"seq_id": second}))
+    assert "Nothing was dropped" in again.text
+    assert get(site, "/dead-letters/" + quote(second, safe="")).status == 404
+
+
+def test_programs_get_errors_as_json(site: Site) -> None:
+    answer = get(site, "/nope", Accept="application/json")
+    assert (answer.status, json.loads(answer.text)["error"]["code"]) == (404, "not_found")
+
+
+def test_prometheus_finds_the_run_and_its_processes(site: Site) -> None:
+    text = get(site, "/metrics").text
+    assert re.search(r"^sluice_run_sequences_total\{.*enqueued.*\} \d", text, re.M)
+    targets = json.loads(get(site, "/metrics/targets").text)
+    assert isinstance(targets, list)

@@ -1,0 +1,249 @@
+"""A training loop over a real broker: each batch once, whatever is cut off where."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from consumers.handoff import RolloutDataset, Rollouts
+from consumers.handoff.session import Session
+from consumers.training.ledger import read_steps
+from consumers.training.rollouts import read_rollouts
+from pipeline import broker, weights
+from pipeline.config.types import Config
+from pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError
+from pipeline.keys import Keys
+from pipeline.status import Snapshot, snapshot
+from pipeline.weights import WeightsRegistry, verify
+
+MakeRun = Callable[..., Config]
+
+
+def look(config: Config) -> Snapshot:
+    async def read() -> Snapshot:
+        client = broker.connect(config.broker)
+        try:
+            return await snapshot(client, Keys(config.run))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(read())
+
+
+def manifest_of(config: Config, version: int) -> Any:
+    async def read() -> Any:
+        client = broker.connect(config.broker)
+        try:
+            return await WeightsRegistry(client, Keys(config.run)).get(version)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(read())
+
+
+def load(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def run_of(config: Config) -> Path:
+    return Path(config.run_dir) / config.run
+
+
+def trained(config: Config) -> list[str]:
+    return [seq_id for line in read_steps(run_of(config) / "trained.jsonl") for seq_id in line["seq_ids"]]
+
+
+def ids(count: int) -> list[str]:
+    return [f"{number}-{member}:0" for number in range(count) for member in range(2)]
+
+
+def test_a_loop_trains_publishes_and_ends_with_the_run(make_run: MakeRun) -> None:
+    config = make_run(3, keep_rollouts=None)
+    losses: list[float] = []
+    with Rollouts(config) as rollouts:
+        assert (rollouts.version, rollouts.model_path.name) == (0, "v000000")
+        assert verify(manifest_of(config, 0))
+        model = load(rollouts.model_path)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for batch in rollouts.batches():
+            assert batch["input_ids"].shape == (2, 13)
+            out = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")})
+            out.loss.backward()
+            optimizer.step()
+            losses.append(out.loss.item())
+            rollouts.publish(model, metrics={"train/loss": losses[-1]})
+    assert len(losses) == 3
+    now = look(config)
+    assert (now.trained, now.waiting_batches, now.complete, now.state) == (6, 0, True, "finished")
+    assert not now.alive("trainer")
+    assert trained(config) == ids(3)
+    newest = manifest_of(config, 3)
+    assert verify(newest)
+    assert newest.probe_score is not None
+    assert newest.previous == 2
+    assert math.isclose(now.metrics["train/loss"], losses[-1])
+    kept = [[sample.seq_id for sample in batch.samples] for _, batch in read_rollouts(run_of(config) / "rollouts")]
+    assert [seq_id for step in kept for seq_id in step] == ids(3)
+    again = load(run_of(config) / "weights/v000003").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_was_given_and_not_finished_comes_again(make_run: MakeRun) -> None:
+    config = make_run(2)
+    with Rollouts(config) as rollouts:
+        first = next(rollouts.batches())
+    with Rollouts(config) as rollouts:
+        again = [batch["seq_ids"] for batch in rollouts.batches()]
+        rollouts.done()
+    assert again == [first["seq_ids"], ids(2)[2:]]
+    assert trained(config) == ids(2)
+    assert look(config).trained == 4
+
+
+@pytest.mark.parametrize("cut", ["before the version", "before its registration", "before the ack"])
+def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
+    make_run: MakeRun, cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version directory decides: what it names is finished, what it does not comes again."""
+    config = make_run(2)
+
+    async def ends(*_: Any, **__: Any) -> None:
+        raise RuntimeError(cut)
+
+    def ends_at_once(*_: Any) -> None:
+        raise RuntimeError(cut)
+
+    places: dict[str, tuple[Any, str, Any]] = {
+        "before the version": (weights, "write_version", ends_at_once),
+        "before its registration": (Session, "_register", ends),
+        "before the ack": (Session, "_ack", ends),
+    }
+    with Rollouts(config) as rollouts:
+        model = load(rollouts.model_path)
+        next(rollouts.batches())
+        with monkeypatch.context() as patch:
+            patch.setattr(*places[cut])
+            with pytest.raises(RuntimeError, match=cut):
+                rollouts.publish(model)
+    with Rollouts(config) as rollouts:
+        held = 0 if cut == "before the version" else 1
+        assert rollouts.version == held
+        assert look(config).latest_version == held
+        given = [batch["seq_ids"] for batch in rollouts.batches()]
+        assert given == ([ids(2)[:2], ids(2)[2:]] if not held else [ids(2)[2:]])
+        rollouts.publish(model)
+    assert sorted(trained(config)) == ids(2)
+    now = look(config)
+    assert (now.trained, now.complete) == (4, True)
+
+
+def test_ids_that_the_callers_checkpoint_holds_are_not_given_again(make_run: MakeRun) -> None:
+    config = make_run(3)
+    with Rollouts(config, seen=[*ids(1), ids(3)[3]]) as rollouts:
+        given = [batch["seq_ids"] for batch in rollouts.batches()]
+        rollouts.done()
+    assert given == [[ids(3)[2], *ids(3)[4:]]]
+    assert look(config).complete
+
+
+def test_one_loop_at_a_time(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_run(1)
+    monkeypatch.setattr("consumers.handoff.thread._ACQUIRE_S", 0.1)
+    with (
+        Rollouts(config),
+        pytest.raises(DeadlineExceeded, match=r"another process has held this role.*trainer\.external=true"),
+        Rollouts(config),
+    ):
+        pass
+
+
+def test_a_role_that_was_taken_over_surfaces_in_the_loop(make_run: MakeRun, sync_client: Any, keys: Keys) -> None:
+    config = make_run(2)
+    with Rollouts(config) as rollouts:
+        next(rollouts.batches())
+        sync_client.set(f"{keys.owner}trainer", "another")
+        with pytest.raises(LeaseLost):
+            rollouts.publish(rollouts.model_path)
+        with pytest.raises(LeaseLost):
+            rollouts.done()
+    now = look(config)
+    assert (now.trained, now.latest_version) == (0, 0)
+
+
+def test_waiting_for_batches_has_a_deadline_with_a_cause(make_run: MakeRun) -> None:
+    config = make_run(1, last=False)
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        with pytest.raises(
+            DeadlineExceeded, match=r"0 s without training batches.*2 samples are given and not finished"
+        ):
+            next(batches)
+        assert look(config).alive("trainer"), "the session goes on"
+        rollouts.done()
+    with pytest.raises(SluiceError, match="are closed"):
+        rollouts.done()
+
+
+def test_what_is_no_model_of_this_run_is_not_published(make_run: MakeRun, tmp_path: Path) -> None:
+    config = make_run(1)
+    with Rollouts(config) as rollouts:
+        with pytest.raises(ModelError, match=r"tensors are not those of .*linear\.weight"):
+            rollouts.publish(_Adapter())
+        for wrong, words in ((tmp_path / "nosuch", "no such directory"), (torch.nn.Linear(1, 1), "no save_pretrained")):
+            with pytest.raises(ModelError, match=words):
+                rollouts.publish(wrong)
+        assert rollouts.publish(rollouts.model_path) == 1, "a directory of a saved model is one"
+    assert not list(run_of(config).rglob("*.tmp"))
+
+
+class _Adapter:
+    def save_pretrained(self, directory: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file({"linear.weight": torch.zeros(1)}, directory / "adapter_model.safetensors")
+
+
+def test_a_data_loader_gives_the_same_batches_in_one_process_alone(make_run: MakeRun) -> None:
+    config = make_run(2)
+    with Rollouts(config) as rollouts:
+        dataset = RolloutDataset(rollouts)
+        given = []
+        with pytest.raises(ConfigError, match="num_workers=0"):
+            next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+        for batch in DataLoader(dataset, batch_size=None, num_workers=0):
+            given += batch["seq_ids"]
+            rollouts.done()
+    assert given == ids(2)
+    assert look(config).complete
+
+
+def test_what_done_finished_never_comes_again_though_its_ack_was_cut_off(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(2)
+
+    async def ends(*_: Any) -> None:
+        raise RuntimeError("cut off")
+
+    with Rollouts(config) as rollouts:
+        next(rollouts.batches())
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "_ack", ends)
+            with pytest.raises(RuntimeError, match="cut off"):
+                rollouts.done()
+    assert look(config).trained == 0
+    with Rollouts(config) as rollouts:
+        assert look(config).trained == 2
+        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(2)[2:]]
+        rollouts.publish(rollouts.model_path)
+    assert trained(config) == ids(2)
+    assert look(config).complete

@@ -1,0 +1,158 @@
+"""A broker that is full, with a real server: who writes waits under a named cause, and nothing is lost.
+
+- What frees memory (hand-off, ack, dropped dead letters) and what tells who lives goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from redis.exceptions import OutOfMemoryError
+
+from consumers.task import Task
+from consumers.training.trainer import Trainer
+from pipeline import broker
+from pipeline.config.types import BrokerConfig, Config
+from pipeline.dlq import Selection
+from pipeline.dlq_look import drop
+from pipeline.jobs import JobQueue
+from pipeline.keys import Keys
+from pipeline.ownership import Ownership
+from pipeline.room import CAUSE
+from pipeline.status import snapshot
+from pipeline.status_inspect import inspect
+from pipeline.streams import ack_batches, batch_reader
+from producers.submit import produce
+from tests.decode_workers import working
+from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled, why
+from tests.killable_broker import KillableBroker
+from tests.roles import eventually, role_of
+from tests.trainers import train_step
+from workers.generation.backends.hf import HfBackend
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    server = KillableBroker(tmp_path_factory.mktemp("small"))
+    server.start()
+    config = BrokerConfig(url=server.url, retry_for_s=60)
+    asyncio.run(broker.wait_ready(config))
+    yield config
+    server.kill()
+
+
+@pytest.fixture
+async def small(settings: BrokerConfig) -> AsyncIterator[Any]:
+    """A client of the broker, which has room again when the test ends."""
+    client: Any = broker.connect(settings)
+    yield client
+    await client.config_set("maxmemory", 0)
+    await client.aclose()
+
+
+@contextlib.asynccontextmanager
+async def training(config: Config, source: Path) -> AsyncIterator[None]:
+    async with role_of(config, "trainer", "trainer") as role:
+        owner = Ownership(role.client, role.keys, "trainer")
+        await owner.acquire(10, role.status.waiting)
+        role.spawn(owner.keep())
+        running = asyncio.create_task(Trainer(role, owner, train_step(source), source).run())
+        yield
+        await running
+
+
+@pytest.mark.timeout(180)
+async def test_every_process_waits_for_room_and_goes_on(
+    settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path, source: Path, engine: HfBackend
+) -> None:
+    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4}
+    sampling = {"max_new_tokens": 4}
+    config = config_of(settings, keys, tmp_path, 6, model={"path": str(source)}, worker=worker, sampling=sampling)
+
+    async def some_trained() -> bool:
+        return (await snapshot(small, keys)).trained >= 2
+
+    async def all_ended() -> bool:
+        return (await snapshot(small, keys)).complete
+
+    async with training(config, source), consuming(config), working(config, engine, "worker-0"):
+        producing = asyncio.create_task(produce(config))
+        await eventually(some_trained, "the first step", 60)
+        await small.config_set("maxmemory", 1)
+        look, stall = await stalled(config, "broker_full")
+        assert "who writes waits" in stall.says
+        assert "maxmemory" in stall.remedy
+        assert look.verdict.state == "stalled"
+        await asyncio.sleep(2.5)  # longer than a lease and half an ownership: neither runs out
+        rows = {row.name: row for row in (await why(config)).now.processes}
+        assert {"trainer", "consumer-0", "worker-0"} <= set(rows)
+        assert all(row.is_alive for row in rows.values())
+        assert {row.waiting_for for row in rows.values()} == {CAUSE}
+        assert not (await snapshot(small, keys)).complete
+        await small.config_set("maxmemory", 0)
+        await eventually(all_ended, "the run to go on to its end", 60)
+        await producing
+    now = await snapshot(small, keys)
+    assert (now.enqueued, now.trained, now.dead, now.dropped) == (6, 6, 0, 0)
+    assert now.redelivered_jobs == 0
+    assert [row.name for row in now.processes] == []
+
+
+async def test_a_full_broker_empties_itself(settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path) -> None:
+    config = config_of(settings, keys, tmp_path, 1)
+    held = HeldMatch()
+    for number in range(2):
+        await put_result(small, keys, f"r{number}", number + 1)
+
+    async def taken() -> bool:
+        return (await inspect(small, keys, 1)).lag[0].taken == 2
+
+    async def handed_on() -> bool:
+        return (await snapshot(small, keys)).waiting_batches == 1
+
+    async with consuming(config, Task(TASK.name, TASK.parse, held, TASK.target)):
+        await eventually(taken, "the results to be read")
+        await small.config_set("maxmemory", 1)
+        held.go_on.set()
+        await eventually(handed_on, "the hand-off of two results")
+    owner = Ownership(small, keys, "trainer")
+    await small.config_set("maxmemory", 0)
+    assert await owner.try_acquire()
+    reader = batch_reader(small, keys, "trainer", owner)
+    await reader.open()
+    [entry] = await reader.read(8, 10)
+    await small.config_set("maxmemory", 1)
+    assert await owner.try_acquire()
+    scripts = broker.Scripts(small)
+    assert await ack_batches(scripts, keys, owner.key, owner.nonce, [(entry.entry_id, 2)]) == 2
+    assert (await snapshot(small, keys)).waiting_batches == 0
+
+
+async def test_dead_letters_can_be_dropped_to_make_room(
+    settings: BrokerConfig, small: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(settings, keys, tmp_path, 2)
+    await produce(config)
+    queue = JobQueue(small, keys, worker="w")
+    for claim in (await queue.claim(2, 30, 3)).claims:
+        await queue.fail(claim, "invalid_request", "no")
+    await small.config_set("maxmemory", 1)
+    done = await asyncio.to_thread(drop, config, Selection(everything=True))
+    assert [each.problem for each in done] == [None, None]
+    assert (await snapshot(small, keys)).dead_letters == 0
+
+
+async def test_a_wait_for_room_ends_with_an_error_that_says_what_to_do(settings: BrokerConfig, small: Any) -> None:
+    await small.config_set("maxmemory", 1)
+    hasty: Any = broker.connect(replace(settings, retry_for_s=0.3))
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"no room came in 0.3 s: give it more memory \(`redis-cli"):
+            await hasty.set("a", 1)
+    finally:
+        await hasty.aclose()

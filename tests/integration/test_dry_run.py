@@ -1,0 +1,154 @@
+"""A dry run says what would be, and changes nothing: no file, no key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from pipeline.config import load_config
+from pipeline.config.types import BrokerConfig
+from pipeline.dry_run import DryRun, rehearse
+from pipeline.dry_run_view import as_text
+from pipeline.keys import Keys
+from tests.command import call
+from tests.unit.pipeline.test_weights import model_dir
+
+GOOD = '{"messages": [{"role": "user", "content": "hi"}]}\n'
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A model, good rows, rows of which the third is bad."""
+    (model_dir(tmp_path / "model") / "tokenizer.json").write_text("{}")
+    (tmp_path / "good.jsonl").write_text(GOOD * 3)
+    (tmp_path / "bad.jsonl").write_text(GOOD * 2 + '{"messages": []}\n' + GOOD)
+    return tmp_path
+
+
+def settings(home: Path, keys: Keys, *more: str, url: str | None = None, data: str = "good.jsonl") -> list[str]:
+    broker = [f"broker.url={url}"] if url else [f"broker.embedded_dir={home / 'broker'}"]
+    named = [f"run={keys.run}", f"run_dir={home / 'runs'}", f"model.path={home / 'model'}", f"data.path={home / data}"]
+    return [*broker, *named, *more]
+
+
+def dry(home: Path, keys: Keys, *more: str, **named: Any) -> DryRun:
+    return rehearse(load_config(None, settings(home, keys, *more, **named)), "up", "defaults")
+
+
+def tree(home: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file with its time and content, every directory with its time."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted([home, *home.rglob("*")])
+    }
+
+
+async def dump(client: Redis, keys: Keys) -> dict[bytes, bytes]:
+    raw: Any = client
+    return {key: await raw.dump(key) async for key in raw.scan_iter(match=f"{keys.prefix}*")}
+
+
+@pytest.fixture
+async def begun(client: Redis, keys: Keys) -> None:
+    """A run that was stopped in the middle."""
+    raw: Any = client
+    await raw.hset(keys.source, mapping={"cursor": "0:41", "exhausted": 0, "total": 100})
+    await raw.hset(keys.counts, mapping={"enqueued": 42, "trained": 30, "dead": 2})
+    await raw.set(keys.latest, 3)
+
+
+async def test_nothing_is_written_neither_to_the_disk_nor_to_the_broker(
+    home: Path, keys: Keys, client: Redis, begun: None, broker_config: BrokerConfig
+) -> None:
+    arguments = [word for item in settings(home, keys, url=broker_config.url) for word in ("--set", item)]
+    files, held = tree(home), await dump(client, keys)
+    for command in ("up", "run"):
+        assert await asyncio.to_thread(call, command, "--dry-run", *arguments) == 0
+    assert tree(home) == files
+    assert held
+    assert await dump(client, keys) == held
+
+
+async def test_it_says_from_where_a_run_goes_on(
+    home: Path, keys: Keys, client: Redis, begun: None, broker_config: BrokerConfig
+) -> None:
+    found = await asyncio.to_thread(dry, home, keys, url=broker_config.url)
+    place = found.place
+    assert (place.kind, place.version, place.cursor, place.enqueued, place.ended) == ("goes_on", 3, "0:41", 42, 32)
+    assert "behind row 42 of epoch 1; weights v3; 42 sequences enqueued, 30 trained, 2 dead" in place.says
+    raw: Any = client
+    await raw.hset(keys.source, "exhausted", 1)
+    await raw.hset(keys.counts, "dropped", 10)
+    found = await asyncio.to_thread(dry, home, keys, url=broker_config.url)
+    assert found.place.kind == "complete"
+
+
+async def test_a_run_that_the_broker_does_not_know_is_fresh(
+    home: Path, keys: Keys, broker_config: BrokerConfig
+) -> None:
+    found = await asyncio.to_thread(dry, home, keys, "worker.count=3", "gateway.count=1", url=broker_config.url)
+    assert (found.exit_code, found.place.kind) == (0, "fresh")
+    assert {"trainer", "producer", "consumer-0", "worker-2", "gateway-0"} <= set(found.processes)
+    assert found.processes["worker-2"][-3:-1] == ["worker", "-c"]
+    assert found.directories["logs"] == str(home / "runs" / keys.run / "logs")
+    text = as_text(found)
+    assert "gateway http://127.0.0.1:8081/v1" in text
+    assert str(broker_config.url).split("@")[0] not in text, "the password stays secret"
+
+
+def test_without_a_broker_it_names_the_one_that_would_be_started(home: Path, keys: Keys) -> None:
+    files = tree(home)
+    found = dry(home, keys)
+    [broker] = [check for check in found.checks if check.name == "broker"]
+    assert "none running" in broker.says
+    assert found.place.kind == "fresh"
+    assert found.directories["broker"] == str(home / "broker")
+    assert tree(home) == files
+
+
+def test_files_of_an_earlier_run_are_named_where_no_broker_runs(home: Path, keys: Keys) -> None:
+    for name in ("checkpoints/step-000007", "weights/v000006", "weights/v000007"):
+        (home / "runs" / keys.run / name).mkdir(parents=True)
+    (home / "broker" / "appendonlydir").mkdir(parents=True)
+    place = dry(home, keys).place
+    assert (place.kind, place.version) == ("goes_on", 7)
+    assert "step-000007, v000007" in place.says
+
+
+def test_the_first_malformed_row_is_shown(home: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [word for item in settings(home, keys, data="bad.jsonl") for word in ("--set", item)]
+    assert call("run", "--dry-run", *arguments) == 3
+    assert f"1 of 4 rows malformed, the first at {home / 'bad.jsonl'}:3" in capsys.readouterr().out
+    assert call("run", "--dry-run", "--json", *arguments, "--set", "data.on_malformed=skip") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert next(check["says"] for check in shown["checks"] if check["name"] == "data").endswith("they are skipped")
+
+
+def test_all_that_is_wrong_is_said_and_the_first_decides(home: Path, keys: Keys) -> None:
+    found = dry(home, keys, "model.path=nosuch", "data.path=nosuch", url="redis://127.0.0.1:1/0")
+    assert found.exit_code == 4
+    assert [check.name for check in found.checks if not check.ok] == ["broker", "model", "data"]
+    assert found.place.kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ({"partitions": 3}, "was started with consumer.count 3"),
+        ({"partitions": 1, "data": "other", "path": "other.jsonl"}, "was started on other data than"),
+    ],
+)
+async def test_a_run_of_other_data_or_partitions_is_refused(
+    held: dict[str, Any], words: str, home: Path, keys: Keys, client: Redis, broker_config: BrokerConfig
+) -> None:
+    raw: Any = client
+    await raw.hset(keys.source, mapping={"cursor": "0:1", **held})
+    found = await asyncio.to_thread(dry, home, keys, url=broker_config.url)
+    [check] = [check for check in found.checks if check.name == "run"]
+    assert found.exit_code == check.exit_code == 2
+    assert words in check.says

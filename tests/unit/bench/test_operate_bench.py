@@ -1,0 +1,45 @@
+"""`sluice bench operate`, small and real: every page of a dashboard process, the help, metrics and none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.operate.measure import aims
+from bench.operate.plan import HOME, Plan
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("options", [{"finished": 0}, {"rounds": 0}])
+def test_counts_below_one_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        Plan.of(**{"finished": None, "rounds": None, "quick": True, **options})  # pyright: ignore[reportArgumentType]
+
+
+def test_an_aim_is_met_at_its_bound_and_missed_beyond_it() -> None:
+    found = aims({"dashboard_p95_ms_max": 150.0, "help_s": 0.31, "metrics_overhead": -0.02})
+    assert [each["met"] for each in found.values()] == [True, False, True]
+
+
+def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "operate", "--json", "--quick"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    pages = found["dashboard_p95_ms"]
+    assert {"overview", "jobs", "job", "sequences", "sequence", "workers", "weights", "dead letters"} <= pages.keys()
+    assert found["dashboard_p95_ms_max"] == max(pages.values())
+    assert all(0 < found["dashboard_p50_ms"][name] <= pages[name] for name in pages)
+    assert (found["finished"], found["help_s"] > 0) == (found["sizes"]["finished"], True)
+    assert found["metrics_overhead"] == pytest.approx(
+        1 - found["tok_s_with_metrics"] / found["tok_s_without"], abs=1e-3
+    )
+    assert [path.name.partition("-")[0] for path in (tmp_path / HOME).iterdir()] == ["model"]

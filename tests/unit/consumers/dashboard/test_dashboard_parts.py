@@ -1,0 +1,109 @@
+"""Words, hosts, charts, events and settings of the dashboard: what needs no server."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from consumers.dashboard import words
+from consumers.dashboard.auth import host_name, is_loopback
+from consumers.dashboard.live import event
+from consumers.dashboard.overview import points
+from consumers.dashboard.process_rates import ProcessRates
+from consumers.dashboard.settings import settings
+from pipeline.config.types import BrokerConfig, Config, ProducerConfig
+from pipeline.status_parts import Process
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (3.0, "3"), (1234567.0, "1,234,567"), (0.25, "0.25"), (1.5e-7, "1.5e-07"), (12345.6, "12,346")],
+)
+def test_a_metric_is_short(value: float, shown: str) -> None:
+    assert words.figure(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5e15, "4547.5 TiB")],
+)
+def test_bytes_have_a_unit(value: float | None, shown: str) -> None:
+    assert words.size(value) == shown
+
+
+def test_a_sentence_begins_with_a_capital_unless_it_begins_with_a_name() -> None:
+    assert words.sentence("no worker is alive, start `sluice worker`") == [
+        "No worker is alive, start ",
+        "sluice worker",
+        ".",
+    ]
+    assert words.sentence("worker-0 is at work.") == ["worker-0 is at work."]
+
+
+def test_a_long_sentence_keeps_its_first_part_and_since_when() -> None:
+    long = "the credit is used up; " + "x" * 130
+    assert words.brief(long) == "the credit is used up"
+    assert words.brief(long + " (for 3 s)") == "the credit is used up (for 3 s)"
+    assert words.brief("a; b") == "a; b"
+
+
+def test_text_is_cut_to_one_line() -> None:
+    assert words.short("a\n b\tc") == "a b c"
+    assert words.short("x" * 101) == "x" * 99 + "…"
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [("Localhost:80", "localhost"), ("[::1]:80", "[::1]"), ("[::1]", "[::1]"), ("a.b", "a.b"), ("", ""), (":80", "")],
+)
+def test_a_host_header_is_read_without_its_port(header: str, name: str) -> None:
+    assert host_name(header) == name
+
+
+def test_loopback_addresses_are_told_from_others() -> None:
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]")))
+    assert not any(map(is_loopback, ("", "0.0.0.0", "::", "10.0.0.1", "localhost.example", "127.0.0.1.example")))
+
+
+def test_a_line_fills_its_chart_and_stays_in_it() -> None:
+    assert points([]) == points([1.0]) == ""
+    assert points([0.0, 0.0]) == "0.0,39.0 240.0,39.0"
+    pairs = [tuple(map(float, pair.split(","))) for pair in points([0, 5, math.pi, 10]).split()]
+    assert [at for at, _ in pairs] == [0, 80, 160, 240]
+    assert all(0 < height < 40 for _, height in pairs)
+
+
+def test_an_event_of_several_lines_cannot_end_early() -> None:
+    assert event("a", "x\n\ny\r\nevent: b") == "event: a\ndata: x\ndata: \ndata: y\ndata: event: b\n\n"
+
+
+def beat(at: float, tokens: int, pid: int = 1, **more: Any) -> Process:
+    return Process(role="worker", name="w", pid=pid, host="h", started=0, at=at, facts={"tokens": tokens}, **more)
+
+
+def test_tokens_per_second_come_from_heartbeats_of_one_process() -> None:
+    rates = ProcessRates()
+    rates.add([beat(1, 100)])
+    assert rates.tokens_per_s(beat(1, 100)) is None
+    rates.add([beat(1, 100)])
+    assert rates.tokens_per_s(beat(1, 100)) is None, "the same heartbeat again"
+    rates.add([beat(3, 150)])
+    assert rates.tokens_per_s(beat(3, 150)) == 25
+    rates.add([beat(4, 0, pid=2)])
+    assert rates.tokens_per_s(beat(4, 0, pid=2)) is None, "a new process of the same name"
+
+
+def test_every_key_is_shown_with_its_default_and_no_password() -> None:
+    broker = BrokerConfig(url="redis://:secret@host")
+    config = Config(broker=broker, producer=ProducerConfig(group_size=3), custom={"at": "http://me:pw@there"})
+    found = {one.key: one for one in settings(config)}
+    assert (found["producer.group_size"].value, found["producer.group_size"].is_default) == ("3", False)
+    assert found["worker.count"].is_default
+    assert "secret" not in str(found)
+    assert "pw" not in found["custom.at"].value
+    assert len(found) > 150
+    assert all(one.is_default for one in settings(Config())), "nothing was changed"
+    assert msgspec.json.encode(found["sampling.stop"].value) == b'"[]"'

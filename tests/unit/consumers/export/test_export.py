@@ -1,0 +1,213 @@
+"""Exports of stored samples: what is in them, and what is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from consumers.export import writers
+from consumers.export.export import export_run
+from consumers.export.row import columns, full_row, sft_row
+from consumers.export.source import Exported
+from consumers.group import Group
+from consumers.history.recorder import Recorder, TrainedRecorder
+from consumers.sampler import letter
+from consumers.training.rollouts import Rollouts
+from pipeline.config.types import Config
+from pipeline.errors import DataError
+from pipeline.messages import TrainingSample
+from pipeline.tokens import FloatArray, Runs, TokenArray
+from tests.factories import sequence_result, training_sample
+from tests.tiny_tokenizer import tiny_codec
+
+
+def a_sample(name: str = "j:0", **changes: Any) -> TrainingSample:
+    fields = {
+        "token_ids": TokenArray([5, 6, 7, 8]),
+        "labels": TokenArray([5, 6, 9, 8]),
+        "weights": FloatArray([1.0, 0.0, 1.0, 1.0]),
+        "prompt_len": 2,
+        "logprobs": FloatArray([0.0, 0.0, -1.5, -0.25]),
+        "versions": Runs.of([-1, -1, 3, 4]),
+        "response_mask": Runs.of([0, 0, 1, 1]),
+        "reward": 1.0,
+        "metrics": {"rollout/f1": 0.5},
+        **changes,
+    }
+    return training_sample(name, **fields)
+
+
+def kept(tmp_path: Path, *samples: TrainingSample) -> Path:
+    """A run's directory whose trainer kept one step."""
+    Rollouts(tmp_path / "run/rollouts", None).save(1, samples)
+    return tmp_path / "run"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_holds_every_array_at_full_length_and_says_null_for_what_is_not_known(tmp_path: Path) -> None:
+    run = kept(tmp_path, a_sample(), a_sample("j:1", advantage=-0.5, proximal_versions=Runs.of([-1, -1, 4, -1])))
+    assert export_run(run, "jsonl", tmp_path / "out/all.jsonl", "trained", "").sequences == 2
+    first, second = lines(tmp_path / "out/all.jsonl")
+    assert (first["seq_id"], first["group_id"], first["step"], first["prompt_len"]) == ("j:0", "j", 1, 2)
+    assert first["token_ids"] == [5, 6, 7, 8]
+    assert first["labels"] == [5, 6, 9, 8]
+    assert first["logprobs"] == [0.0, 0.0, -1.5, -0.25]
+    assert first["versions"] == [-1, -1, 3, 4]
+    assert first["proximal_versions"] == [-1] * 4
+    assert second["proximal_versions"] == [-1, -1, 4, -1]
+    assert first["proximal_logprobs"] == [0.0] * 4
+    assert (first["reward"], first["advantage"], second["advantage"]) == (1.0, None, -0.5)
+    assert first["metrics"] == {"rollout/f1": 0.5}
+    assert [first[name] for name in ("text", "truth", "worker", "prompt", "target")] == [None] * 5
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_texts_are_those_of_the_tokens() -> None:
+    codec = tiny_codec("words")
+    prompt, target = codec.encode("find it"), codec.encode("seven")
+    ids = TokenArray([*prompt, *target])
+    ones = {"labels": ids, "weights": FloatArray([1.0] * len(ids)), "segments": Runs.of([0] * len(ids))}
+    row = full_row(Exported(training_sample("j:0", token_ids=ids, prompt_len=len(prompt), **ones)), codec)
+    assert (row["prompt"], row["target"]) == (codec.decode(prompt), codec.decode(target))
+
+
+@pytest.mark.parametrize("to", ["parquet", "datasets"])
+def test_parquet_and_datasets_hold_what_jsonl_holds(to: Any, tmp_path: Path) -> None:
+    run = kept(tmp_path, a_sample(), a_sample("j:1", advantage=-0.5))
+    export_run(run, "jsonl", tmp_path / "all.jsonl", "trained", "")
+    export_run(run, to, tmp_path / "out", "trained", "")
+    if to == "parquet":
+        found = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "out").to_pylist()
+    else:
+        found = list(pytest.importorskip("datasets").load_from_disk(str(tmp_path / "out")))
+    for row in found:
+        row["metrics"] = json.loads(row["metrics"])
+    assert found == lines(tmp_path / "all.jsonl")
+
+
+def test_the_columns_are_those_of_a_row() -> None:
+    schema = columns(pytest.importorskip("pyarrow"), sft=False)
+    assert set(schema.names) == set(full_row(Exported(a_sample()), None))
+    assert len(schema.names) == len(set(schema.names))
+
+
+def test_labels_of_trl_are_the_truths_and_off_where_the_weight_is_0() -> None:
+    """The first token is off as well: no position predicts it."""
+    row = sft_row(Exported(a_sample()))
+    assert row == {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 9, 8], "attention_mask": [1, 1, 1, 1]}
+
+
+def test_trl_leaves_out_what_has_no_weight_and_counts_odd_weights(tmp_path: Path) -> None:
+    samples = [
+        a_sample(),
+        a_sample("j:1", weights=FloatArray([1, 0, 0, 0])),
+        a_sample("j:2", weights=FloatArray([0, 0, 0.5, 1])),
+    ]
+    done = export_run(kept(tmp_path, *samples), "trl", tmp_path / "out", "trained", "")
+    assert (done.sequences, done.without_weight, done.weighted) == (2, 1, 1)
+    found = pytest.importorskip("datasets").load_from_disk(str(tmp_path / "out"))
+    assert found.column_names == ["input_ids", "labels", "attention_mask"]
+    assert found["labels"][1] == [-100, -100, 9, 8]
+    with pytest.raises(DataError, match="no token of 1 sequences has a cross-entropy weight"):
+        export_run(kept(tmp_path / "b", samples[1]), "trl", tmp_path / "none", "trained", "")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_parquet_file_is_written_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_MOST_TOKENS", 8)
+    run = kept(tmp_path, *(a_sample(f"j:{at}") for at in range(5)))
+    export_run(run, "parquet", tmp_path / "out.parquet", "trained", "")
+    assert pytest.importorskip("pyarrow.parquet").ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
+
+
+def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:
+    run = kept(tmp_path, a_sample(reward=math.nan))
+    export_run(run, "jsonl", tmp_path / "all.jsonl", "trained", "")
+    assert lines(tmp_path / "all.jsonl")[0]["reward"] is None
+
+
+def test_nothing_is_written_over_and_nothing_left_behind(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    with pytest.raises(DataError, match=r"out\.jsonl exists; name another"):
+        export_run(kept(tmp_path, a_sample()), "jsonl", out, "trained", "")
+    assert out.read_text() == "mine"
+    (tmp_path / "run/rollouts/step-000002.msgpack").write_bytes(b"damaged")
+    with pytest.raises(DataError, match=r"step-000002\.msgpack: cannot be read"):
+        export_run(tmp_path / "run", "datasets", tmp_path / "whole", "trained", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "run"]
+
+
+def test_a_run_without_sequences_says_why(tmp_path: Path) -> None:
+    for kind in ("trained", "handed-on"):
+        with pytest.raises(DataError, match=r"nothing to export; it has no history; run with history\.enabled"):
+            export_run(tmp_path, "jsonl", tmp_path / "out", kind, "")
+
+
+def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
+    for words, said in (
+        (["nosuch", "--to", "jsonl"], "no run 'nosuch'"),
+        (["nosuch", "--to", "csv"], "csv"),
+    ):
+        command = [sys.executable, "-m", "pipeline.cli.main", "export", *words, "--out", str(tmp_path / "out")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+        assert done.returncode != 0
+        assert said in done.stdout + done.stderr
+
+
+async def history(run: Path, config: Config) -> None:
+    """Three sequences of one group: trained with a newer proximal score, dropped by the trainer, not trained yet."""
+    results = [sequence_result("j", index, 3, text=f"said {index}", truth={"a": [index]}) for index in range(3)]
+    samples = [a_sample(result.seq_id) for result in results]
+    group = Group("j", 3, {(result.index, 0): result for result in results})
+    recorder, trained = Recorder(config, 0), TrainedRecorder(config)
+    recorder.note(group, samples, [])
+    await recorder.flush()
+    scored = replace(
+        samples[0], proximal_logprobs=FloatArray([0, 0, -1.0, 0]), proximal_versions=Runs.of([-1, -1, 4, -1])
+    )
+    trained.note(7, 5, [scored], [letter("j:1", "stale", "")])
+    await trained.flush()
+    for each in (recorder, trained):
+        await each.close()
+
+
+async def test_the_history_says_what_was_trained_and_what_was_handed_on(tmp_path: Path) -> None:
+    config = Config(run="run", run_dir=str(tmp_path))
+    run = tmp_path / "run"
+    await history(run, config)
+    export_run(run, "jsonl", tmp_path / "trained.jsonl", "trained", "")
+    [row] = lines(tmp_path / "trained.jsonl")
+    assert (row["seq_id"], row["step"], row["version"], row["text"], row["truth"]) == (
+        "j:0",
+        7,
+        5,
+        "said 0",
+        {"a": [0]},
+    )
+    assert (row["proximal_versions"], row["proximal_logprobs"]) == ([-1, -1, 4, -1], [0, 0, -1.0, 0])
+    assert row["sampling"]["temperature"] == 1.0
+    export_run(run, "jsonl", tmp_path / "all.jsonl", "handed-on", "")
+    assert [(row["seq_id"], row["step"]) for row in lines(tmp_path / "all.jsonl")] == [
+        ("j:0", 7),
+        ("j:1", 7),
+        ("j:2", None),
+    ]
+
+
+async def test_what_was_not_trained_yet_is_offered(tmp_path: Path) -> None:
+    config = Config(run="run", run_dir=str(tmp_path))
+    await history(tmp_path / "run", config)
+    (tmp_path / "run/history/trainer.sqlite").unlink()
+    with pytest.raises(DataError, match="3 sequences were handed on and none was trained yet; --source handed-on"):
+        export_run(tmp_path / "run", "jsonl", tmp_path / "out", "trained", "")

@@ -1,0 +1,51 @@
+"""What the trainer's recorder writes, and that a failure ends it for good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from consumers.history.files import TRAINER, history_directory
+from consumers.history.opened import Files
+from consumers.history.recorder import TrainedRecorder
+from consumers.history.records import Trained
+from consumers.sampler import letter
+from pipeline.config.types import Config
+from pipeline.tokens import FloatArray, Runs
+from tests.factories import training_sample
+
+SAMPLE = training_sample("a:0", proximal_logprobs=FloatArray([0, -1, -2, -3]), proximal_versions=Runs.of([-1, 4, 4, 4]))
+
+
+async def test_what_is_trained_and_what_is_dropped_before_it(tmp_path: Path) -> None:
+    config = Config(run_dir=str(tmp_path))
+    recorder = TrainedRecorder(config)
+    recorder.note(3, 5, [SAMPLE], [letter("b:0", "stale", "too old")])
+    assert not history_directory(config).exists()  # not before the step is safe
+    await recorder.flush()
+    await recorder.close()
+    files = Files(history_directory(config))
+    found = files.trained(["a:0", "b:0"])
+    files.close()
+    assert found["a:0"] == Trained(
+        seq_id="a:0",
+        step=3,
+        version=5,
+        state="trained",
+        proximal_logprobs=SAMPLE.proximal_logprobs,
+        proximal_versions=SAMPLE.proximal_versions,
+    )
+    assert found["b:0"] == Trained(seq_id="b:0", step=3, version=5, state="dropped", reason="stale")
+
+
+async def test_after_a_failure_nothing_more_is_tried(tmp_path: Path) -> None:
+    config = Config(run_dir=str(tmp_path))
+    path = history_directory(config) / TRAINER
+    path.mkdir(parents=True)  # a folder where the file should be
+    recorder = TrainedRecorder(config)
+    recorder.note(1, 0, [SAMPLE], [])
+    await recorder.flush()
+    path.rmdir()
+    recorder.note(2, 1, [SAMPLE], [])
+    await recorder.flush()
+    await recorder.close()
+    assert list(history_directory(config).iterdir()) == []

@@ -1,0 +1,82 @@
+"""Wrong usage is one line on stderr, and exit code 2; each exit code is what the table says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import errors
+from pipeline.cli.exit_codes import EXIT_CODES, INTERRUPTED, SOME_ROWS_FAILED, TERMINATED, WRONG_USAGE
+from pipeline.errors import SluiceError
+from tests.command import call
+from tests.unit.pipeline.test_weights import model_dir
+
+BOXES = "╭╮╰╯│─"
+CLOSED = "broker.url=redis://127.0.0.1:1/0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stats"], 'Did you mean "status"? See `sluice --help`.'),
+        (["dlq", "lst"], 'Did you mean "list"? See `sluice dlq --help`.'),
+        (["dlq", "nonsense"], "Commands: drop, list, replay, show."),
+        (["run", "--dryrun"], "Did you mean --dry-run? See `sluice run --help`."),
+        (["up", "--workers", "many"], "--workers"),
+        (["generate", "--backend", "vlm", "--model", "m", "--in", "-", "--out", "-"], 'Did you mean "vllm"?'),
+        (["completion"], "SHELL"),
+        (["dlq", "show"], "See `sluice dlq show --help`."),
+        (["config", "show", "--set", "worker.conut=1"], "did you mean 'count'?"),
+        (["up", "--json"], "--dry-run"),
+        (["config", "check"], "name the files"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line_that_says_what_was_meant(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*arguments) == WRONG_USAGE
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
+    assert not set(BOXES) & set(said.err)
+
+
+def test_the_table_has_the_codes_of_all_errors_and_no_other() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SluiceError)]
+    assert {kind.exit_code for kind in kinds} | {0, SOME_ROWS_FAILED, INTERRUPTED, TERMINATED} == set(EXIT_CODES)
+
+
+def test_codes_are_what_the_table_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, model = tmp_path / "rows.jsonl", model_dir(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    rows.write_text('{"messages": []}\n')
+    here = ("--set", f"broker.embedded_dir={tmp_path / 'broker'}", "--set", f"run_dir={tmp_path}")
+    assert (
+        call("run", "--dry-run", *here, "--model", str(model), "--data", str(rows)) == errors.DataError.exit_code == 3
+    )
+    assert f"{rows}:1" in capsys.readouterr().out
+    assert call("run", "--dry-run", *here, "--data", str(rows)) == errors.ModelError.exit_code == 5
+    assert call("status", "--set", CLOSED) == errors.BrokerError.exit_code == 4
+    assert call("config", "show", "-c", str(tmp_path / "nosuch.yaml")) == errors.ConfigError.exit_code == 2
+    assert call("audit", str(tmp_path / "nosuch")) == errors.DataError.exit_code
+
+
+def test_ctrl_c_is_130(tmp_path: Path) -> None:
+    """While it reads a configuration from a pipe whose other end writes nothing."""
+    pipe = tmp_path / "config.yaml"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-m", "pipeline.cli.main", "config", "show", "-c", str(pipe)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        with pipe.open("w"):  # there once the command has it open too
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == INTERRUPTED
+        assert process.stderr is not None
+        assert process.stderr.read() == "interrupted\n"

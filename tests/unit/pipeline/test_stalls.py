@@ -1,0 +1,236 @@
+"""Why a run stands still: one sentence, a time and a remedy for each kind of stall."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from pipeline.room import CAUSE
+from pipeline.stalls import Stall, stalls
+from pipeline.status import Snapshot
+from pipeline.status_parts import BrokerUse, CreditUse, Depth, Lag, Process
+from pipeline.status_why import Why, as_json, as_text
+from pipeline.verdict import verdict
+
+NOW = time.time()
+ROLES = ("producer", "worker", "consumer", "trainer")
+
+
+def process(role: str, name: str = "", *, age_s: float = 0.5, cause: str | None = None, **changes: Any) -> Process:
+    at = NOW - age_s
+    since = None if cause is None else NOW - 30
+    fields: dict[str, Any] = {"started": NOW - 100, "at": at, "waiting_for": cause, "waiting_since": since}
+    waited = None if cause is None else 30.0
+    fields = {**fields, "age_s": age_s, "waiting_s": waited, **changes}
+    return Process(role=role, name=name or f"{role}-0", pid=7, host="h", **fields)
+
+
+def failed(role: str, kind: str, words: str, ago_s: float = 40, **changes: Any) -> Process:
+    return process(role, age_s=ago_s, error=words, error_kind=kind, ended_at=NOW - ago_s, **changes)
+
+
+def state(*rows: Process, **changes: Any) -> Snapshot:
+    fields: dict[str, Any] = {"enqueued": 8, "trained": 4, "credit": CreditUse(sequences=4, max_sequences=16)}
+    fields["processes"] = list(rows) or [process(role) for role in ROLES]
+    return Snapshot(run="r", state="new", at=NOW, **{**fields, **changes})
+
+
+def only(now: Snapshot) -> Stall:
+    [stall] = stalls(now)
+    return stall
+
+
+def others(role: str, *more: Process) -> list[Process]:
+    return [*(process(each) for each in ROLES if each != role), *more]
+
+
+def test_a_run_that_goes_on_is_over_or_never_began_has_none() -> None:
+    assert stalls(state()) == []
+    assert stalls(state(process("worker", age_s=60), exhausted=True, trained=8)) == []
+    assert stalls(Snapshot(run="r", state="new")) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "work", "what"),
+    [
+        ("producer", "no_producer", {}, "there are rows to read"),
+        ("worker", "no_worker", {"queued_jobs": 5}, "5 jobs wait"),
+        ("trainer", "no_trainer", {"waiting_batches": 1}, "1 batch waits"),
+        (
+            "consumer",
+            "no_consumer",
+            {"lag": [Lag(stream="results:0", entries=2, taken=0, oldest_s=3)]},
+            "2 results wait",
+        ),
+        (
+            "scorer",
+            "no_scorer",
+            {"lag": [Lag(stream="score:jobs", entries=1, taken=0, oldest_s=3)]},
+            "1 score job waits",
+        ),
+        ("gateway", "no_gateway", {"open_rollouts": 2}, "2 rollouts wait"),
+    ],
+)
+def test_a_role_with_work_that_nobody_plays(role: str, kind: str, work: dict[str, Any], what: str) -> None:
+    stall = only(state(*others(role), **work))
+    assert (stall.kind, stall.says, stall.blocks) == (kind, f"no {role} is alive, and {what}", True)
+    assert "`sluice " in stall.remedy
+    stall = only(state(*others(role, process(role, age_s=40)), **work))
+    assert stall.since == pytest.approx(NOW - 40)
+    assert stall.says.endswith(f"; {role}-0 fell silent 40 s ago")
+
+
+def test_a_dead_trainer_is_missed_as_soon_as_sequences_are_in_flight() -> None:
+    assert stalls(state(*others("trainer"))) == []  # it may not have been started yet
+    stall = only(state(*others("trainer", process("trainer", age_s=40))))
+    assert stall.kind == "trainer_dead"
+    assert "4 sequences wait to be trained" in stall.says
+
+
+def test_who_waits_the_longest_for_a_role_says_since_when() -> None:
+    stall = only(state(*others("worker"), queued_jobs=5, depth=Depth(ready=5, oldest_s=90)))
+    assert stall.since == pytest.approx(NOW - 90)
+
+
+def test_last_words_are_shown_until_a_newer_process_plays_the_role() -> None:
+    ended = failed("worker", "ModelError", "/m: no model there")
+    first, second = stalls(state(*others("worker", ended), queued_jobs=5))
+    assert (first.kind, first.says) == ("process_failed", "worker-0 failed: /m: no model there")
+    assert "model.path" in first.remedy
+    assert (second.kind, second.since) == ("no_worker", first.since)
+    older = process("worker", "worker-1")
+    assert (only(state(*others("worker", ended, older))).kind, only(state(*others("worker", ended, older))).blocks) == (
+        "process_failed", False,
+    )  # fmt: skip
+    assert stalls(state(*others("worker", ended, process("worker", "worker-1", started=NOW - 10)))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("GuardRefused", "install the engine"), ("GuardImpossible", "mend the model or rollout_matching")],
+)
+def test_a_refused_guard_has_a_kind_of_its_own(kind: str, remedy: str) -> None:
+    found = stalls(state(*others("worker", failed("worker", kind, "it does not fire")), queued_jobs=1))
+    assert [stall.kind for stall in found] == ["guard_refused", "no_worker"]
+    assert "worker-0 refused to start" in found[0].says
+    assert found[0].remedy.startswith(remedy)
+
+
+def test_nobody_at_all_comes_with_the_last_words() -> None:
+    found = stalls(state(failed("worker", "ConfigError", "no"), process("trainer", age_s=60)))
+    assert [stall.kind for stall in found] == ["process_failed", "no_process"]
+    assert found[1].since == pytest.approx(NOW - 40)
+
+
+def test_who_only_looks_on_neither_keeps_a_run_going_nor_up() -> None:
+    watching = process("dashboard")
+    now = state(watching)
+    assert only(now).kind == "no_process"
+    now.stalls = stalls(now)
+    assert verdict(now, now).state == "stalled"
+    [failed_one] = stalls(state(*others("scorer", failed("dashboard", "OSError", "port 8090 is taken"))))
+    assert (failed_one.kind, failed_one.blocks) == ("process_failed", False)
+
+
+def test_old_versions() -> None:
+    def at(*versions: int, **changes: Any) -> Snapshot:
+        rows = [process("worker", f"worker-{i}", facts={"version": number}) for i, number in enumerate(versions)]
+        return state(*others("worker", *rows), **{"latest_version": 5, "latest_at": NOW - 20, **changes})
+
+    stall = only(at(3, 2))
+    assert (stall.kind, stall.blocks, stall.since) == ("old_versions", False, NOW - 20)
+    assert stall.says == (
+        "all 2 live workers decode with weights v3 or older, and v5 has been there for 20 s: "
+        "the workers are busy with what they have"
+    )
+    assert only(at(3, latest_at=NOW - 90)).blocks
+    assert stalls(at(3, 5)) == stalls(at(3, latest_at=NOW - 2)) == stalls(at()) == []
+    facts = {"version": 3, "refused_version": 5}
+    stall = only(state(*others("worker", process("worker", facts=facts)), latest_version=5, latest_at=NOW - 20))
+    assert (stall.blocks, "worker-0 refused it" in stall.says) == (True, True)
+
+
+def test_results_that_are_late_beside_a_consumer() -> None:
+    late = Lag(stream="results:1", entries=9, taken=2, oldest_s=90, unread_s=40)
+    stall = only(state(lag=[late, Lag(stream="results:0", entries=0, taken=0, oldest_s=None)]))
+    assert stall.kind == "consumer_lag"
+    assert "7 results wait unread, the oldest for 40 s, beside 1 consumer for 2 partitions" in stall.says
+    assert "a partition has nobody" in stall.remedy
+    late.unread_s = 2
+    assert stalls(state(lag=[late])) == []
+
+
+def test_a_full_broker_comes_first_and_names_since_when() -> None:
+    use = BrokerUse(used_bytes=995, max_bytes=1000, refused=3)
+    rows = [process(role, cause=CAUSE) for role in ROLES]
+    stall = only(state(*rows, broker=use))
+    assert (stall.kind, stall.since) == ("broker_full", NOW - 30)
+    assert "it has refused 3 writes so far" in stall.says
+    assert stalls(state(broker=BrokerUse(used_bytes=980, max_bytes=1000))) == []
+    assert stalls(state(broker=BrokerUse(used_bytes=980))) == []
+
+
+def test_credit_says_which_limit_and_who_holds_it() -> None:
+    rows = others("producer", process("producer", cause="credit (…)"))
+    held = CreditUse(sequences=3, max_sequences=4, group=2, bytes=2048, max_bytes=1 << 30)
+    stall = only(state(*rows, credit=held, queued_jobs=2, waiting_batches=1))
+    assert (stall.kind, stall.since, stall.blocks) == ("credit_exhausted", NOW - 30, False)
+    assert stall.says.endswith("held by 2 jobs, 1 batch")
+    ahead = CreditUse(sequences=3, max_sequences=64, ahead=12, max_ahead=12)
+    assert (
+        "12 sequences are enqueued of the 12 that may come before weights v4"
+        in only(state(*rows, credit=ahead, latest_version=3)).says
+    )
+    letters = CreditUse(sequences=1, bytes=10, max_bytes=10)
+    stall = only(state(*rows, credit=letters, dead_letters=7))
+    assert "held by 7 dead letters" in stall.says
+    assert "sluice dlq drop" in stall.remedy
+    assert stalls(state(credit=held, exhausted=True)) == []
+
+
+def test_jobs_that_run_alone_are_no_hindrance() -> None:
+    stall = only(state(depth=Depth(alone=1)))
+    assert (stall.kind, stall.blocks) == ("runs_alone", False)
+    assert stall.says == "1 job over which workers died must run alone: a worker empties itself first"
+
+
+def test_the_verdict_of_two_looks() -> None:
+    def told(before: Snapshot, now: Snapshot) -> tuple[str, str]:
+        now.stalls = stalls(now)
+        found = verdict(before, now)
+        assert found.is_healthy == (found.state != "stalled")
+        return found.state, found.says
+
+    early = state(tokens=100, latest_version=1)
+    early.at -= 1
+    rows = [process(role, cause="something") for role in ROLES]
+    state_, says = told(early, state(*rows, tokens=300, trained=5, latest_version=2))
+    assert (state_, says) == ("moving", "it moves: 200 tokens, 1 trained, 1 new version of the weights within 1.0 s")
+    assert told(early, state(tokens=100, latest_version=1))[0] == "working"
+    assert told(early, state(*rows, tokens=100, latest_version=1))[0] == "waiting"
+    assert told(early, state(*others("worker"), tokens=300, queued_jobs=1))[1].startswith(
+        "it still moves, and will stop"
+    )
+    full = CreditUse(sequences=16, max_sequences=16)
+    assert told(early, state(*rows, tokens=100, latest_version=1, credit=full))[0] == "stalled"
+    assert told(early, state(tokens=100, latest_version=1, credit=full))[0] == "working"
+    assert told(early, state(exhausted=True, trained=8))[0] == "complete"
+    assert told(early, Snapshot(run="r", state="new"))[0] == "idle"
+
+
+def test_why_as_text_fits_its_width_and_as_json_has_the_same() -> None:
+    now = state(*others("worker", failed("worker", "EngineError", "x " * 200)), queued_jobs=5)
+    now.stalls = stalls(now)
+    why = Why(now=now, verdict=verdict(now, now))
+    lines = as_text(why, 60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0] == "run r: running"
+    assert any(line.startswith("1. worker-0 failed: x x") for line in lines)
+    assert any(line.startswith("   since:  2") and line.endswith("(40 s)") for line in lines)
+    assert any(line.startswith("2. no worker is alive") for line in lines)
+    assert sum(line.startswith("   do:     ") for line in lines) == 2
+    shown: Any = as_json(why)
+    assert (shown["schema_version"], shown["verdict"]["state"]) == (3, "stalled")
+    assert [stall["kind"] for stall in shown["stalls"]] == ["process_failed", "no_worker"]

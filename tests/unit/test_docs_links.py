@@ -1,0 +1,85 @@
+"""Links and pages of the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.reference import PAGES as REFERENCE
+from pipeline.reference import check, table, write
+from pipeline.status_parts import StallKind
+from tests.e2e.docs_pages import DOCS, PAGES, ROOT, anchors, links
+
+ALL = [*PAGES, *(f"docs/decisions/{path.name}" for path in sorted((DOCS / "decisions").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_every_link_leads_somewhere(page: str) -> None:
+    broken: list[str] = []
+    for target in links(page):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    reached: set[Path] = set()
+    ahead = [DOCS / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page in reached:
+            continue
+        reached.add(page)
+        named = [target.partition("#")[0] for target in links(str(page.relative_to(ROOT)))]
+        ahead += [path for name in named if name.endswith(".md") and (path := (page.parent / name).resolve()).exists()]
+    assert {DOCS / path.name for path in DOCS.glob("*.md")} <= reached
+
+
+@pytest.mark.parametrize("page", sorted(REFERENCE))
+def test_the_tables_of_the_reference_are_those_of_the_code(page: str) -> None:
+    check(page, DOCS / f"{page}.md")
+
+
+def test_a_page_that_is_out_of_date_is_found_and_renewed(tmp_path: Path) -> None:
+    copy = tmp_path / "wire.md"
+    fresh = (DOCS / "wire.md").read_text()
+    copy.write_text(fresh.replace("| `prompt_token_ids` |", "| `prompt_ids` |"))
+    with pytest.raises(ConfigError, match="out of date; run `sluice config reference wire --write"):
+        check("wire", copy)
+    write("wire", copy)
+    assert copy.read_text() == fresh
+    copy.write_text("# A page without the marks\n")
+    with pytest.raises(ConfigError, match="no place for the tables"):
+        check("wire", copy)
+
+
+def test_the_alerts_are_those_of_the_rules() -> None:
+    shipped = re.findall(r"alert: (\w+)", (ROOT / "deploy/prometheus/rules.yml").read_text())
+    assert sorted(re.findall(r"`(Sluice\w+)`", (DOCS / "metrics.md").read_text())) == sorted(shipped)
+
+
+def test_every_kind_of_stall_is_in_the_failure_guide() -> None:
+    guide = (DOCS / "failures.md").read_text()
+    assert not [kind for kind in get_args(StallKind) if f"`{kind}`" not in guide]
+
+
+def test_every_section_and_message_is_in_the_reference() -> None:
+    config, wire = table("config"), table("wire")
+    for key in (
+        "`broker.url`",
+        "`worker.vllm.extra`",
+        "`rollout_matching.repeat_terminate.ngram_size`",
+        "`SLUICE_DATA`",
+    ):
+        assert key in config
+    assert "| `finish_reason` |" in wire
+    assert "`sluice:RUN:jobs`" in wire
+    assert "sluice_decoded_tokens_total" in table("metrics")
