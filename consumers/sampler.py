@@ -67,7 +67,7 @@ class Sampler:
         try:
             parsed = self._task.parse(result, self._context)
             matched = self._task.match(parsed, result.truth, self._context)
-            sample = rewarded(self._task.target(matched, self._context), result.reward)
+            sample = _with_numbers(rewarded(self._task.target(matched, self._context), result.reward))
         except TaskError as error:
             return letter(result.seq_id, "invalid_truth", str(error))
         except Exception:  # steps are the user's code: one that fails must not stop the run
@@ -80,6 +80,13 @@ class Sampler:
         if length > most:
             return letter(result.seq_id, "too_long", f"{length} tokens; consumer.max_sample_tokens is {most}")
         return sample
+
+
+def _with_numbers(sample: TrainingSample) -> TrainingSample:
+    """Flags and scalars that a task records become numbers: the trainer reads nothing else."""
+    if all(type(value) is float for value in sample.metrics.values()):
+        return sample
+    return replace(sample, metrics={name: float(value) for name, value in sample.metrics.items()})
 
 
 def _is_number(value: float | None) -> bool:

@@ -107,7 +107,11 @@ def ping(config: BrokerConfig) -> dict[str, Any]:
             facts = cast("dict[str, Any]", cast(Any, client).info())
     except AuthenticationError as error:
         raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error
-    except (RedisError, OSError, ValueError) as error:
+    except ValueError:  # its text would show what stands where the port is expected: part of a password
+        raise BrokerError(
+            f"{url}: not a broker's URL; write redis://:password@host:6379/0, with %2F for / and %23 for #"
+        ) from None
+    except (RedisError, OSError) as error:
         raise BrokerSilent(
             f"{url}: the broker does not answer ({error}); start it, or set REDIS_URL to one that runs"
         ) from error

@@ -1,4 +1,6 @@
-"""What a supervisor does about a process that died: its leases end at once, and its row leaves the status page."""
+"""What a supervisor does about a process that died: its leases end at once, and its row leaves the status page,
+unless it had last words.
+"""
 
 from __future__ import annotations
 
@@ -38,4 +40,5 @@ class Deaths:
         if isinstance(owner, str):
             jobs = await self._queue.reap(owner, self._worker.max_attempts)
             get_logger().warning("leases of a dead process ended", process=child.name, pid=pid, jobs=jobs)
-        await cast("Awaitable[int]", self._client.hdel(self._keys.processes, child.name))
+        if row.ended_at is None:  # else its last words stay, until its successor has a row
+            await cast("Awaitable[int]", self._client.hdel(self._keys.processes, child.name))

@@ -105,10 +105,11 @@ class DeadLetters:
                 return
             start = f"({page[-1][0].decode()}"
 
-    async def newest(self, before: str = "+", count: int = _PAGE) -> list[Row]:
+    async def newest(self, before: str = "+", count: int = _PAGE, *, dropped: bool = False) -> list[Row]:
         """Newest first; `before` is the entry id of the last row of the page before."""
         end = before if before == "+" else f"({before}"
-        page = cast("list[Any]", await self._client.xrevrange(self.keys.dead, end, "-", count=count))
+        stream = self.keys.dropped if dropped else self.keys.dead
+        page = cast("list[Any]", await self._client.xrevrange(stream, end, "-", count=count))
         return [_row(entry_id.decode(), fields) for entry_id, fields in page]
 
     async def burials(self, until: str = "+") -> AsyncIterator[list[Row]]:
@@ -122,17 +123,40 @@ class DeadLetters:
         if held:
             yield held
 
-    async def find(self, seq_id: str, *, dropped: bool = False) -> tuple[Row, bytes] | None:
-        """The newest row of this sequence, and its job's payload."""
-        found: tuple[Row, bytes] | None = None
-        if dropped:
-            async for row in self.rows(dropped=True):
-                found = (row, b"") if row.letter.seq_id == seq_id else found
-            return found
-        async for rows in self.burials():
-            for row in rows:
-                found = (row, rows[0].payload) if row.letter.seq_id == seq_id else found
-        return found
+    async def find(
+        self, seq_id: str, *, dropped: bool = False, entry_id: str | None = None
+    ) -> tuple[Row, bytes] | None:
+        """The newest row of this sequence, and its job's payload; at once where its entry id is known."""
+        row = await self._at(entry_id) if entry_id else None
+        if row is None or row.letter.seq_id != seq_id:
+            row = await self._newest_of(seq_id, dropped=dropped)
+        return row and (row, b"" if dropped else await self._payload(row))
+
+    async def _at(self, entry_id: str) -> Row | None:
+        page = cast("list[Any]", await self._client.xrange(self.keys.dead, entry_id, entry_id))
+        return _row(entry_id, page[0][1]) if page else None
+
+    async def _newest_of(self, seq_id: str, *, dropped: bool) -> Row | None:
+        async for row in self._back(dropped=dropped):
+            if row.letter.seq_id == seq_id:
+                return row
+        return None
+
+    async def _payload(self, row: Row) -> bytes:
+        """With the first row of its burial, which is this one or stands before it."""
+        if row.payload:
+            return row.payload
+        async for one in self._back(row.entry_id, min(_PAGE, max(1, row.index))):
+            if one.payload or one.job != row.job:
+                return one.payload if one.job == row.job else b""
+        return b""
+
+    async def _back(self, before: str = "+", count: int = _PAGE, *, dropped: bool = False) -> AsyncIterator[Row]:
+        """Newest first, `count` rows at a time."""
+        while page := await self.newest(before, count, dropped=dropped):
+            for row in page:
+                yield row
+            before = page[-1].entry_id
 
     async def replay(self, selection: Selection) -> list[Done]:
         """Send rows back to the queue, those of one job as one new job."""

@@ -96,9 +96,11 @@ def letter(config: Config, seq_id: str, *, dropped: bool = False) -> Letter:
     return _with(config, lambda letters: read_letter(letters, seq_id, dropped=dropped))
 
 
-async def read_letter(letters: DeadLetters, seq_id: str, *, dropped: bool = False) -> Letter:
-    """The same for one who is connected already."""
-    found = await letters.find(seq_id, dropped=dropped)
+async def read_letter(
+    letters: DeadLetters, seq_id: str, *, dropped: bool = False, entry_id: str | None = None
+) -> Letter:
+    """The same for one who is connected already, and may know where it lies."""
+    found = await letters.find(seq_id, dropped=dropped, entry_id=entry_id)
     if found is None:
         word = "dropped sequence is kept" if dropped else "dead letter is there"
         raise SluiceError(f"no {word} under the id {seq_id!r}; `sluice dlq list` shows the ids")

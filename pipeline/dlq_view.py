@@ -12,6 +12,7 @@ from rich.text import Text
 from pipeline.dlq import Done
 from pipeline.dlq_look import HEX_BYTES, SCHEMA, Letter, Listing
 from pipeline.json_out import print_json
+from pipeline.logs import escaped
 
 _DETAIL_CHARS = 60
 _WIDE = 200  # columns, where there is no terminal
@@ -47,7 +48,7 @@ def print_listing(found: Listing, *, as_json: bool, dropped: bool = False) -> No
         table.add_column(name, overflow="fold" if name == "sequence" else "ellipsis", no_wrap=name != "sequence")
     for row in found.rows:
         cells = (row.seq_id, row.reason, str(row.attempts), row.worker or "-", ago(row.age_s), _short(row.detail))
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(escaped(cell)) for cell in cells))
     console = _console()
     console.print(table)
     totals = ", ".join(f"{reason} {count}" for reason, count in found.by_reason.items())
@@ -77,7 +78,7 @@ def print_letter(found: Letter, *, as_json: bool) -> None:
     if found.job is not None:
         text = msgspec.json.format(msgspec.json.encode(found.job), indent=2).decode()
         lines += [f"  {line}" for line in text.splitlines()]
-    print("\n".join(lines))
+    print(escaped("\n".join(lines)))
 
 
 def ago(seconds: float) -> str:

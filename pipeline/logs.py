@@ -42,5 +42,10 @@ def get_logger() -> structlog.stdlib.BoundLogger:
     return structlog.get_logger()
 
 
+def escaped(text: str) -> str:
+    """What could steer a terminal as its escape; line feeds stay."""
+    return text.translate(_STEERS)
+
+
 def _escaped(_: Any, __: str, line: MutableMapping[str, Any]) -> dict[str, Any]:
-    return {key: value if isinstance(value, _KEPT) else str(value).translate(_STEERS) for key, value in line.items()}
+    return {key: value if isinstance(value, _KEPT) else escaped(str(value)) for key, value in line.items()}

@@ -27,7 +27,7 @@ class Ownership:
         self._scripts = Scripts(client)
         self.role = role
         self.key = f"{keys.owner}{role}"
-        self._held = False
+        self._held = self._released = False
         self.nonce = secrets.token_hex(8)
 
     async def acquire(self, deadline_s: float, waiting: Callable[[str | None], None]) -> None:
@@ -46,18 +46,20 @@ class Ownership:
         waiting(None)
 
     async def keep(self) -> None:
-        """Renew until cancelled; raises LeaseLost when another process took the role."""
-        while True:
+        """Renew until released or cancelled; raises LeaseLost when another process took the role."""
+        while not self._released:
             await asyncio.sleep(TTL_S / 4)
-            await self.confirm()
+            if not self._released:
+                await self.confirm()
 
     async def confirm(self) -> None:
         """Before an effect that no script fences (files); raises LeaseLost when another process took the role."""
-        if not await self.try_acquire():
+        if not await self.try_acquire() and not self._released:
             raise LeaseLost(f"{self.role}: another process took this role; this one stops")
 
     async def release(self) -> None:
-        """Give the role back at once."""
+        """Give the role back at once; a renewal that is on its way does not take it again."""
+        self._released = True
         await self._scripts.run("disown", [self.key], [self.nonce])
 
     async def try_acquire(self) -> bool:

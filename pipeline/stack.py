@@ -89,9 +89,14 @@ def addresses(config: Config) -> list[str]:
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """The URL and bearer keys go by environment: secrets belong in no file. Other settings are in the resolved file."""
+    """URLs and bearer keys go by environment: secrets belong in no file. Other settings are in the resolved file."""
     inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    return {**inherited, "REDIS_URL": config.broker.url or ""}
+    urls = {
+        "REDIS_URL": config.broker.url,
+        "SLUICE_ROLLOUT_URL": config.rollout.url,
+        "SLUICE_GATEWAY_URL": config.rollout.gateway_url,
+    }
+    return {**inherited, **{name: url for name, url in urls.items() if url}}
 
 
 async def _supervised(config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]]) -> int:

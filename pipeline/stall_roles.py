@@ -107,5 +107,5 @@ def _failed(now: Snapshot, row: Process) -> Stall:
         says=f"{row.name} {how}: {row.error}",
         since=row.ended_at,
         remedy=remedy,
-        blocks=not (row.is_onlooker or is_played(now, row.role)),
+        blocks=not (row.is_onlooker or is_played(now, row.role) or (row.role == "producer" and now.exhausted)),
     )

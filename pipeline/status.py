@@ -112,7 +112,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         exhausted=source.get(b"exhausted") == b"1",
         malformed_rows=int(source.get(b"malformed", 0)),
         reasons={key: value for key, value in number.items() if ":" in key},
-        metrics=_finite(msgspec.json.decode(metrics, type=dict[str, float | None]) if metrics else {}),
+        metrics=_numbers(msgspec.json.decode(metrics, type=dict[str, Any]) if metrics else {}),
         processes=_processes(processes, at),
         credit=_credit(number, source, int(latest or 0)),
     )
@@ -150,6 +150,6 @@ def _processes(table: dict[bytes, bytes], now: float) -> list[Process]:
     return [row for row in rows if row.age_s < FORGET_S]
 
 
-def _finite(metrics: dict[str, float | None]) -> dict[str, float]:
-    """JSON has no NaN: a loss that was not finite comes as null, and is left out."""
-    return {key: value for key, value in metrics.items() if value is not None}
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """JSON has no NaN: a loss that was not finite comes as null, and is left out; so is what is no number at all."""
+    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}

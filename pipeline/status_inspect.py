@@ -1,6 +1,7 @@
 """A close look at a run: queue, leases, streams, and what waits for what. For `sluice status`.
 
-Its cost does not grow with the queue: members are counted by score, and at most `_MOST` of them are looked at.
+- It writes nothing: a user of Redis who may only read can look.
+- Its cost does not grow with the queue: members are counted by score, and at most `_MOST` of them are looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.heartbeat import forget_dead
 from pipeline.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
 from pipeline.messages import WeightVersion, decode
 from pipeline.stalls import stalls
@@ -26,8 +26,7 @@ _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "shared", "deaths",
 
 
 async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
-    """A snapshot with all of its parts; rows of processes that are long dead are removed."""
-    await forget_dead(client, keys)
+    """A snapshot with all of its parts."""
     now = await snapshot(client, keys)
     leases = await _look_at_queue(client, keys, now)
     now.leases = sorted(leases, key=lambda lease: -(lease.held_s or lease.age_s))[:_SHOWN]
@@ -47,10 +46,11 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease
     pipe: Any = client.pipeline(transaction=False)
     pipe.zcount(keys.jobs, "-inf", now_ms)
     pipe.zcount(keys.jobs, later, before)
+    pipe.zcard(keys.leases)
     pipe.zcard(keys.alone)
     pipe.zrangebyscore(keys.jobs, later, before, start=0, num=_MOST, withscores=True)
     pipe.zrangebyscore(keys.jobs, "-inf", now_ms, start=0, num=1, withscores=True)
-    ready, waiting, alone, members, first = cast("list[Any]", await pipe.execute())
+    ready, waiting, running, alone, members, first = cast("list[Any]", await pipe.execute())
     pipe = client.pipeline(transaction=False)
     for job_id, _ in [*members, *first]:
         pipe.hmget(keys.job_state.encode() + job_id, *_FIELDS)
@@ -63,8 +63,8 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease
     ]
     now.depth = Depth(
         ready=int(ready),
-        running=len(leases),
-        deferred=int(waiting) - len(leases),
+        running=int(running),
+        deferred=max(0, int(waiting) - int(running)),
         alone=int(alone),
         oldest_s=None if since is None else round((now_ms - float(since)) / 1000, 3),
         seen_all=int(waiting) <= _MOST,

@@ -12,7 +12,7 @@ _FULL = 0.99
 
 
 class Depth(msgspec.Struct, kw_only=True):
-    """Jobs in the queue. Above `seen_all` false, running and deferred are told apart among the first 1000 only."""
+    """Jobs in the queue; `seen_all` is false where leases and attempts are those of the first 1000 only."""
 
     ready: int = 0
     running: int = 0  # leased

@@ -58,8 +58,7 @@ def _sums(now: Snapshot) -> list[list[str]]:
     ]
     depth = now.depth
     if depth is not None:
-        more = "" if depth.seen_all else " or running"
-        words = [f"{depth.ready:,} ready", f"{depth.running:,} running", f"{depth.deferred:,} deferred{more}"]
+        words = [f"{depth.ready:,} ready", f"{depth.running:,} running", f"{depth.deferred:,} deferred"]
         rows.append(["jobs", ", ".join([*words, *([f"{depth.alone:,} to run alone"] if depth.alone else [])])])
     if now.attempts and list(now.attempts) != ["1"]:
         tries = ", ".join(f"{count:,} in attempt {attempt}" for attempt, count in now.attempts.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,17 +39,33 @@ def fingerprint(path: str) -> str:
     """Identity of the contents: the number of rows, their columns, and the rows at the beginning and the end."""
     data = _open(path)
     ends = [*range(min(_ENDS, len(data))), *range(max(_ENDS, len(data) - _ENDS), len(data))]
-    rows = repr([data[at] for at in ends])
+    with _readable(path):
+        rows = repr([data[at] for at in ends])
     return sha256(f"{len(data)}:{data.features}:{rows}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
 def read_rows(path: str, kind: type[_RowT]) -> Iterator[_RowT | Malformed]:
-    """The rows in their order."""
-    for number, columns in enumerate(_open(path), start=1):
+    """The rows in their order; raises DataError where the file or an image in it is broken."""
+    for number, columns in enumerate(_rows(path), start=1):
         try:
             yield msgspec.convert(_mapped(columns), kind)
         except (msgspec.ValidationError, ValueError) as error:
             yield Malformed(f"{path}: row {number}", f"malformed row: {error}")
+
+
+def _rows(path: str) -> Iterator[dict[str, Any]]:
+    with _readable(path):
+        yield from _open(path)
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # Arrow and the decoders of images have errors of many kinds
+        raise DataError(f"{path}: a row cannot be read with datasets ({error!r}); make the data set anew") from error
 
 
 def _mapped(columns: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from pipeline.config.types import Config
 from pipeline.gpu import use_free_gpu
@@ -13,8 +14,9 @@ from workers.generation.contracts import EngineFacts
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     """Run a decode worker until it is asked to stop, by a signal or by the given event."""
-    async with role_process(config, "worker", default_name("worker"), stop) as role:
-        with use_free_gpu(wanted=config.worker.claim_gpu):
+    with contextlib.ExitStack() as gpu:  # given back last: the process holds its memory to the end
+        async with role_process(config, "worker", default_name("worker"), stop) as role:
+            gpu.enter_context(use_free_gpu(wanted=config.worker.claim_gpu))
             role.status.waiting(f"the engine to load {config.model.path}")
             await serve(role)
 

@@ -69,7 +69,7 @@ async def _paths(config: Config, client: Any) -> dict[str, str]:
         "jobs, searched": f"/jobs?search={part}",
         "job": f"/jobs/{quote(middle.job_id, safe=':')}",
         "sequences": "/sequences",
-        "sequences, filtered": "/sequences?finish_reason=length&triggered=1",
+        "sequences, filtered": "/sequences?finish_reason=length&triggered=yes",
         "sequences, searched": f"/sequences?search={part}",
         "sequences, next page": f"/sequences?before={quote(newest.next)}",
         "sequence": f"/sequences/{quote(middle.seq_id, safe=':')}",

@@ -26,7 +26,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, *, finished: int | None, rounds: int | None, quick: bool) -> Plan:
         """Checked. Raises ConfigError."""
-        plan = cls(finished=400, queued=20, requests=3, helps=2, rounds=1, sequences=16, workers=1) if quick else cls()
+        plan = cls(finished=400, queued=20, requests=2, helps=1, rounds=1, sequences=16, workers=1) if quick else cls()
         plan = plan if finished is None else msgspec.structs.replace(plan, finished=finished)
         plan = plan if rounds is None else msgspec.structs.replace(plan, rounds=rounds)
         if min(plan.finished, plan.rounds) < 1:

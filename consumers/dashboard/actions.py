@@ -2,11 +2,14 @@
 
 - Only with `--allow-actions`, from a page of this very address (no other site can make a browser do it), and by htmx,
   whose header no plain form of another site can send.
+- An action has `_ACT_S`; what was not done by then stays listed, and the answer says so.
 - The answer is a fragment for the page's live region; `letters-changed` makes the list load again.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -20,6 +23,8 @@ from pipeline.logs import get_logger
 
 router = APIRouter()
 _FORM = "application/x-www-form-urlencoded"
+_ACT_S = 60.0
+_CHANGED = {"HX-Trigger": "letters-changed"}
 _OFF = "Actions are off. Start the dashboard with --allow-actions, or use `sluice dlq`."
 _ELSEWHERE = "This did not come from a page of this dashboard, so nothing was done."
 
@@ -28,14 +33,25 @@ _ELSEWHERE = "This did not come from a page of this dashboard, so nothing was do
 async def replay(request: Request) -> Response:
     """Send letters back to the queue."""
     selection = await _selection(request)
-    return _answer(request, "replayed", await letters_of(look_of(request)).replay(selection))
+    return _answer(request, "replayed", await in_time(letters_of(look_of(request)).replay(selection), "replayed"))
 
 
 @router.post("/dead-letters/drop")
 async def drop(request: Request) -> Response:
     """Throw letters away."""
     selection = await _selection(request)
-    return _answer(request, "dropped", await letters_of(look_of(request)).drop(selection))
+    return _answer(request, "dropped", await in_time(letters_of(look_of(request)).drop(selection), "dropped"))
+
+
+async def in_time(work: Awaitable[list[Done]], word: str, deadline_s: float = _ACT_S) -> list[Done]:
+    """What was done; 503 when it takes longer."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await work
+    except TimeoutError as error:
+        get_logger().warning(f"not all dead letters were {word}", deadline_s=deadline_s)
+        says = f"Not all were {word} within {deadline_s:g} s. Those that are still listed were not; try it again."
+        raise HTTPException(503, says, _CHANGED) from error
 
 
 def check_origin(request: Request) -> None:
@@ -73,5 +89,5 @@ def _answer(request: Request, word: str, done: list[Done]) -> Response:
     count = sum(len(each.sequences) for each in good)
     get_logger().info(f"dead letters {word}", sequences=count, refused=len(bad))
     answer = render(request, "acted.html.j2", word=word, count=count, good=good, bad=bad)
-    answer.headers["HX-Trigger"] = "letters-changed"
+    answer.headers.update(_CHANGED)
     return answer

@@ -30,12 +30,13 @@ from consumers.dashboard.look import Look
 from consumers.dashboard.problems import add_problem_pages
 from consumers.dashboard.render import STATIC
 from pipeline import __version__
+from pipeline.http.asgi import ASGIApp
 from pipeline.http.body_limit import BodyLimit
 
 PAGES = (overview, jobs, sequences, workers, weights, letters, actions, settings, events, metrics)
 
 
-def make_app(look: Look, key: str | None = None, *, allow_actions: bool = False) -> FastAPI:
+def make_app(look: Look, key: str | None = None, *, allow_actions: bool = False) -> ASGIApp:
     """`key`: what every request but /health must bring; None: only this machine may ask, see auth.py."""
     config = look.config.dashboard
     app = FastAPI(title="Sluice dashboard", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -43,13 +44,12 @@ def make_app(look: Look, key: str | None = None, *, allow_actions: bool = False)
     app.state.live = Live(look)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mb * (1 << 20)))
     app.add_middleware(Gate, key=key, hosts=config.hosts)
-    app.add_middleware(SafeHeaders)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_api_route("/health", lambda: _health(look))
     for page in PAGES:
         app.include_router(page.router)
     add_problem_pages(app)
-    return app
+    return SafeHeaders(app)  # not as middleware: the page of an error nobody expected is made outside of those
 
 
 def _health(look: Look) -> JSONResponse:

@@ -2,11 +2,14 @@
 
 - A page looks at `_SCANNED` rows at most; where fewer fit, its `next` goes on from there.
 - Reasons are counted over the newest `_COUNTED`, and counted again only when the stream changed.
+- Rows hold payloads, so reading many takes long: a list ends after `_LIST_S`, a search for one letter after `_FIND_S`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -23,6 +26,11 @@ from pipeline.errors import BrokerError, SluiceError
 router = APIRouter()
 _SHOWN = 50
 _SCANNED, _COUNTED, _AT_ONCE = 10_000, 10_000, 500
+_LIST_S, _FIND_S = 2.0, 20.0
+_TOO_MANY = (
+    f"The dead letters could not be looked through within {_FIND_S:g} s. Open this one from the list of dead letters,"
+    " or use `sluice dlq show`."
+)
 _ENTRY = re.compile(r"\d{1,15}-\d{1,15}")
 
 
@@ -57,17 +65,21 @@ async def dead_letters(request: Request, reason: str = "", job: str = "", before
         "next": found.next,
         "before": before,
         "reasons": reasons,
-        "counted": _COUNTED,
+        "counted": sum(reasons.counts.values()),
     }
     return render(request, "dead_letters.html.j2", **parts, reason=reason.strip(), job=job.strip())
 
 
 @router.get("/dead-letters/{seq_id:path}")
-async def dead_letter(request: Request, seq_id: str) -> Response:
-    """All of one."""
+async def dead_letter(request: Request, seq_id: str, entry: str = "") -> Response:
+    """All of one; it need not be searched where its `entry` in the stream is given."""
     look, name = look_of(request), checked_id(seq_id)
+    known = entry if _ENTRY.fullmatch(entry) else None
     try:
-        letter = await look.ask(read_letter(letters_of(look), name))
+        async with asyncio.timeout(_FIND_S):
+            letter = await read_letter(letters_of(look), name, entry_id=known)
+    except TimeoutError as error:
+        raise HTTPException(503, _TOO_MANY) from error
     except BrokerError:
         raise
     except SluiceError as error:
@@ -85,7 +97,10 @@ def letters_of(look: Look) -> DeadLetters:
 async def _page(letters: DeadLetters, reason: str, job: str, before: str) -> Found:
     """The newest `_SHOWN` that fit."""
     rows: list[Row] = []
+    until = time.monotonic() + _LIST_S
     for _ in range(_SCANNED // _AT_ONCE):
+        if time.monotonic() > until:
+            break
         page = await letters.newest(before, _AT_ONCE)
         for row in page:
             before = row.entry_id
@@ -111,7 +126,8 @@ async def _reasons(request: Request, look: Look) -> Reasons:
 
 async def _count(letters: DeadLetters, newest: str, entries: int) -> Reasons:
     counts, before, seen = Counter[str](), "+", 0
-    while seen < _COUNTED and (page := await letters.newest(before, _AT_ONCE)):
+    until = time.monotonic() + _LIST_S
+    while seen < _COUNTED and time.monotonic() < until and (page := await letters.newest(before, _AT_ONCE)):
         counts.update(row.letter.reason for row in page)
         before, seen = page[-1].entry_id, seen + len(page)
     return Reasons(newest, entries, dict(counts.most_common()), seen >= entries)

@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from consumers.dashboard.process_rates import ProcessRates
+from consumers.dashboard.run_config import RunConfig
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import Config
 from pipeline.errors import BrokerError, SluiceError
@@ -43,6 +44,7 @@ class Look:
 
     def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
         self.config, self.client, self.keys = config, client, Keys(config.run)
+        self.run_config = RunConfig(config)
         self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
         self.newest = Snapshot(run=config.run, state="new")  # until the first look
         self.seen_at: float | None = None  # Unix seconds of that look

@@ -144,5 +144,6 @@ def points(series: Sequence[float]) -> str:
 
 
 live.add("overview", "overview_live.html.j2", _parts)
+live.add("heard", "heard.html.j2", _stalls)
 live.add("stalls", "stalls.html.j2", _stalls)
 live.add("metrics", "metrics.html.j2", _metrics)

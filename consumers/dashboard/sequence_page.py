@@ -19,6 +19,7 @@ from consumers.dashboard.sequence_outcome import Detection, Failed, Outcome, out
 from consumers.dashboard.sequence_picture import read_picture
 from consumers.dashboard.sequence_scene import Scene, scene
 from consumers.dashboard.sequence_tokens import Scores, Sheet, sampled_sheet, trained_sheet
+from consumers.dashboard.step_threads import BusyError
 from consumers.dashboard.words import url
 from consumers.history.records import SequenceDetail
 from pipeline.config.types import Config
@@ -27,7 +28,6 @@ from pipeline.messages import SequenceResult
 
 MOST_TOKENS = 500
 _LEAD = 40  # prompt tokens before the first sampled one, where the page has to begin somewhere
-_OUTCOME_S = 10.0
 SHEETS = {"sampled": "What was sampled", "trained": "What is trained on"}
 
 
@@ -93,8 +93,8 @@ class SequencePage:
 
 
 async def build(desk: Desk, config: Config, detail: SequenceDetail, choice: Choice) -> SequencePage:
-    """Never raises for what is stored."""
-    tokens, tokens_problem = await asyncio.to_thread(_tokens, desk, config, detail, choice)
+    """`config`: of this process, which says what pictures may be read. Never raises for what is stored."""
+    tokens, tokens_problem = await asyncio.to_thread(_tokens, desk, detail, choice)
     result = detail.result
     if result is None:
         return SequencePage(tokens, tokens_problem, None, None, None, "")
@@ -107,12 +107,12 @@ async def build(desk: Desk, config: Config, detail: SequenceDetail, choice: Choi
 
 async def _outcome(desk: Desk, result: SequenceResult) -> Outcome:
     try:
-        async with asyncio.timeout(_OUTCOME_S):
-            return await asyncio.to_thread(_run_task, desk, result)
+        return await desk.steps.run(lambda: _run_task(desk, result))
+    except BusyError as error:
+        return Failed(f"the outcome is not shown: {error}")
     except TimeoutError:
-        return Failed(
-            f"parse and match took more than {_OUTCOME_S:g} s on this sequence, so their outcome is not shown"
-        )
+        took = f"parse and match took more than {desk.steps.deadline_s:g} s on this sequence"
+        return Failed(f"{took}, so their outcome is not shown")
 
 
 def _run_task(desk: Desk, result: SequenceResult) -> Outcome:
@@ -131,14 +131,14 @@ def _picture_size(config: Config, result: SequenceResult) -> tuple[tuple[int, in
     return (found.size if found else None), ""
 
 
-def _tokens(desk: Desk, config: Config, detail: SequenceDetail, choice: Choice) -> tuple[Tokens | None, str]:
+def _tokens(desk: Desk, detail: SequenceDetail, choice: Choice) -> tuple[Tokens | None, str]:
     sheets = {"sampled": detail.result, "trained": detail.sample}
     known = {name: title for name, title in SHEETS.items() if sheets[name] is not None}
     if not known:
         return None, "This sequence ended without tokens."
     if choice.sheet not in known:
         choice = Choice(next(iter(known)), choice.colour, choice.start)
-    sheet = _sheet(config, detail, choice.sheet)
+    sheet = _sheet(desk.config, detail, choice.sheet)
     try:
         codec = desk.codec()
     except SluiceError as error:

@@ -26,7 +26,11 @@ from pipeline.messages import SequenceResult
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_MEDIA = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp", "GIF": "image/gif", "BMP": "image/bmp"}
+_MEDIA = {
+    "JPEG": "image/jpeg", "MPO": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp", "GIF": "image/gif",
+    "BMP": "image/bmp",
+}  # fmt: skip
+_UNKNOWN = "application/octet-stream"  # of a format that browsers do not show
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
 
 
@@ -87,12 +91,19 @@ def check_picture(data: bytes, limits: ImagesConfig) -> Picture:
             image = Image.open(io.BytesIO(data), formats=limits.formats)
         with image:
             width, height = image.size
-            on_its_side = image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
+            is_within = width * height <= limits.max_pixels
+            on_its_side = is_within and _is_on_its_side(image)
     except Exception as error:  # Pillow's readers raise anything over bytes that somebody made up
         raise RequestError(f"the picture is no image of a format in images.formats ({type(error).__name__})") from error
-    if width * height > limits.max_pixels:
+    if not is_within:
         raise RequestError(f"the picture has {width}x{height} pixels; images.max_pixels allows {limits.max_pixels}")
-    return Picture(data, _MEDIA[image.format or ""], (height, width) if on_its_side else (width, height))
+    size = (height, width) if on_its_side else (width, height)
+    return Picture(data, _MEDIA.get(image.format or "", _UNKNOWN), size)
+
+
+def _is_on_its_side(image: Image.Image) -> bool:
+    """Only where EXIF stands before the pixels: Pillow decodes a whole PNG to look for it at the end."""
+    return "exif" in image.info and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
 
 
 def _read(root: str, inside: str, max_bytes: int) -> bytes | None:

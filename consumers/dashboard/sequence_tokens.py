@@ -120,7 +120,7 @@ class Sheet:
             weight=sample.weights[at] if known and sample else None,
             segment=segment_name(segments[at]) if known else "",
             losses=self._losses(at, sample) if known and sample else (),
-            label=None if label == self.ids[at] else label,
+            label=None if label == self.ids[at] or label < 0 else label,  # below 0: nothing is predicted here
         )
 
     def _proximal_state(self, at: int) -> Proximal:

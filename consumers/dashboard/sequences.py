@@ -61,7 +61,9 @@ async def sequence(request: Request, seq_id: str) -> Response:
     detail = await asyncio.to_thread(look.reader.sequence, checked_id(seq_id))
     if detail is None:
         return problem_page(request, 404, _GONE)
-    page = await build(desk_of(request.app.state, look.config), look.config, detail, Choice.read(request.query_params))
+    resolved = await asyncio.to_thread(look.run_config.read)
+    desk = desk_of(request.app.state, resolved.config)
+    page = await build(desk, look.config, detail, Choice.read(request.query_params))
     words = {"kinds": KINDS, "colourings": COLOURINGS, "most": MOST_TOKENS}
     return render(request, "sequence.html.j2", page=page, detail=detail, row=detail.row, **words)
 

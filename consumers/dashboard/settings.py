@@ -1,7 +1,8 @@
-"""The resolved configuration as a table that can be searched. No secret is in it."""
+"""The run's resolved configuration as a table that can be searched. No secret is in it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -31,9 +32,11 @@ class Setting(NamedTuple):
 async def config(request: Request, search: str = "", changed: str = "") -> Response:
     """Keys and values that contain `search`; with `changed`, those that are no default."""
     text = search.strip()[:_MOST]
-    every = settings(look_of(request).config)
+    resolved = await asyncio.to_thread(look_of(request).run_config.read)
+    every = settings(resolved.config)
     found = [one for one in every if _fits(one, text.lower()) and not (changed and one.is_default)]
-    return render(request, "config.html.j2", found=found, total=len(every), search=text, changed=bool(changed))
+    parts = {"found": found, "total": len(every), "origin": resolved.origin}
+    return render(request, "config.html.j2", **parts, search=text, changed=bool(changed))
 
 
 def settings(config: Config) -> list[Setting]:

@@ -71,12 +71,6 @@ def url(part: str) -> str:
     return quote(part, safe="")
 
 
-def short(text: str, most: int = 100) -> str:
-    """One line, cut."""
-    line = " ".join(text[: 4 * most].split())
-    return line if len(line) <= most else line[: most - 1] + "…"
-
-
 def sentence(text: str) -> list[str]:
     """A sentence of ours, cut where `code` begins and ends: a capital first, unless it begins with a name."""
     if text.partition(" ")[0].isalpha():
@@ -95,5 +89,5 @@ def brief(says: str) -> str:
 
 FILTERS = {
     "number": number, "rate": rate, "figure": figure, "size": size, "span": span, "ago": ago, "when": when,
-    "clock": clock, "url": url, "short": short, "sentence": sentence, "brief": brief,
+    "clock": clock, "url": url, "sentence": sentence, "brief": brief,
 } | TEXT_FILTERS  # fmt: skip

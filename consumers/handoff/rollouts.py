@@ -25,7 +25,7 @@ from consumers.handoff.staging import probe_of, stage
 from consumers.handoff.thread import SessionThread
 from consumers.training.model import probe_tokens
 from pipeline.config import Config, load_config
-from pipeline.errors import DataError, ModelError
+from pipeline.errors import DataError, ModelError, TaskError
 from pipeline.logs import get_logger
 from pipeline.weights import newest_number
 
@@ -89,16 +89,18 @@ class Rollouts:
         """Make `model` the next weight version, then finish what was given; returns its number.
 
         `model`: a transformers model, or a directory that its `save_pretrained` wrote. `metrics` go to the run's
-        metrics.jsonl and status, beside those of the rollouts.
+        metrics.jsonl and status, beside those of the rollouts; TaskError for one that is no number.
         """
+        record = _numbers(metrics)
         staged = stage(model, self._source, self._root)
         try:
             probe = self._probe_tokens(model)
             score = probe_of(model, probe) if probe else None
-            record = dict(metrics or {})
-            complete = self._thread.call(lambda session: session.publish(staged, score, probe, record))
-        finally:
+        except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
+            raise
+        # From here on the session's: it goes on also when this call is interrupted.
+        complete = self._thread.call(lambda session: session.publish(staged, score, probe, record))
         self.version = newest_number(self._root)
         self._end_if(complete)
         return self.version
@@ -108,7 +110,7 @@ class Rollouts:
 
         Decoding runs ahead by `producer.max_staleness` versions at most: without `publish` it comes to a halt.
         """
-        record = dict(metrics or {})
+        record = _numbers(metrics)
         self._end_if(self._thread.call(lambda session: session.done(record)))
 
     def _probe_tokens(self, model: Any) -> list[int]:
@@ -135,6 +137,14 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
     if not resolved.is_file():
         raise DataError(f"{path}: no run's directory; it has no {resolved.name}. Give that, or the run's YAML file")
     return load_config(resolved, overrides)
+
+
+def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Flags and scalars of torch and NumPy become numbers: whoever looks at the run reads nothing else."""
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"metrics must be numbers ({error}); give one number a name") from error
 
 
 async def _value(value: Any) -> Any:

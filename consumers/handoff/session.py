@@ -128,7 +128,18 @@ class Session:
         return await self._finish(state)
 
     async def publish(self, staged: Path, score: float | None, probe: list[int], record: Mapping[str, float]) -> bool:
-        """The next version from a staged directory; what was given is finished. Whether the run is complete."""
+        """The next version from a staged directory, which is removed; as `done` otherwise."""
+        try:
+            manifest, state = await self._write(staged, score, probe, record)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, staged, ignore_errors=True)
+        await self._register(manifest, self.version)
+        self._published = (manifest.version, score)
+        return await self._finish(state)
+
+    async def _write(
+        self, staged: Path, score: float | None, probe: list[int], record: Mapping[str, float]
+    ) -> tuple[WeightVersion, HandoffState]:
         await self._owner.confirm()
         number = await self._registry.next_number(self.version, self.root)
         state = await self._log(record)
@@ -145,10 +156,7 @@ class Session:
             step=state.step,
             published_at=time.time(),
         )
-        full = await asyncio.to_thread(weights.write_version, staged, self.root, manifest)
-        await self._register(full, self.version)
-        self._published = (number, score)
-        return await self._finish(state)
+        return await asyncio.to_thread(weights.write_version, staged, self.root, manifest), state
 
     async def _publish_source(self) -> None:
         source = Path(self._config.model.path)

@@ -96,8 +96,8 @@ class TrainedRecorder(_Recorder[Trained]):
 
     def __init__(self, config: Config) -> None:
         path, limits = history_directory(config) / TRAINER, config.history
-        most = limits.max_sequences * config.consumer.count
-        super().__init__(config, lambda: TrainedStore(path, most, limits.max_mb))
+        most, most_mb = (limit * config.consumer.count for limit in (limits.max_sequences, limits.max_mb))
+        super().__init__(config, lambda: TrainedStore(path, most, most_mb))
 
     def note(self, step: int, version: int, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
         """What one step trains, and what was dropped before it; `version` is that of the weights it starts from."""

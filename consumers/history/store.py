@@ -67,7 +67,7 @@ class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
 class _File:
     def __init__(self, path: Path, max_sequences: int, max_mb: int) -> None:
         self._db = open_for_writing(path)
-        self._most, self._most_bytes = max(1, max_sequences), max_mb * 1_000_000
+        self._most, self._most_bytes = max(1, max_sequences), max_mb << 20
         (self._page_bytes,) = self._db.execute("pragma page_size").fetchone()
 
     def close(self) -> None:

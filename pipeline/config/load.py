@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote
 
 import msgspec
 import yaml
@@ -35,6 +37,9 @@ ENVIRONMENT = {
     "TOKENIZER_TRUST_REMOTE_CODE": "rollout_server.tokenizer_trust_remote_code",
     "HTTP_CLIENT_TIMEOUT": "rollout_server.http_client_timeout_s",
 }
+_ROLLOUT_URLS = ("url", "gateway_url", "tool_server_url")
+_NO_USER = ":***@"
+_SECRET = re.compile(r"(?i)pass|pwd|secret|token|credential|auth|signature|key$|^sig$")  # ssl_keyfile is a path
 _PARSED = ("rollout_server.", "metrics.port")  # the values of these keys are YAML, the others text
 
 
@@ -62,19 +67,40 @@ def load_config(
 
 
 def resolved_yaml(config: Config, *, secrets: bool = False) -> str:
-    """The whole configuration as YAML, defaults filled in; a broker URL with a password is left out."""
+    """The whole configuration as YAML, defaults filled in; a broker URL with a password is left out.
+
+    Of the URLs of rollouts, user and password are left out, and secrets of the query become ***.
+    """
     tree = msgspec.to_builtins(config)
-    if not secrets and hide_password(config.broker.url) != config.broker.url:
-        tree["broker"]["url"] = None
+    if not secrets:
+        if hide_password(config.broker.url) != config.broker.url:
+            tree["broker"]["url"] = None
+        for name in _ROLLOUT_URLS:
+            tree["rollout"][name] = (hide_password(tree["rollout"][name]) or "").replace(_NO_USER, "", 1) or None
     return yaml.safe_dump(tree, sort_keys=False, width=110)
 
 
 def hide_password(url: str | None) -> str | None:
-    """`redis://:secret@host` → `redis://:***@host`."""
-    if url is None or "@" not in url:
-        return url
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://:***@{rest.rpartition('@')[2]}"
+    """`redis://:secret@host?password=secret` → `redis://:***@host?password=***`."""
+    if url is None:
+        return None
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        scheme, rest = "", url
+    shown = _query_hidden(rest)
+    if "@" in shown:  # also behind a question mark: it is part of a password that nobody escaped
+        shown = _query_hidden(_NO_USER + shown.rpartition("@")[2])
+    return scheme + mark + shown
+
+
+def _query_hidden(rest: str) -> str:
+    place, asked, query = rest.partition("?")
+    pairs = [pair.partition("=") for pair in query.split("&")]
+    return place + asked + "&".join(name + sep + ("***" if _is_secret(name) else value) for name, sep, value in pairs)
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(unquote(name)) is not None
 
 
 def _checked(tree: dict[str, Any], origin: str) -> Config:

@@ -12,8 +12,8 @@ class HistoryConfig(Section, frozen=True, kw_only=True):
     """Finished sequences, in <run_dir>/<run>/history: for the dashboard and for exports."""
 
     enabled: bool = True
-    max_sequences: int = 200_000  # of one consumer; the oldest go first
-    max_mb: int = 2048  # of one consumer's file
+    max_sequences: int = 200_000  # of one consumer; the trainer keeps as many as all of them; the oldest go first
+    max_mb: int = 2048  # of one consumer's file; the trainer's may be as large as all of theirs
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):

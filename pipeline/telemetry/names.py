@@ -151,7 +151,7 @@ _RUN = [
     _run("version_lag", "versions between the newest and the oldest that a worker decodes with"),
     _run("dead_letters", "dead letters that wait to be replayed or dropped"),
     _run("processes", "processes by role; failed: it ended with an error; dead: it fell silent", "role", "state"),
-    _run("stalls", "1 while the run stands still for this reason, see `sluice status --why`", "kind"),
+    _run("stalls", "1 while this keeps the run, 0 for waits that end by themselves; see `sluice status --why`", "kind"),
     _run("broker_used_bytes", "memory of the broker"),
     _run("broker_limit_bytes", "its limit, where it has one"),
     _run("broker_refused_writes_total", "writes that the broker refused for lack of memory"),

@@ -1,7 +1,7 @@
 """What a snapshot of a run tells Prometheus, and where its processes tell theirs. Served by the dashboard.
 
 - Pure: numbers of one snapshot, the newest that there is. Parts that only a close look has are left out of others.
-- A stall that has gone is 0, not absent, so that alerts end at once.
+- A stall that has gone is 0, not absent, so that alerts end at once. A wait that ends by itself is none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_metrics(now: Snapshot) -> Iterator[Metric]:
         yield read(f"sluice_run_{name}", [] if value is None else [((), float(value))])
     yield from _queue(now)
     yield read("sluice_run_processes", _processes(now.processes))
-    present = {stall.kind for stall in now.stalls}
+    present = {stall.kind for stall in now.stalls if stall.blocks}
     yield read("sluice_run_stalls", [((kind,), float(kind in present)) for kind in get_args(StallKind)])
     yield read("sluice_train_metric", [((key,), value) for key, value in sorted(now.metrics.items())])
 

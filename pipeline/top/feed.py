@@ -1,4 +1,4 @@
-"""Looks at a run again and again, and outlives a broker that goes away.
+"""Looks at a run again and again, and outlives a broker that goes away and a state that another release wrote.
 
 | waits for  | unblocked by                              |
 |------------|-------------------------------------------|
@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from pipeline import broker
 from pipeline.config import Config
 from pipeline.dlq import DeadLetters, Row
-from pipeline.errors import BrokerError
+from pipeline.errors import BrokerError, SluiceError
 from pipeline.keys import Keys
 from pipeline.rates import Rates
 from pipeline.status import Snapshot
@@ -26,6 +26,7 @@ from pipeline.status_inspect import inspect
 from pipeline.verdict import Verdict, verdict
 
 LETTERS = 50
+AWAY, UNREADABLE = "no answer from the broker", "the run's state cannot be read"
 _LOOK_S = 4.0
 _HASTY_S = 1.5
 _LOOKS = 6  # over so many it is said whether the run moves
@@ -40,6 +41,7 @@ class View:
     verdict: Verdict | None = None
     rates: Rates = field(default_factory=Rates)
     letters: list[Row] = field(default_factory=list[Row])  # the newest first
+    trouble: str = AWAY  # AWAY or UNREADABLE, while there is a problem
     problem: str = ""  # why there is no answer, empty when there is one
     silent_since: float | None = None  # Unix s
 
@@ -58,21 +60,28 @@ class Feed:
         self.view = View(config.run)
 
     async def look(self) -> View:
-        """The newest state; never raises what a broker that is away does."""
+        """The newest state; never raises for a broker that is away, nor for what cannot be read."""
         view = self.view
         try:
             async with asyncio.timeout(_LOOK_S):
                 now = await inspect(self._client, Keys(self._config.run), self._config.consumer.count)
                 view.letters = await self._letters.newest(count=LETTERS) if now.dead_letters else []
         except (RedisError, BrokerError, OSError, TimeoutError) as error:
-            view.problem = str(error) or f"no answer within {_LOOK_S:g} s"
-            view.silent_since = view.silent_since or time.time()
-            return view
+            return self._trouble(AWAY, str(error) or f"no answer within {_LOOK_S:g} s")
+        except (SluiceError, msgspec.MsgspecError) as error:  # written by another release, or by nobody of ours
+            return self._trouble(UNREADABLE, str(error))
         view.problem, view.silent_since = "", None
         self._seen.append(now)
         view.verdict = verdict(self._seen[0], now)
         view.now = now
         view.rates.add(now)
+        return view
+
+    def _trouble(self, trouble: str, problem: str) -> View:
+        view = self.view
+        if trouble != view.trouble or view.silent_since is None:
+            view.trouble, view.silent_since = trouble, time.time()
+        view.problem = problem
         return view
 
     async def close(self) -> None:

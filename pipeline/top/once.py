@@ -8,9 +8,9 @@ import shutil
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import BrokerError
+from pipeline.errors import BrokerError, DataError
 from pipeline.top import parts
-from pipeline.top.feed import Feed, View
+from pipeline.top.feed import UNREADABLE, Feed, View
 
 _APART_S = 1.0
 
@@ -28,8 +28,13 @@ def frame(view: View, width: int) -> str:
 
 
 def print_once(config: Config, apart_s: float = _APART_S) -> None:
-    """Two looks, so that there are rates. Raises BrokerError when the broker does not answer."""
+    """Two looks, so that there are rates.
+
+    Raises BrokerError when the broker does not answer, and DataError for a state that cannot be read.
+    """
     view = asyncio.run(_look_twice(config, apart_s))
+    if view.problem and view.trouble == UNREADABLE:
+        raise DataError(f"{UNREADABLE} ({view.problem}); look with the release that runs it")
     if view.problem:
         raise BrokerError(f"the broker does not answer ({view.problem}); start it, or set REDIS_URL to one that runs")
     print(frame(view, shutil.get_terminal_size((80, 24)).columns))

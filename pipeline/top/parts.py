@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.logs import escaped
 from pipeline.stages import StageState, stages
 from pipeline.status import Snapshot
 from pipeline.status_parts import CreditUse, Process
@@ -31,12 +32,12 @@ def head(view: View) -> RenderableType:
     """The run, the broker's silence if any, the flow with counts, rates, and the verdict."""
     now = view.now
     if now is None:
-        return Text(f"run {view.run}\n{_silence(view) or 'looking …'}")
+        return _text(f"run {view.run}\n{_silence(view) or 'looking …'}")
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
-    title = Text(f"run {now.run}: {condition(now)}, {version}, version lag {now.version_lag}", style="bold")
-    lines: list[RenderableType] = [title, Text(_counts(now)), _flow(view, now), Text(_rates(view))]
+    title = _text(f"run {now.run}: {condition(now)}, {version}, version lag {now.version_lag}", style="bold")
+    lines: list[RenderableType] = [title, _text(_counts(now)), _flow(view, now), _text(_rates(view))]
     if view.problem:
-        return Group(*lines, Text(_silence(view), style="bold red"))
+        return Group(*lines, _text(_silence(view), style="bold red"))
     return Group(*lines, _verdict(view))
 
 
@@ -44,12 +45,12 @@ def why(view: View) -> RenderableType:
     """Each stall: what, since when, what to do."""
     now = view.now
     if now is None or not now.stalls:
-        return Text("nothing keeps the run")
+        return _text("nothing keeps the run")
     table = Table.grid(padding=(0, 1))
     for number, stall in enumerate(now.stalls, 1):
         since = "" if stall.since is None else f" (for {length(now.at - stall.since)})"
-        table.add_row(f"{number}.", Text(stall.says + since, style="bold red" if stall.blocks else "yellow"))
-        table.add_row("", Text(f"do: {stall.remedy}" if stall.blocks else stall.remedy))
+        table.add_row(f"{number}.", _text(stall.says + since, style="bold red" if stall.blocks else "yellow"))
+        table.add_row("", _text(f"do: {stall.remedy}" if stall.blocks else stall.remedy))
     return table
 
 
@@ -58,7 +59,7 @@ def stage_rows(view: View) -> RenderableType:
     table = _table("stage", "state", "what it does, or waits for")
     for stage in stages(view.now, view.rates) if view.now else []:
         style = _STYLE[stage.state]
-        table.add_row(stage.name, Text(stage.state, style=style), Text(stage.says, style=style))
+        table.add_row(stage.name, _text(stage.state, style=style), _text(stage.says, style=style))
     return table
 
 
@@ -68,52 +69,52 @@ def process_rows(view: View) -> RenderableType:
     rows = view.now.processes if view.now else []
     for row in sorted(rows, key=lambda row: (_ROLES.index(row.role) if row.role in _ROLES else len(_ROLES), row.name)):
         facts = ", ".join(f"{key} {_short(value)}" for key, value in row.facts.items() if key not in _HIDDEN)
-        table.add_row(row.name, Text.assemble(_doing(row), (f"\n{facts}" if facts else "", "dim")))
-    return table if rows else Text("no process has said anything within the last hour")
+        table.add_row(_text(row.name), Text.assemble(_doing(row), _text(f"\n{facts}" if facts else "", "dim")))
+    return table if rows else _text("no process has said anything within the last hour")
 
 
 def letter_rows(view: View) -> RenderableType:
     """The newest dead letters."""
     if not view.letters:
-        return Text("no dead letters")
+        return _text("no dead letters")
     lines: list[RenderableType] = []
     for row in view.letters:
         letter = row.letter
         age = f", {length(max(0.0, time.time() - letter.at))} ago" if letter.at else ""
-        lines.append(Text.assemble((letter.seq_id, "bold"), f"  {letter.reason}{age}"))
-        lines.append(Padding(letter.detail[:400] or "no detail", (0, 0, 0, 2), expand=False))
+        lines.append(Text.assemble(_text(letter.seq_id, "bold"), _text(f"  {letter.reason}{age}")))
+        lines.append(Padding(_text(letter.detail[:400] or "no detail"), (0, 0, 0, 2), expand=False))
     total = view.now.dead_letters if view.now else len(view.letters)
     more = f"the newest {LETTERS} of {total:,}; " if total > LETTERS else ""
-    return Group(*lines, Text(f"{more}`sluice dlq show ID`, `sluice dlq replay`, `sluice dlq drop`", style="dim"))
+    return Group(*lines, _text(f"{more}`sluice dlq show ID`, `sluice dlq replay`, `sluice dlq drop`", style="dim"))
 
 
 def _doing(row: Process) -> Text:
     if row.ended_at is not None:
-        return Text(f"failed {length(row.age_s)} ago: {row.error}", style="bold red")
+        return _text(f"failed {length(row.age_s)} ago: {row.error}", style="bold red")
     if not row.is_alive:
-        return Text(f"no heartbeat for {length(row.age_s)}", style="red")
+        return _text(f"no heartbeat for {length(row.age_s)}", style="red")
     if row.waiting_for is None:
-        return Text("at work", style="green")
-    return Text(f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}")
+        return _text("at work", style="green")
+    return _text(f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}")
 
 
 def _verdict(view: View) -> Text:
     now, told = view.now, view.verdict
     if now is None or told is None:
-        return Text("")
+        return _text("")
     blocking = [stall for stall in now.stalls if stall.blocks]
     if not blocking:
-        return Text(told.says, style="green" if told.state in ("moving", "working", "complete") else "")
+        return _text(told.says, style="green" if told.state in ("moving", "working", "complete") else "")
     more = f" (and {len(blocking) - 1} more: see why)" if len(blocking) > 1 else ""
     says = textwrap.shorten(blocking[0].says, _HEAD_CHARS, placeholder=" … (see why)")
-    return Text(f"! {says}{more}", style="bold red")
+    return _text(f"! {says}{more}", style="bold red")
 
 
 def _silence(view: View) -> str:
     if not view.problem:
         return ""
     since = length(time.time() - (view.silent_since or time.time()))
-    return f"! no answer from the broker for {since}: {view.problem}. What is shown was seen before; it is asked again."
+    return f"! {view.trouble} for {since}: {view.problem}. What is shown was seen before; it is asked again."
 
 
 def _counts(now: Snapshot) -> str:
@@ -130,8 +131,8 @@ def _flow(view: View, now: Snapshot) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="dim")
     for stage in shown:
         table.add_column(stage.name, justify="right", no_wrap=True)
-    table.add_row(*(Text(stage.count.partition(" ")[0], style=_STYLE[stage.state]) for stage in shown))
-    table.add_row(*(Text(stage.rate.replace(" seq/s", "/s").replace(" tok/s", "t/s")) for stage in shown), style="dim")
+    table.add_row(*(_text(stage.count.partition(" ")[0], style=_STYLE[stage.state]) for stage in shown))
+    table.add_row(*(_text(stage.rate.replace(" seq/s", "/s").replace(" tok/s", "t/s")) for stage in shown), style="dim")
     return table
 
 
@@ -159,3 +160,8 @@ def _table(*columns: str) -> Table:
     for number, name in enumerate(columns):
         table.add_column(name, ratio=1 if number == len(columns) - 1 else None, overflow="fold")
     return table
+
+
+def _text(text: str, style: str = "") -> Text:
+    """No markup is read in it, and nothing in it steers the terminal: much of it was written by tasks and callers."""
+    return Text(escaped(text), style=style)

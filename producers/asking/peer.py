@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from pipeline.config.load import hide_password
 from pipeline.errors import ConfigError, RequestError, SluiceError
 from pipeline.hosts import AllowedHosts, RefusedAddress
 from pipeline.logs import get_logger
@@ -122,7 +123,7 @@ def peer_session(*urls: str, timeout_s: float, pool: int) -> aiohttp.ClientSessi
             url = URL()
         if url.scheme not in ("http", "https") or not url.host_subcomponent or url.raw_user or url.raw_password:
             raise ConfigError(
-                f"{text!r} is no address of a peer; write rollout.url and gateway_url as http://HOST:PORT"
+                f"{hide_password(text)!r} is no address of a peer; write rollout.url and gateway_url as http://HOST:PORT"
             )
         hosts += [f"{url.host_subcomponent}:{url.port}", f"127.0.0.1:{url.port}"]
     return guarded_session(AllowedHosts(hosts, "rollout.url"), timeout_s=timeout_s, pool=pool)

@@ -34,6 +34,7 @@ def start_service(stack: Stack, name: str) -> None:
     service = SERVICES[name]
     command = [str(BIN / service["command"][0]), *(localised(word, stack) for word in service["command"][1:])]
     env = {key: localised(value, stack) for key, value in service["environment"].items() if key != "REDIS_URL"}
+    env["SLUICE_METRICS_PORT"] = "0"  # each container has an address of its own, and these processes share one
     stack.spawn(command, name=name, **env)
 
 

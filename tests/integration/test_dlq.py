@@ -279,5 +279,7 @@ async def test_many_rows_are_read_page_by_page_and_found(w: World) -> None:
     assert found is not None
     assert (found[0].index, found[0].n, bool(found[1])) == (229, 230, True)
     assert await w.letters.find(f"{job.job_id}:230") is None
+    assert await w.letters.find(found[0].letter.seq_id, entry_id=found[0].entry_id) == found
+    assert await w.letters.find(found[0].letter.seq_id, entry_id="1-1") == found, "it was moved: search"
     [done] = await w.letters.replay(ALL)
     assert len(done.sequences) == 230

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.broker import connect, wait_ready
 from pipeline.config.types import BrokerConfig
+from pipeline.embedded import embedded_broker
 from pipeline.keys import SCORE_GROUP, Keys
 from pipeline.scores import Scores
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
 from tests.score_jobs import LONG_S, all_of, job, names, nothing_is_left, put, scored, scorer, serve
+
+
+@pytest.fixture(scope="module")
+def broker_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerConfig]:
+    """Of these tests alone: they count the server's commands."""
+    with embedded_broker(BrokerConfig(embedded_dir=str(tmp_path_factory.mktemp("own")))) as url:
+        yield BrokerConfig(url=url)
 
 
 async def test_an_answer_list_that_lost_its_end_is_read_again(client: Any, keys: Keys) -> None:

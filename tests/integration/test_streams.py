@@ -197,3 +197,14 @@ async def test_an_owner_that_was_replaced_learns_of_it(client: Redis, keys: Keys
     await client.set(owner.key, "somebody else")
     with pytest.raises(LeaseLost):
         await asyncio.wait_for(keeping, 10)
+
+
+async def test_a_renewal_that_comes_after_the_release_takes_no_role(client: Redis, keys: Keys) -> None:
+    first = await owner_of(client, keys, "trainer")
+    await first.release()
+    assert not await first.try_acquire(), "a renewal that was on its way"
+    await first.confirm()  # nobody took it: it was given back
+    await asyncio.wait_for(first.keep(), 10)
+    second = Ownership(client, keys, "trainer")
+    assert await second.try_acquire()
+    assert not await first.try_acquire()

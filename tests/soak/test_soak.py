@@ -17,7 +17,7 @@ from tests.soak.plan import Plan
 from tests.soak.soak_run import LEASE_S, SoakRun
 from tests.soak.verdict import Verdict
 
-FAULTS = int(os.environ.get("SLUICE_SOAK_FAULTS") or 5)
+FAULTS = int(os.environ.get("SLUICE_SOAK_FAULTS") or 3)
 _LONG = 60  # faults; from here on it is a soak with more processes
 _END_S = 240.0
 

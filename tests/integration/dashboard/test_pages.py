@@ -116,6 +116,8 @@ def test_a_dead_letter_is_shown_with_its_payload(site: Site) -> None:
     answer = get(site, f"/dead-letters/{quote(name, safe='')}")
     assert answer.status == 200
     assert '"max_new_tokens": 100000' in unescape(answer.text)
+    [entry] = re.findall(f'{quote(name, safe="")}[?]entry=([0-9-]+)"', get(site, "/dead-letters").text)
+    assert get(site, f"/dead-letters/{quote(name, safe='')}?entry={entry}").status == 200
     junk = get(site, "/dead-letters/" + quote(site.job_id("junk<b>&:0"), safe="")).text
     assert "6a 75 6e 6b" in junk
     assert "<b>&" not in junk

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx2 as httpx
+import msgspec
 import pytest
 from PIL import Image
 from redis.asyncio import Redis
@@ -21,10 +22,11 @@ from consumers.history.reader import HistoryReader
 from consumers.history.recorder import Recorder, TrainedRecorder
 from consumers.sampler import Sampler
 from consumers.tasks import load_task
-from pipeline.config.types import BrokerConfig, Config, DataConfig
+from pipeline.config.types import BrokerConfig, Config, DataConfig, ModelConfig, RolloutMatchingConfig
 from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import Keys
 from pipeline.messages import SequenceResult
+from pipeline.provenance import store
 from tests.dashboard_site import Site
 from tests.detection_rollouts import answer, context, obj, rollout
 from tests.factories import decode_job
@@ -85,15 +87,17 @@ async def shelf(
     (tmp_path / "data" / "scenes").mkdir(parents=True)
     Image.new("L", (60, 30), 128).save(tmp_path / "data" / "scenes" / "a.png")
     Image.new("L", (60, 30), 128).save(tmp_path / "secret.png")
-    config = run_config(
-        broker_config, keys, tmp_path / "runs", model={"path": str(tmp_path / "model")},
-        data=DataConfig(path=str(tmp_path / "data" / "train.jsonl")), rollout_matching={"task": "detection"},
-    )  # fmt: skip
+    given = run_config(
+        broker_config, keys, tmp_path / "runs", data=DataConfig(path=str(tmp_path / "data" / "train.jsonl"))
+    )
+    model, matching = ModelConfig(path=str(tmp_path / "model")), RolloutMatchingConfig(task="detection")
+    config = msgspec.structs.replace(given, model=model, rollout_matching=matching)
+    store(config, tmp_path / "runs" / keys.run)
     await record(config, keys.run)
     waiting = [decode_job(f"{keys.run}:waits-{at}", messages=[{"role": "user", "content": EVIL}]) for at in range(30)]
     await JobQueue(client, keys).enqueue(waiting, Credit(100, 100, 1))
     reader = HistoryReader(history_directory(config))
-    look = Look(config, client, reader)
+    look = Look(given, client, reader)  # which says neither model nor task: the run's own configuration does
     await look.refresh()
     transport = httpx.ASGITransport(make_app(look), client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as browser:
@@ -240,6 +244,7 @@ async def test_jobs_in_the_queue_above_those_that_are_over(shelf: Shelf) -> None
     one = await text_of(browser, "/jobs?search=waits-7&state=ready")
     assert one.count('<th scope="row">') == 1
     assert 'id="finished"' not in one
+    assert 'id="queue-table" tabindex="0"' in one, "the focus finds it again when it is swapped"
     part = await text_of(browser, "/jobs?search=waits-7", target="live")
     assert part.lstrip().startswith('<section id="live"')
     assert part.count('<th scope="row">') == 1

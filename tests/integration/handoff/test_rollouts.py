@@ -19,7 +19,7 @@ from consumers.training.ledger import read_steps
 from consumers.training.rollouts import read_rollouts
 from pipeline import broker, weights
 from pipeline.config.types import Config
-from pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError
+from pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
 from pipeline.keys import Keys
 from pipeline.status import Snapshot, snapshot
 from pipeline.weights import WeightsRegistry, verify
@@ -79,7 +79,9 @@ def test_a_loop_trains_publishes_and_ends_with_the_run(make_run: MakeRun) -> Non
             out.loss.backward()
             optimizer.step()
             losses.append(out.loss.item())
-            rollouts.publish(model, metrics={"train/loss": losses[-1]})
+            with pytest.raises(TaskError, match="numbers"):
+                rollouts.publish(model, metrics={"learning_rate": "fast"})  # pyright: ignore[reportArgumentType]
+            rollouts.publish(model, metrics={"train/loss": losses[-1], "custom/on": True})
     assert len(losses) == 3
     now = look(config)
     assert (now.trained, now.waiting_batches, now.complete, now.state) == (6, 0, True, "finished")

@@ -11,6 +11,7 @@ import pytest
 from textual.widgets import ContentSwitcher, Static
 
 from pipeline.config.types import BrokerConfig, Config
+from pipeline.errors import DataError
 from pipeline.jobs import JobQueue
 from pipeline.keys import Keys
 from pipeline.top.app import Help, TopApp
@@ -22,6 +23,7 @@ from tests.killable_broker import KillableBroker
 from tests.roles import eventually, run_config
 
 SIZE = (80, 24)
+DETAIL = "the prompt is too long: [/INST] \x1b[2J"  # neither markup nor commands to the terminal
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ async def config(broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path:
     await produce(config)
     queue = JobQueue(client, keys, worker="w")
     [claim] = (await queue.claim(1, 30, 3)).claims
-    await queue.fail(claim, "invalid_request", "the prompt is too long")
+    await queue.fail(claim, "invalid_request", DETAIL)
     async with consuming(config):
         yield config
 
@@ -103,9 +105,24 @@ async def test_one_frame_as_plain_text(config: Config, capsys: pytest.CaptureFix
     await asyncio.to_thread(print_once, config, 0.1)
     said = capsys.readouterr().out
     assert "\x1b" not in said
+    assert "[/INST] \\x1b[2J" in said
     for words in ("why", "stages", "processes", "dead letters", "no worker is alive", "the prompt is too long"):
         assert words in said
     feed = Feed(config)
     lines = frame(await feed.look(), 60).splitlines()
     await feed.close()
     assert max(map(len, lines)) <= 60
+
+
+async def test_a_state_of_another_release_is_said_and_ends_nothing(config: Config, client: Any, keys: Keys) -> None:
+    feed = Feed(config)
+    seen = await feed.look()
+    await client.hset(keys.processes, "other", b'{"role": 7}')
+    view = await feed.look()
+    assert view.now is seen.now
+    assert "the run's state cannot be read for" in frame(view, 80)
+    with pytest.raises(DataError, match="look with the release that runs it"):
+        await asyncio.to_thread(print_once, config, 0.0)
+    await client.hdel(keys.processes, "other")
+    assert not (await feed.look()).problem
+    await feed.close()

@@ -92,11 +92,13 @@ def test_the_numbers_are_those_of_the_work(run: Scraped) -> None:
 def test_the_runs_numbers_are_those_of_the_snapshot(run: Scraped) -> None:
     assert run.now
     stall = Stall(kind="no_trainer", says="x", remedy="y")
-    now = replace(run.now, stalls=[stall], metrics={"rollout/f1": 0.25}, total=9)
+    passing = Stall(kind="credit_exhausted", says="x", remedy="y", blocks=False)
+    now = replace(run.now, stalls=[stall, passing], metrics={"rollout/f1": 0.25}, total=9)
     page = run_page(now).decode()
     assert f'sluice_run_sequences_total{{state="committed"}} {JOBS}.0' in page
     assert 'sluice_run_stalls{kind="no_trainer"} 1.0' in page
     assert 'sluice_run_stalls{kind="no_worker"} 0.0' in page
+    assert 'sluice_run_stalls{kind="credit_exhausted"} 0.0' in page  # an alert of it would page in healthy runs
     assert 'sluice_train_metric{key="rollout/f1"} 0.25' in page
     assert 'sluice_run_processes{role="worker",state="alive"} 1.0' in page
     assert 'sluice_run_stream_entries{stream="results:0"}' in page

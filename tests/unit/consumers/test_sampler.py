@@ -47,6 +47,24 @@ def test_a_step_that_raises_is_a_drop_with_its_traceback() -> None:
     assert "KeyError: 'boom'" in letter.detail
 
 
+def recording(metrics: dict[str, object]) -> Sampler:
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        return structs.replace(exact_answer.target(matched, ctx), metrics=metrics)
+
+    return sampler(replace(TASK, target=target))
+
+
+def test_flags_that_a_task_records_are_numbers_for_the_trainer() -> None:
+    [sample], _ = recording({"custom/right": True, "custom/n": 3}).samples_of(group(result()))
+    assert sample.metrics == {"custom/right": 1.0, "custom/n": 3.0}
+    assert {type(value) for value in sample.metrics.values()} == {float}
+
+
+def test_a_metric_that_is_no_number_is_a_drop() -> None:
+    samples, [letter] = recording({"custom/word": "right"}).samples_of(group(result()))
+    assert (samples, letter.reason) == ([], "task_failed")
+
+
 def test_a_sample_that_is_too_long_is_a_drop_that_names_the_limit() -> None:
     samples, [letter] = sampler(max_sample_tokens=3).samples_of(group(result()))
     assert samples == []

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.config import load_config, resolved_yaml
+from pipeline.config.load import hide_password
 from pipeline.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -107,6 +109,29 @@ def test_the_resolved_file_loads_again_and_keeps_no_password(tmp_path: Path) -> 
     assert "secret" not in text
     again = load_config(write(tmp_path, text), environ={})
     assert (again.worker.count, again.broker.url) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/0", "redis://h:1/0"),
+        ("redis://u:secret@h:1/0?db=2", "redis://:***@h:1/0?db=2"),
+        ("redis://h/0?password=se@cret&db=2", "redis://h/0?password=***&db=2"),
+        ("redis://u:a@h/0?pass%77ord=secret", "redis://:***@h/0?pass%77ord=***"),
+        ("redis://:sec?ret@h/0?password=secret", "redis://:***@h/0?password=***"),
+        ("rediss://h/0?ssl_keyfile=/k&ssl_password=secret", "rediss://h/0?ssl_keyfile=/k&ssl_password=***"),
+        ("u:secret@h:1", ":***@h:1"),
+        ("http://h:9000/?token=secret", "http://h:9000/?token=***"),
+    ],
+)
+def test_no_secret_of_an_address_is_shown_or_stored(url: str, shown: str) -> None:
+    assert hide_password(url) == shown
+    text = resolved_yaml(load_config(None, [f"broker.url={url}", f"rollout.url={url}"], {}))
+    assert "secret" not in text
+    assert "***@" not in text
+    stored = yaml.safe_load(text)
+    assert stored["broker"]["url"] == (url if url == shown else None)
+    assert stored["rollout"]["url"] == shown.replace(":***@", "")
 
 
 def test_a_typo_on_the_command_line_ends_with_exit_code_2(tmp_path: Path) -> None:

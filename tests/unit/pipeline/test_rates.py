@@ -94,6 +94,21 @@ def test_a_stage_that_waits_says_for_what_and_since_when() -> None:
     assert found["gateway"].state == "off"
 
 
+def test_what_is_empty_says_since_when_as_far_as_that_was_seen() -> None:
+    rates = Rates()
+    rates.add(look(0, queued_jobs=3))
+    rates.add(look(1, queued_jobs=0))
+    now = look(10, queued_jobs=0)
+    rates.add(now)
+    says = {stage.name: stage.says for stage in stages(now, rates)}
+    assert says["queue"] == "no job waits or runs (for 9.0 s)"
+    assert says["results"] == "no result waits for the consumers (for at least 10 s)"
+    assert says["batches"] == "no batch waits for the trainer (for at least 10 s)"
+    assert says["weights"].endswith("once its model is loaded (for at least 10 s)")
+    rates.add(now := look(11, queued_jobs=1, latest_version=0))
+    assert (rates.idle("jobs"), rates.idle("weights")) == (None, None)
+
+
 def test_a_stall_is_told_at_its_stage() -> None:
     found = told(state(*others("worker", failed("worker", "EngineError", "it broke")), queued_jobs=5))
     assert (found["worker"].state, found["queue"].state) == ("stalled", "stalled")

@@ -79,6 +79,17 @@ def test_what_is_no_data_set_says_what_to_do(tmp_path: Path) -> None:
                 read(DataConfig(path=path, format="datasets"))
 
 
+def test_a_row_that_cannot_be_decoded_is_an_error_of_the_data(tmp_path: Path) -> None:
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": [datasets.Image()]})
+    broken = [[{"bytes": b"no image", "path": None}]]
+    data = datasets.Dataset.from_dict({"prompt": ["a"], "images": broken}, features=features)
+    data.save_to_disk(str(tmp_path / "data"))
+    config = DataConfig(path=str(tmp_path / "data"))
+    for read in (fingerprint, lambda config: list(read_rows(config))):
+        with pytest.raises(DataError, match=r"data: a row cannot be read .*identify image"):
+            read(config)
+
+
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = saved(tmp_path / "data", [{"prompt": "a"}])
     monkeypatch.setitem(sys.modules, "datasets", None)

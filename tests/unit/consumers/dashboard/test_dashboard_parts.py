@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, cast
 
+import httpx2 as httpx
 import msgspec
 import pytest
+from fastapi import HTTPException
+from redis.asyncio import Redis
 
 from consumers.dashboard import words
+from consumers.dashboard.actions import in_time
+from consumers.dashboard.app import make_app
 from consumers.dashboard.auth import host_name, is_loopback
-from consumers.dashboard.live import event
+from consumers.dashboard.letters import Reasons
+from consumers.dashboard.live import Live, event
+from consumers.dashboard.look import Look
 from consumers.dashboard.overview import points
 from consumers.dashboard.process_rates import ProcessRates
+from consumers.dashboard.render import fragment
 from consumers.dashboard.settings import settings
+from consumers.history.reader import HistoryReader
 from pipeline.config.types import BrokerConfig, Config, ProducerConfig
-from pipeline.status_parts import Process
+from pipeline.dlq import Row
+from pipeline.messages import DeadLetter
+from pipeline.status import Snapshot
+from pipeline.status_parts import Process, Stall
 
 
 @pytest.mark.parametrize(
@@ -50,9 +65,50 @@ def test_a_long_sentence_keeps_its_first_part_and_since_when() -> None:
     assert words.brief("a; b") == "a; b"
 
 
-def test_text_is_cut_to_one_line() -> None:
-    assert words.short("a\n b\tc") == "a b c"
-    assert words.short("x" * 101) == "x" * 99 + "…"
+def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None:
+    look = Look(Config(), Redis(), HistoryReader(Path("none")))
+    live = Live(look)
+
+    def heard(*stalls: Stall) -> str:
+        look.newest, look.number = Snapshot(run="r", state="running", stalls=list(stalls)), look.number + 1
+        return live.render("heard").strip()
+
+    first = heard(Stall(kind="no_worker", says="5 jobs wait for 3 s", since=1.0, remedy="start one"))
+    assert first == "Stalled: no worker."
+    assert heard(Stall(kind="no_worker", says="6 jobs wait for 4 s", since=2.0, remedy="start one")) == first
+    assert "Nothing blocks" in heard(Stall(kind="credit_exhausted", says="x", remedy="wait", blocks=False))
+
+
+def test_nothing_hides_in_a_dead_letter() -> None:
+    look, hidden = Look(Config(), Redis(), HistoryReader(Path("none"))), "a\x1b[31m\u202eb"
+    letter = DeadLetter(seq_id=hidden, reason=hidden, detail=hidden, worker=hidden)
+    row = Row(entry_id="1-1", letter=letter, job=b"a", index=0, n=1)
+    parts = {"reason": hidden, "job": "", "before": "", "next": "", "here": "/", "counted": 1}
+    reasons = Reasons("1-1", 1, {hidden: 1}, True)
+    page = fragment(
+        look, "dead_letters.html.j2", **parts, rows=[row], reasons=reasons, path="/dead-letters", allow_actions=False
+    )
+    shown = re.sub(r'value="[^"]*"', "", page)  # of a form: sent back as it is
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    assert shown.count(r"a\x1b[31m\u202eb") >= 4
+
+
+async def test_the_page_of_an_unexpected_error_has_the_headers_of_every_page() -> None:
+    look = Look(Config(), cast(Any, None), HistoryReader(Path("none")))
+    transport = httpx.ASGITransport(make_app(look), raise_app_exceptions=False, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as browser:
+        answer = await browser.get("/weights")
+    assert answer.status_code == 500
+    assert "This page failed" in answer.text
+    assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+    assert answer.headers["Cache-Control"] == "no-store"
+
+
+async def test_an_action_that_takes_too_long_says_so() -> None:
+    with pytest.raises(HTTPException, match=r"Not all were dropped within 0\.01 s") as told:
+        await in_time(asyncio.get_running_loop().create_future(), "dropped", 0.01)
+    assert told.value.headers == {"HX-Trigger": "letters-changed"}
 
 
 @pytest.mark.parametrize(

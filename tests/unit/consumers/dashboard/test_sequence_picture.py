@@ -103,6 +103,22 @@ def test_a_picture_on_its_side_counts_as_upright() -> None:
     assert check_picture(png(4, 2, "JPEG", exif=exif), ImagesConfig()).size == (2, 4)
 
 
+def test_a_jpeg_of_many_pictures_is_a_jpeg() -> None:
+    more = [Image.new("L", (4, 2), 9)]
+    found = check_picture(png(kind="MPO", save_all=True, append_images=more), ImagesConfig())
+    assert (found.media_type, found.size) == ("image/jpeg", (4, 2))
+
+
+def test_no_pixel_of_a_png_is_decoded() -> None:
+    """Its pixels are broken, which only one who decodes them notices."""
+    whole = png(4, 2)
+    at = whole.index(b"IDAT") + 4
+    broken = whole[:at] + bytes(8) + whole[at + 8 :]
+    with pytest.raises(OSError, match="broken data"), Image.open(io.BytesIO(broken)) as image:
+        image.load()
+    assert check_picture(broken, ImagesConfig()).size == (4, 2)
+
+
 def test_where_the_picture_of_a_sequence_is_named() -> None:
     digest = "0" * 63 + "A"
     named = {"picture": "scenes/a.png"}

@@ -135,6 +135,12 @@ def test_supervision_of_a_detection_sample() -> None:
     ]
 
 
+def test_a_label_that_predicts_nothing_is_none() -> None:
+    sample = training_sample("j:0", labels=TokenArray([-100, 5, 2, 3]))
+    shown = trained_sheet(sample, None).window(tiny_codec("words"), 0, 4)
+    assert [token.label for token in shown] == [None, 5, None, None]
+
+
 def test_what_the_task_added_is_added_though_it_was_sampled_too() -> None:
     codec = tiny_codec("words")
     said = [obj("seven", 1, 2, 300, 400)]

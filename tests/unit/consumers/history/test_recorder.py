@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 from consumers.history.files import TRAINER, history_directory
@@ -9,7 +10,8 @@ from consumers.history.opened import Files
 from consumers.history.recorder import TrainedRecorder
 from consumers.history.records import Trained
 from consumers.sampler import letter
-from pipeline.config.types import Config
+from pipeline.config.operate_types import HistoryConfig
+from pipeline.config.types import Config, ConsumerConfig
 from pipeline.tokens import FloatArray, Runs
 from tests.factories import training_sample
 
@@ -35,6 +37,21 @@ async def test_what_is_trained_and_what_is_dropped_before_it(tmp_path: Path) -> 
         proximal_versions=SAMPLE.proximal_versions,
     )
     assert found["b:0"] == Trained(seq_id="b:0", step=3, version=5, state="dropped", reason="stale")
+
+
+async def test_the_trainers_file_may_hold_what_all_consumers_may(tmp_path: Path) -> None:
+    limits = HistoryConfig(max_mb=1)
+    config = Config(run_dir=str(tmp_path), history=limits, consumer=ConsumerConfig(count=3))
+    recorder, rng = TrainedRecorder(config), random.Random(7)
+    names = [f"g{number}:0" for number in range(6)]
+    for name in names:  # 2.4 MB of noise
+        recorder.note(1, 0, [], [letter(name, rng.randbytes(400_000).hex(), "")])
+        await recorder.flush()
+    await recorder.close()
+    assert (history_directory(config) / TRAINER).stat().st_size > 2 << 20
+    files = Files(history_directory(config))
+    assert sorted(files.trained(names)) == names
+    files.close()
 
 
 async def test_after_a_failure_nothing_more_is_tried(tmp_path: Path) -> None:
