@@ -41,7 +41,7 @@ test: setup ## Run the tests (TESTS=tests/unit for a part)
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadfile $(TESTS)
 
 soak: setup ## Random faults against a run of real processes (FAULTS=200, SEED=n repeats one)
-	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s tests/soak/test_soak.py $(ARGS)
+	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s tests/soak/test_soak.py tests/soak/test_recovery.py $(ARGS)
 
 check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/ruff check .
