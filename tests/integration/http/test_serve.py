@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pipeline.errors import ConfigError, SluiceError
-from pipeline.http.serve import serve
+from pipeline.http.serve import _bind, serve
 from tests.roles import eventually
 from tests.served import served
 
@@ -26,6 +26,14 @@ def test_uvicorn_still_has_what_is_replaced() -> None:
     for name in ("capture_signals", "startup", "shutdown", "on_tick"):
         assert inspect.isfunction(getattr(uvicorn.Server, name))
     assert "with self.capture_signals()" in inspect.getsource(uvicorn.Server.serve)
+
+
+def test_an_answer_waits_for_no_acknowledgement() -> None:
+    """asyncio would set it, but not on the connections of a socket that was made like ours."""
+    with _bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_requests_are_answered_and_signals_are_left_alone() -> None:
