@@ -7,7 +7,9 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-app = App(name="bench", help="Measure: queue, engines, pipeline, guard, weights, rollouts; progress goes to stderr.")
+app = App(
+    name="bench", help="Measure: queue, engines, pipeline, guard, weights, rollouts, truth; progress goes to stderr."
+)
 
 AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
 Quick = Annotated[bool, Parameter(negative="", help="Seconds instead of minutes; it proves nothing.")]
@@ -113,9 +115,9 @@ def guard(
 
     Guard time over step time inside the engine's process, by --counts of sequences, on both backends; the rule alone
     beside a naive re-scan and vLLM's own check; tail tokens saved of --sequences, half of which loop, beside an
-    oracle; and --run-sequences of them through two whole runs, without the guard and with it (0 leaves them out).
-    About 5 minutes. --longest is the new tokens that a looping sequence may have, in the runs at most 1024; --quick
-    takes a minute and proves nothing.
+    oracle, without `any_period` and with it; and --run-sequences of them through two whole runs, without the guard and
+    with it (0 leaves them out). About 5 minutes. --longest is the new tokens that a looping sequence may have, in the
+    runs at most 1024; --quick takes a minute and proves nothing.
 
     Example: `sluice bench guard --no-vllm --json`
     """
@@ -198,3 +200,32 @@ def operate(
     from bench.report import finish
 
     finish(measure(Plan.of(finished=sequences, rounds=rounds, quick=quick)), as_json=json)
+
+
+@app.command
+def truth(
+    names: Annotated[tuple[str, ...], Parameter(help="Architectures; without any, all of the matrix.")] = (),
+    /,
+    *,
+    json: AsJson = False,
+    table: Annotated[bool, Parameter(negative="", help="The table of docs/engine.md instead.")] = False,
+    quick: Quick = False,
+) -> None:
+    """Every number of every architecture in the matrix against transformers' own passes: how many tokens are wrong.
+
+    A tiny model of each is decoded greedily, one row alone and in a batch that rows join and leave, beyond its window:
+    against `generate` with transformers' own cache, and against plain passes. Then random sequences are scored in the
+    trainer's rows, against plain passes. Wrong is a logprob that is off by more than 1e-4 nats in float32, or a greedy
+    token that differs where the two best differ by more. About 3 minutes. --quick takes one and proves little.
+
+    Example: `sluice bench truth Gemma3 Qwen3.5 --json`
+    """
+    from bench.report import finish
+    from bench.truth.measure import measure
+    from bench.truth.measure import table as table_of
+
+    found = measure(names, quick=quick)
+    if table:
+        print(table_of(found["architectures"]))
+        return
+    finish(found, as_json=json)

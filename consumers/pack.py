@@ -95,15 +95,3 @@ def _lay(packed: PackedRows, sample: TrainingSample, place: Place, segment: int)
     packed.weights[at] = weights
     packed.position_ids[at] = np.arange(place.length)
     packed.segment_ids[at] = segment
-
-
-def attention_mask(segment_ids: np.ndarray) -> np.ndarray:
-    """bool [R, 1, L, L], True where query i may see key j: same sample and j <= i. From `segment_ids` [R, L].
-
-    Padding sees itself only, so that no softmax runs over nothing.
-    """
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    real = (segment_ids >= 0)[:, :, None]
-    length = segment_ids.shape[1]
-    causal = np.tril(np.ones((length, length), dtype=bool))
-    return ((same & real & causal) | np.eye(length, dtype=bool))[:, None]

@@ -22,6 +22,7 @@ from pipeline.messages import DeadLetter, SequenceResult, TrainingSample
 
 _UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
 _DETAIL_CHARS = 1500
+HAS_IMAGES = "has_images"
 _MOST = 1e30  # of a reward or an advantage: the loss is in float32
 
 
@@ -49,6 +50,7 @@ class Sampler:
 
     def _weighed(self, samples: dict[Place, TrainingSample]) -> list[TrainingSample]:
         policy = self._context.policy
+        samples = {place: replace(sample, index=place[0]) for place, sample in samples.items()}
         firsts: dict[int, float | None] = {}
         for (index, _), sample in samples.items():
             firsts.setdefault(index, sample.reward)
@@ -57,13 +59,17 @@ class Sampler:
             return list(samples.values())
         advantages = dict(zip(rewards, group_advantages(list(rewards.values()), policy.advantage), strict=True))
         return [
-            sample if sample.advantage is not None else replace(sample, advantage=advantages.get(index))
+            replace(sample, advantage=advantages[index], group_rewards=len(rewards))
+            if sample.advantage is None and index in advantages
+            else sample
             for (index, _), sample in samples.items()
         ]
 
     def _outcome(self, result: SequenceResult) -> TrainingSample | DeadLetter:
         if result.finish_reason in _UNTRAINED_ENDINGS:
             return letter(result.seq_id, result.finish_reason, f"decode ended with {result.finish_reason}")
+        if result.images:
+            return letter(result.seq_id, HAS_IMAGES, blind(len(result.images)))
         try:
             parsed = self._task.parse(result, self._context)
             matched = self._task.match(parsed, result.truth, self._context)
@@ -91,6 +97,15 @@ def _with_numbers(sample: TrainingSample) -> TrainingSample:
 
 def _is_number(value: float | None) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) <= _MOST)
+
+
+def blind(num_images: int) -> str:
+    """Why a sequence whose prompt showed images is not trained."""
+    images = "1 image" if num_images == 1 else f"{num_images} images"
+    return (
+        f"its prompt has {images}, and training has no pixels: its tokens would be trained blind; decode "
+        "such prompts with `sluice generate` or the gateway"
+    )
 
 
 def letter(seq_id: str, reason: str, detail: str) -> DeadLetter:

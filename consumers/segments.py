@@ -1,4 +1,4 @@
-"""What each position of a training sample is."""
+"""What each position of a training sample is, and why a sampled one is not in the policy loss."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ MIXED_ORDER = (
     Segment.false_positive,
 )
 """A token that holds characters of several segments belongs to the last of them in this order."""
+
+
+class LeftOut(IntEnum):
+    """Codes in `TrainingSample.left_out`; on the wire, so a code is never reused."""
+
+    no = 0
+    as_it_came = 1
+    """The task had cleared its mask."""
+    foreign = 2
+    """No version, no finite logprob, or before the answer."""
+    stale = 3
+    """Over `policy.max_token_staleness`."""
+    missing = 4
+    """No proximal logprob came, and `policy.on_missing_proximal` is mask."""

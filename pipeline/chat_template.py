@@ -1,8 +1,10 @@
 """Messages to prompt token ids, by the chat template of the tokenizer, or for an image that of the processor.
 
 - The messages go to the template as they are; nothing is added, merged or dropped.
+- `render` is for prompts without an image: messages that speak of one are refused, whatever the template would make
+  of them.
 - `enable_thinking` is passed; a template that refuses the argument is asked again without it.
-- Where a template for images takes parts only, a string goes to it as one text part.
+- Where a template takes parts only, as some for images do, a string goes to it as one text part.
 - `conversation` is how the messages of an agent, as they come over HTTP, go to a template.
 """
 
@@ -16,7 +18,9 @@ import msgspec
 from jinja2 import TemplateError
 
 from pipeline.errors import ModelError, RequestError
+from pipeline.image_placeholders import check_parts
 from pipeline.messages import Message
+from pipeline.surrogates import lone_surrogate
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,15 @@ class ChatTemplateOptions:
 def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
     """Prompt token ids, shape (prompt_len,).
 
-    Raises ModelError for a tokenizer without chat template, RequestError if the template refuses the messages.
+    Raises ModelError for a tokenizer without chat template, RequestError for messages that the template refuses or that
+    have an image.
     """
-    _check(tokenizer, getattr(tokenizer, "chat_template", None), messages)
-    encoded = _apply(tokenizer, messages, options or ChatTemplateOptions(), tokenize=True, return_dict=False)
+    options = options or ChatTemplateOptions()
+    _check(tokenizer, getattr(tokenizer, "chat_template", None), messages, options)
+    check_parts(messages)
+    if _takes_parts_only(tokenizer):
+        messages = [_in_one_part(one) if isinstance(one.get("content"), str) else one for one in messages]
+    encoded = _apply(tokenizer, messages, options, tokenize=True, return_dict=False)
     return [int(token) for token in encoded]
 
 
@@ -47,8 +56,8 @@ def render_text(
     Raises as `render`.
     """
     template = template or tokenizer.chat_template
-    _check(tokenizer, template, messages)
     options = options or ChatTemplateOptions()
+    _check(tokenizer, template, messages, options)
     if not any(isinstance(message.get("content"), str) for message in messages):
         return _apply(tokenizer, messages, options, tokenize=False, chat_template=template)
 
@@ -66,18 +75,36 @@ def _in_parts(messages: Sequence[Message], rendered: Callable[[Sequence[Message]
     except RequestError:
         shown = ""
     lost = {at for at, mark in strings.items() if mark not in shown}
-    return [
-        {**one, "content": [{"type": "text", "text": one["content"]}]} if at in lost else one
-        for at, one in enumerate(messages)
-    ]
+    return [_in_one_part(one) if at in lost else one for at, one in enumerate(messages)]
 
 
-def _check(tokenizer: Any, template: Any, messages: Sequence[Message]) -> None:
+def _in_one_part(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _takes_parts_only(tokenizer: Any) -> bool:
+    """Whether the template drops the text of a message, and shows the same text as a part."""
+    text = "is this shown"
+    asked: Message = {"role": "user", "content": text}
+
+    def shows(message: Message) -> bool:
+        try:
+            return text in _apply(tokenizer, [message], ChatTemplateOptions(), tokenize=False)
+        except RequestError:  # it has its own rules of what comes first
+            return False
+
+    return not shows(asked) and shows(_in_one_part(asked))
+
+
+def _check(tokenizer: Any, template: Any, messages: Sequence[Message], options: ChatTemplateOptions) -> None:
     if not template:
         name = tokenizer.name_or_path or "the tokenizer"
         raise ModelError(f"{name} has no chat template; add chat_template.jinja beside it, or send prompt_token_ids")
     if not messages:
         raise RequestError("messages is empty; give at least one message")
+    problem = lone_surrogate(list(messages), "messages") or lone_surrogate(list(options.tools), "tools")
+    if problem:
+        raise RequestError(problem)
 
 
 def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions, **how: Any) -> Any:

@@ -2,10 +2,10 @@
 
 - A host is listed exactly: no other port than the one listed (the scheme's own if none is, any with "host:*").
 - The address is checked when its socket is made, so no name can resolve to one thing here and another there.
-- Loopback and private addresses are up to the list; link-local ones (cloud metadata), multicast and
-  unspecified ones are refused always.
-- `AllowedHosts.open_socket`: a loopback address only where the list names a loopback host for the port, so that no
-  other name leads to this host's own services.
+- A connection goes to the address that was checked; the name is not resolved again.
+- Private addresses are up to the list; link-local ones (cloud metadata), multicast and unspecified ones are refused
+  always, and a loopback one unless the list names a loopback host for the port, so that no other name leads to this
+  host's own services.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yarl import URL
 
 from pipeline.errors import RequestError
+
+if TYPE_CHECKING:
+    from aiohttp import TCPConnector
+    from aiohttp.abc import AbstractResolver
 
 _PORTS = {"http": 80, "https": 443}
 _NAT64 = IPv6Network("64:ff9b::/96")
@@ -57,8 +61,9 @@ class AllowedHosts:
         return url.with_fragment(None)
 
     def open_socket(self, info: tuple[Any, ...]) -> socket.socket:
-        """`guarded_socket`, to a loopback address only where the list names a loopback host. Raises RefusedAddress."""
-        address, port = str(info[4][0]), int(info[4][1])
+        """A socket for (family, type, protocol, name, address). Raises RefusedAddress."""
+        family, kind, protocol, _, (address, port, *_) = info
+        refuse_address(str(address))
         if _is_loopback(address) and not any(
             _is_local(host) and (at in (port, "*") or (at is None and port in _PORTS.values()))
             for host, at in self._listed
@@ -67,14 +72,14 @@ class AllowedHosts:
                 f"its host is at {address}, this host itself, and {self._key} has no 127.0.0.1, localhost or [::1] "
                 f"with port {port}; list it if that service is meant"
             )
-        return guarded_socket(info)
+        return socket.socket(family=family, type=kind, proto=protocol)
 
+    def connector(self, limit: int, resolver: AbstractResolver | None = None) -> TCPConnector:
+        """Pooled connections of the running event loop, each to an address that `open_socket` let through."""
+        from aiohttp import TCPConnector
 
-def guarded_socket(info: tuple[Any, ...]) -> socket.socket:
-    """A socket for (family, type, protocol, name, address). Raises RefusedAddress."""
-    family, kind, protocol, _, address = info
-    refuse_address(str(address[0]))
-    return socket.socket(family=family, type=kind, proto=protocol)
+        # one address after the other: an address that is refused ends the try instead of losing a race
+        return TCPConnector(limit=limit, happy_eyeballs_delay=None, socket_factory=self.open_socket, resolver=resolver)
 
 
 def refuse_address(text: str) -> None:

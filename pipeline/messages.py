@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.errors import MessageError
+from pipeline.surrogates import lone_surrogate
 from pipeline.tokens import FloatArray, Runs, TokenArray, check_lengths
 from pipeline.wire import SCHEMA, Wire, decode, encode
 
@@ -32,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 = off
+    top_k: int = 0  # 0 and -1 = off
     repetition_penalty: float = 1.0
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
@@ -46,13 +47,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (0 <= self.temperature < math.inf, "temperature must be >= 0 and finite", self.temperature),
             (not cold, f"temperature must be 0 (greedy) or >= {_COLDEST}", self.temperature),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
-            (self.top_k >= 0, "top_k must be >= 0 (0 = off)", self.top_k),
+            (self.top_k >= -1, "top_k must be >= -1 (0 and -1 = off)", self.top_k),
             (0.001 <= penalty <= 1000, "repetition_penalty must be in 0.001..1000", penalty),
             (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
         )
         for holds, rule, value in checks:
             if not holds:
                 raise ValueError(f"{rule}, got {value}")
+        if problem := lone_surrogate(self.stop, "stop"):
+            raise ValueError(problem)
+        if self.top_k == -1:  # vLLM's word for off; one value here, as it is part of the job id
+            msgspec.structs.force_setattr(self, "top_k", 0)
 
 
 class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +109,9 @@ class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
             )
         if bool(self.messages) == bool(len(self.prompt_token_ids)):
             raise MessageError(f"job {self.job_id}: give either messages or prompt_token_ids")
+        texts = {"messages": self.messages, "images": self.images, "truth": self.truth, "metadata": self.metadata}
+        if problem := lone_surrogate(texts, ""):
+            raise MessageError(f"job {self.job_id}: {problem}")
 
 
 class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
@@ -233,6 +241,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     weights: FloatArray  # cross-entropy weight
     segments: Runs  # codes of `Segment`
     prompt_len: int
+    images: list[ImageRef] = []  # what the prompt showed; nothing here trains with pixels yet, so it is refused by name
     geometry: list[GeometryTarget] = []
     logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # behaviour; 0 outside the rollout
     temperature: float = 1.0  # of every logprob here: not 1 where the worker's logprobs_mode is processed
@@ -240,8 +249,11 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
     proximal_versions: Runs = Runs()
     response_mask: Runs = Runs()
+    left_out: Runs = Runs()  # [T] why a sampled token has mask 0, codes of `LeftOut`; empty = no policy loss
     reward: float | None = None
     advantage: float | None = None
+    index: int = -1  # place in its group; -1 = not stamped
+    group_rewards: int = 0  # how many rewards of the group its advantage was computed from; 0 = it was not
     enqueued_at: float = 0.0  # Unix time, [Q] carried through
     metrics: dict[str, float] = {}  # counters of this sample, keys of pipeline.metrics
 
@@ -257,6 +269,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
             proximal_logprobs=self.proximal_logprobs,
             proximal_versions=self.proximal_versions,
             response_mask=self.response_mask,
+            left_out=self.left_out,
         )
         if not 0 <= self.prompt_len <= tokens:
             raise MessageError(f"{self.seq_id}: prompt_len {self.prompt_len} outside 0..{tokens}")

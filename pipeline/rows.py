@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipeline.errors import DataError
+from pipeline.surrogates import lone_surrogate_in_json
 
 MAX_ROW_BYTES = 16 << 20
 _PARQUET_ENDINGS = (".parquet", ".pq")
@@ -86,7 +87,7 @@ def _read_jsonl(path: Path, kind: type[_RowT], name: str, max_row_bytes: int) ->
             try:
                 yield decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                yield Malformed(where, f"malformed row: {error}")
+                yield Malformed(where, f"malformed row: {lone_surrogate_in_json(line, '') or error}")
 
 
 def _read_parquet(path: Path, kind: type[_RowT], name: str) -> Iterator[_RowT | Malformed]:

@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.chat_template import ChatTemplateOptions, conversation, render
 from pipeline.errors import RequestError
+from pipeline.image_placeholders import check_token_ids
 from pipeline.messages import Message
 
 
@@ -33,33 +34,41 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """A tokenizer, its turn terminators, and how its template is asked."""
+    """A tokenizer, its turn terminators, how its template is asked, and which ids stand for an image."""
 
     tokenizer: Any
     terminators: Collection[int]
     options: ChatTemplateOptions = field(default_factory=ChatTemplateOptions)
+    placeholders: Mapping[int, str] = field(default_factory=dict[int, str])
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the messages with the generation prompt, shape (prompt_len,). Raises RequestError, ModelError."""
-        return render(self.tokenizer, conversation(messages), self.options)
+        token_ids = self._rendered(messages)
+        check_token_ids(token_ids, self.placeholders)
+        return token_ids
 
     def added(self, messages: Sequence[Message], *, at: int, known: Sequence[int]) -> Added:
         """What comes after `known` ids, which end with the sampled turn `messages[at]`.
 
         Raises TemplateDrift when the template has no such suffix, RequestError if it refuses the messages, ModelError.
         """
-        whole = self.prompt(messages)
+        whole = self._rendered(messages)
         if whole[: len(known)] == list(known):
-            return Added(whole[len(known) :])
-        return Added(
-            self._suffix(whole, messages, at, known[-1] in self.terminators if known else False), resynced=True
-        )
+            added = Added(whole[len(known) :])
+        else:
+            terminated = known[-1] in self.terminators if known else False
+            added = Added(self._suffix(whole, messages, at, terminated), resynced=True)
+        check_token_ids(added.token_ids, self.placeholders)  # a sampled one is the policy's own
+        return added
+
+    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+        return render(self.tokenizer, conversation(messages), self.options)
 
     def _suffix(self, whole: list[int], messages: Sequence[Message], at: int, terminated: bool) -> list[int]:
         turn = render(
             self.tokenizer, conversation(messages[: at + 1]), replace(self.options, add_generation_prompt=False)
         )
-        before = self._count(self.prompt(messages[:at])) if at else 0
+        before = self._count(self._rendered(messages[:at])) if at else 0
         ends = self._count(turn)
         if ends > before:
             place = [place for place, token in enumerate(whole) if token in self.terminators][ends - 1 : ends]

@@ -10,6 +10,7 @@ import msgspec
 
 from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
+from pipeline.image_placeholders import image_placeholders
 from pipeline.turn_tokens import Renderer
 
 
@@ -30,23 +31,29 @@ def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
-    return Renderer(tokenizer, frozenset(turn_terminators(tokenizer, path)))
+    placeholders = image_placeholders(_model_file(path, "config.json"), tokenizer)
+    return Renderer(tokenizer, frozenset(turn_terminators(tokenizer, path)), placeholders=placeholders)
 
 
 def turn_terminators(tokenizer: Any, path: str, *, revision: str = "main") -> set[int]:
     """Ids that end an assistant's turn: the `eos_token_id` of tokenizer and generation config."""
+    named = _model_file(path, "generation_config.json", revision).get("eos_token_id")
+    ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return {token for token in ids if isinstance(token, int) and token >= 0}
+
+
+def _model_file(path: str, name: str, revision: str = "main") -> dict[str, Any]:
+    """A JSON file of the model, empty where there is none. Raises ModelError."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(
         path,
-        "generation_config.json",
+        name,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    named = _json(Path(file)).get("eos_token_id") if file else None
-    ids = [tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
-    return {token for token in ids if isinstance(token, int) and token >= 0}
+    return _json(Path(file)) if file else {}
 
 
 def text_decoder(renderer: Renderer) -> Callable[[Sequence[int]], str]:

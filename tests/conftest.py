@@ -18,6 +18,7 @@ from pipeline.keys import Keys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes share the cores; threads of tiny models only wait
 for _name in (*ENVIRONMENT, "SLUICE_GATEWAY_API_KEY", "SLUICE_ROLLOUT_API_KEY"):
     os.environ.pop(_name, None)
 

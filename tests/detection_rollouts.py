@@ -22,15 +22,30 @@ from tests.tiny_tokenizer import WORDS
 PROMPT = [5, 6, 7]
 
 
-def answer(objects: Sequence[dict[str, Any]], codec: HFTextCodec, *, closed: bool = True) -> str:
-    """The literal of these objects, with the integers of boxes as the codec's model writes them."""
-    entries = []
-    for number, item in enumerate(objects, start=1):
-        spell = coord_token if codec.coord_token_ids else str
-        box = ", ".join(spell(value) for value in item["bbox_2d"])
-        desc = json.dumps(item["desc"], ensure_ascii=False)
-        entries.append(f'"object_{number}": {{"desc": {desc}, "bbox_2d": [{box}]}}')
-    return "{" + ", ".join(entries) + ("}" if closed else "")
+def answer(
+    objects: Sequence[dict[str, Any]], codec: HFTextCodec, *, closed: bool = True, grammar: str = "object_n"
+) -> str:
+    """The literal of these objects, with the integers of geometries as the codec's model writes them."""
+    entries = [written(item, codec) for item in objects]
+    if grammar == "objects":
+        return '{"objects": [' + ", ".join(entries) + ("]}" if closed else "")
+    named = (f'"object_{number}": {entry}' for number, entry in enumerate(entries, start=1))
+    return "{" + ", ".join(named) + ("}" if closed else "")
+
+
+def written(item: dict[str, Any], codec: HFTextCodec) -> str:
+    """One object with its fields in their order."""
+
+    def spelled(value: Any) -> str:
+        if isinstance(value, list):
+            return "[" + ", ".join(map(spelled, value)) + "]"
+        return (coord_token if codec.coord_token_ids else str)(value)
+
+    fields = (
+        f'"{key}": {json.dumps(value, ensure_ascii=False) if key == "desc" else spelled(value)}'
+        for key, value in item.items()
+    )
+    return "{" + ", ".join(fields) + "}"
 
 
 def rollout(ids: Sequence[int], seq_id: str = "job:0", **fields: Any) -> SequenceResult:
@@ -84,3 +99,19 @@ DESCS = st.one_of(st.sampled_from(WORDS), st.text(st.characters(codec="utf-8"), 
     lambda text: bool(text.strip())
 )
 OBJECTS = st.builds(lambda desc, box: {"desc": desc, "bbox_2d": box}, DESCS, BOXES)
+_POINTS = st.lists(st.tuples(_COORD, _COORD), min_size=3, max_size=6)
+_POLYGONS = st.one_of(
+    _POINTS.map(lambda points: [value for point in points for value in point]),
+    _POINTS.map(lambda points: [list(point) for point in points]),
+)
+LISTED = st.one_of(
+    OBJECTS,
+    st.builds(lambda desc, box: {"bbox_2d": box, "desc": desc}, DESCS, BOXES),
+    st.builds(lambda desc, poly: {"desc": desc, "poly": poly}, DESCS, _POLYGONS),
+    st.builds(lambda desc, poly: {"poly": poly, "desc": desc}, DESCS, _POLYGONS),
+)
+"""Objects of the grammar `objects`."""
+JUNK = st.sampled_from(
+    ["", "```json\n", "Sure:\n```\n", 'I write {"objects": [...]} now:\n', "{[{", '{"objects": ', "\n ", "é\U0001f600"]
+)
+"""What may stand before such an answer."""

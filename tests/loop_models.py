@@ -48,12 +48,14 @@ def save_loop_model(
     eos_token_id: int | None = None,
     sharpness: float = _MARGIN,
     chains: Sequence[Chain] = (),
+    tokenizer: Any = None,
 ) -> LoopModel:
     """Write it; `eos_token_id` 0 makes the first token of the vocabulary the end of sequence.
 
     `chains` are written as they are, without a common token; the other tokens are laid out by themselves.
+    `tokenizer`: None for the one of `tiny_models`.
     """
-    tokenizer: Any = build_tokenizer()
+    tokenizer = tokenizer or build_tokenizer()
     vocab = len(tokenizer)
     eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     taken = {eos, *(token for lead, loop in chains for token in (*lead, *loop))}
@@ -64,7 +66,7 @@ def save_loop_model(
         looping += [*lead, loop[0]]
     config = Qwen3Config(
         vocab_size=vocab,
-        hidden_size=288,  # one dimension for each token
+        hidden_size=-(-vocab // 32) * 32,  # one dimension for each token
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -107,9 +109,8 @@ def without_end(directory: Path) -> Path:
     return directory
 
 
-def without_spaces(directory: Path) -> Path:
-    """Make a saved tokenizer strip its text, so that a text of spaces has no tokens."""
+def in_lower_case(directory: Path) -> Path:
+    """Make a saved tokenizer write its text in lower case, so that no capital has a token."""
     path = directory / "tokenizer.json"
-    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": strip}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": {"type": "Lowercase"}}))
     return directory

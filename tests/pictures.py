@@ -45,3 +45,26 @@ def wide_gif(width: int = 12_000, height: int = 12_000) -> bytes:
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def progressive_jpeg(side: int = 6000, num_bytes: int = 19 << 20) -> bytes:
+    """A progressive JPEG of one colour with as many scans as fit into the bytes, each of the whole picture.
+
+    Every scan costs a pass over all coefficients and only few bytes: within `images.max_mb` many minutes.
+    """
+    data = encoded(Image.new("L", (side, side)), "JPEG", progressive=True, quality=10)
+    last = data.rindex(b"\xff\xda")
+    head, scan = data[:last], data[last:-2]
+    return head + scan * max(1, (num_bytes - len(head)) // len(scan)) + b"\xff\xd9"
+
+
+def gif_of_zeros(num_bytes: int = 19 << 20) -> bytes:
+    """A GIF whose screen is followed by bytes that begin no block, which readers skip one by one."""
+    return b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0, 0, 0) + bytes(num_bytes) + b";"
+
+
+def png_of_chunks(num_chunks: int = 1_000_000) -> bytes:
+    """A PNG with that many empty chunks before its pixels."""
+    whole = png()
+    at = 8 + 25  # after the signature and IHDR
+    return whole[:at] + _chunk(b"teST", b"") * num_chunks + whole[at:]

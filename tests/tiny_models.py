@@ -5,6 +5,7 @@ Weights are wide (standard deviation 0.3) so that the best two logits are apart 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=vocab, merges=pieces))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIALS))
+    return wrapped(core)
+
+
+def wrapped(core: Tokenizer, more_specials: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """As a model directory has it: ChatML, with the special tokens of all tiny models."""
+    core.add_special_tokens([*SPECIALS, *more_specials])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",

@@ -94,6 +94,7 @@ class DecodeWorker(LeasedWorker):
         if newer is not None:
             self._role.status.waiting(f"weights v{newer} to load, amid {self._held.running} running sequences")
             await self._weights.pull(newer)
+        await self._weights.prove()
         return True
 
     def after_claim(self, got: Claimed) -> None:

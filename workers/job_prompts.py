@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.types import ImagesConfig, ModelConfig
-from pipeline.errors import RequestError
+from pipeline.errors import EngineError, RequestError
 from pipeline.messages import DecodeJob
 from workers.generation.contracts import EngineFacts
 from workers.generation.limits import fit_prompt
 from workers.generation.prompts import Prompts
-from workers.images import ImageStore
+from workers.images.store import ImageStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,25 @@ class JobPrompts:
 
     def text(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
         """The prompt of a job without images. Raises RequestError, or whatever a template or tokenizer throws."""
-        prompt = list(job.prompt_token_ids) or self._prompts.text(job.messages)
+        if not len(job.prompt_token_ids):
+            prompt = self._prompts.text(job.messages)
+        elif job.turn:  # they hold what the policy sampled; the gateway has looked at the others
+            prompt = list(job.prompt_token_ids)
+        else:
+            prompt = self._prompts.without_image(job.prompt_token_ids)
         return JobPrompt(*fit_prompt(job.job_id, prompt, job.sampling, facts))
 
     async def with_image(self, job: DecodeJob) -> JobPrompt:
-        """The prompt of a job with images; the engine takes one. Raises RequestError."""
+        """The prompt of a job with images; the engine takes one.
+
+        Raises RequestError, and EngineError where this host can decode no image at all.
+        """
         if len(job.images) != 1:
             raise RequestError(f"{job.job_id}: exactly one image is supported, got {len(job.images)}")
         prompt = list(job.prompt_token_ids) or await asyncio.to_thread(self._rendered, job)
         try:
             return JobPrompt(prompt, image=await self._images.get(job.images[0]))
-        except RequestError:
+        except (RequestError, EngineError):
             raise
         except Exception as error:  # whatever a file system or a codec throws: it is this job's
             raise RequestError(f"{job.job_id}: the image cannot be had: {error!r}") from error

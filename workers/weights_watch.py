@@ -2,21 +2,25 @@
 
 A version is verified (digest, names, shapes, dtypes) before the engine is touched, and proved after by the probe
 score that the trainer wrote into its manifest. After a failed check or a failed probe the old version serves on; if
-it cannot be loaded back either, the worker ends.
+it cannot be loaded back either, the worker ends. The version that the engine was started with is held to its probe as
+well: an engine that computes this architecture otherwise than the trainer ends at the start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 from pipeline.config.types import Config
-from pipeline.errors import TornWeights, WeightsError
+from pipeline.errors import ModelError, TornWeights, WeightsError
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.weights import WeightsRegistry, verify
 from workers.generation.contracts import Backend
 from workers.probe import probe_of
+
+_HALF_LENIENCE = 4  # half precision alone must not end a worker; another model would be off by much more
 
 
 class WeightsWatch:
@@ -28,6 +32,7 @@ class WeightsWatch:
         self._config: Config = role.config
         self._refused: int | None = None
         self._latest: int | None = None
+        self._is_proved = False  # what the engine has now scores as the trainer measured it
 
     def saw(self, latest: int | None) -> None:
         """The registry's newest version, as the last claim told it."""
@@ -43,6 +48,31 @@ class WeightsWatch:
         if latest is None or latest == self._refused or latest <= self._backend.version:
             return None
         return latest
+
+    async def prove(self) -> None:
+        """Hold the engine to the probe of the version that it was started with, once that is published.
+
+        Raises ModelError where it scores otherwise.
+        """
+        version = self._backend.version
+        if self._is_proved or self._latest is None or self._latest < version:
+            return
+        self._is_proved = True
+        manifest, facts = await self._registry.get(version), self._backend.facts
+        probe = None if manifest is None else probe_of(manifest, facts.dtype, self._config.weights.probe_tolerance)
+        if manifest is None or probe is None:
+            return
+        async with asyncio.timeout(self._config.weights.load_timeout_s):
+            found = await self._backend.score(probe.token_ids)
+        if refusal := probe.refusal(Path(manifest.path), None, found):
+            if facts.dtype != "float32" and abs(found - probe.score) <= _HALF_LENIENCE * probe.tolerance:
+                get_logger().warning("the engine's probe is off", found=refusal, dtype=facts.dtype)
+                return
+            raise ModelError(
+                f"{refusal}: the {facts.name} engine ({facts.engine_version}, {facts.dtype}) computes weights "
+                f"v{version} otherwise than the trainer, so its logprobs would be those of no policy here; use the "
+                "other backend (worker.backend), or raise weights.probe_tolerance if its precision is the cause"
+            )
 
     async def pull(self, version: int) -> bool:
         """Load a version; False if it was refused and the old one serves on. Raises TornWeights if neither serves."""
@@ -64,6 +94,7 @@ class WeightsWatch:
             return False
         if published_at is None:
             return False  # retired meanwhile: a newer one is there
+        self._is_proved = True
         get_logger().info("weights loaded", version=version, behind_s=round(time.time() - published_at, 3))
         return True
 

@@ -1,5 +1,6 @@
-"""One engine with the guard in a process of its own: `python -m bench.guard.child BACKEND MODEL THREADS MAX_BATCH`.
+"""One engine with the guard in a process of its own.
 
+- `python -m bench.guard.child BACKEND MODEL THREADS MAX_BATCH THRESHOLDS`, the last the subtree as JSON.
 - It loads its engine and answers `{}`; then each line on stdin is a Work, answered with a Done.
 - Answers go to the stdout it was started with; whatever libraries print goes to its log.
 - The guard's cost is taken by the engine itself, inside its process, and read every quarter of a second. What counts
@@ -16,9 +17,8 @@ from typing import IO, Any
 
 import msgspec
 
-from bench.guard.plan import DEFAULTS
 from bench.guard.work import Done, Work
-from pipeline.config.types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.messages import SamplingParams
 from workers.generation.backends.hf import HfBackend
 from workers.generation.contracts import SequenceOutput, SequenceRequest
@@ -27,17 +27,17 @@ from workers.guard.watch import GuardCost
 _INTERVAL_S = 0.25
 
 
-def make_backend(name: str, model: Path, max_batch: int) -> Any:
+def make_backend(name: str, model: Path, max_batch: int, thresholds: RepeatTerminateConfig) -> Any:
     """Not started; `vllm` or our own loop."""
     settings = ModelConfig(path=str(model), dtype="float32")
     if name == "hf":
-        return HfBackend(settings, max_batch=max_batch, repeat_terminate=DEFAULTS)
+        return HfBackend(settings, max_batch=max_batch, repeat_terminate=thresholds)
     import torch
 
     from workers.generation.backends.vllm import VllmBackend
 
     options = VllmEngineOptions(enforce_eager=not torch.cuda.is_available())  # compiling outlasts the run on a CPU
-    return VllmBackend(settings, max_batch=max_batch, options=options, repeat_terminate=DEFAULTS)
+    return VllmBackend(settings, max_batch=max_batch, options=options, repeat_terminate=thresholds)
 
 
 async def decode(backend: Any, work: Work) -> Done:
@@ -62,12 +62,11 @@ async def decode(backend: Any, work: Work) -> Done:
     )
 
 
-async def _serve(name: str, model: Path, max_batch: int, answers: IO[bytes]) -> None:
+async def _serve(backend: Any, answers: IO[bytes]) -> None:
     def answer(what: Any) -> None:
         answers.write(msgspec.json.encode(what) + b"\n")
         answers.flush()
 
-    backend = make_backend(name, model, max_batch)
     await backend.start()
     answer({})
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -80,6 +79,7 @@ if __name__ == "__main__":
 
     _answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    _name, _model, _threads, _max_batch = sys.argv[1:]
+    _name, _model, _threads, _max_batch, _thresholds = sys.argv[1:]
     torch.set_num_threads(int(_threads))
-    asyncio.run(_serve(_name, Path(_model), int(_max_batch), _answers))
+    _config = msgspec.json.decode(_thresholds, type=RepeatTerminateConfig)
+    asyncio.run(_serve(make_backend(_name, Path(_model), int(_max_batch), _config), _answers))

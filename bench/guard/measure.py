@@ -28,8 +28,11 @@ def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `step_share`: guard time over step time inside the engine's process, by backend and number of sequences.
-    `ns_per_token`, `naive_ns_per_token`, `upstream_ns_per_token`: of the rule alone, see `bench.guard.pure`.
-    `saved_share`: tail tokens that the guard saves over those of an oracle, see `bench.guard.workload`.
+    `ns_per_token`, `naive_ns_per_token`, `upstream_ns_per_token`: of the rule alone, see `bench.guard.pure`;
+    `any_period_ns_per_token` and `object_keys_ns_per_token` with that one key more.
+    `saved_share`: tail tokens that the guard saves over those of an oracle, see `bench.guard.workload`;
+    `saved_share_any_period`: the same with that key; `saved_share_ceiling`: what any rule could that is armed after
+    `min_new_tokens`.
     `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved` of the
     second by its own metrics. Null where a part did not run.
     """

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import msgspec
+
 from bench.guard.loop_model import CONTEXT
 from bench.pipeline.plan import HOME
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import ConfigError
 
-__all__ = ["DEFAULTS", "HOME", "Plan"]
+__all__ = ["ANY_PERIOD", "DEFAULTS", "HOME", "Plan"]
 
 DEFAULTS = RepeatTerminateConfig(enabled=True)
 """The thresholds that are measured: those of a run which only switches the guard on."""
+
+ANY_PERIOD = msgspec.structs.replace(DEFAULTS, any_period=True)
+"""The same with periods of any length, beside them."""
 
 _SHORTEST = 320  # new tokens; DEFAULTS cannot end anything much earlier
 _RUN_LONGEST = 1024

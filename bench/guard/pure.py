@@ -1,7 +1,7 @@
 """Nanoseconds a token of the rule alone, beside the naive re-scan and vLLM's `repetition_detection`.
 
-- All see the same tokens one by one, in turns within a round, with the default thresholds, object keys off; a figure
-  is the median of the rounds.
+- All see the same tokens one by one, in turns within a round, with the default thresholds; a figure is the median of
+  the rounds. `any_period` and `object_keys` are our rule with that key more, off in the others.
 - All are silent below `min_new_tokens`, and none may trigger: the whole stream is looked at.
 - vLLM's check has one pattern range and one count, so our two rules are two calls: (min 1, max 1, count 64) and
   (min 64, max 64, count 2). `upstream_any_period` is what its users would set: (min 1, max 64, count 3), which also
@@ -15,11 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from msgspec import structs
+
 from bench.guard.naive import naive_rule
-from bench.guard.plan import DEFAULTS
-from bench.guard.streams import random_stream, text_stream
+from bench.guard.plan import ANY_PERIOD, DEFAULTS
+from bench.guard.streams import VOCABULARY, random_stream, text_stream
+from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import SluiceError
-from workers.guard.repeat import RepeatGuard
+from workers.guard.object_keys import ObjectKeys
+from workers.guard.repeat import OFF, RepeatGuard
+
+_KEYS = structs.replace(DEFAULTS, max_object_keys=OFF)
 
 Rule = Callable[[], Callable[[int], Any]]
 """Makes what takes the next token of a new sequence, and says something true if it triggers."""
@@ -28,7 +34,8 @@ Rule = Callable[[], Callable[[int], Any]]
 def ns_per_token(rounds: int, length: int, vllm: bool) -> dict[str, Any]:
     """The fields of this part; upstream's are None where vLLM is not measured."""
     streams = {"random": random_stream(length, 0), "text": text_stream(length, 0)}
-    rules = {"": _ours, "naive_": _naive, **(_upstream() if vllm else {})}
+    ours = {"": _ours(DEFAULTS), "any_period_": _ours(ANY_PERIOD), "object_keys_": _ours(_KEYS, _key_table())}
+    rules = {**ours, "naive_": _naive, **(_upstream() if vllm else {})}
     taken = {name: {stream: list[float]() for stream in streams} for name in rules}
     for number in range(rounds + 1):
         for stream, tokens in streams.items():
@@ -55,8 +62,15 @@ def _time(name: str, rule: Rule, tokens: Sequence[int]) -> float:
     return taken / len(tokens)
 
 
-def _ours() -> Callable[[int], Any]:
-    return RepeatGuard(DEFAULTS).push
+def _ours(config: RepeatTerminateConfig, keys: ObjectKeys | None = None) -> Rule:
+    return lambda: RepeatGuard(config, keys).push
+
+
+def _key_table() -> ObjectKeys:
+    """Every sixteenth id writes a part of the key, more often than any tokenizer's."""
+    key = DEFAULTS.object_key_prefix.encode()
+    parts = [key[: 1 + at] for at in range(len(key))] + [key[at:] for at in range(1, len(key))]
+    return ObjectKeys.of(key, [b" word" if at % 16 else parts[at // 16 % len(parts)] for at in range(VOCABULARY)])
 
 
 def _naive() -> Callable[[int], Any]:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,8 @@ def _run(config: Config) -> dict[str, float]:
         if not began and any("running" in row.facts for row in now.alive("worker")):
             began = time.time()
 
-    code = run_stack(config, title=f"sluice bench guard · {config.run}", watch=watch)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result: without a terminal the run prints there
+        code = run_stack(config, title=f"sluice bench guard · {config.run}", watch=watch)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     run_dir = Path(config.run_dir) / config.run
@@ -78,6 +81,7 @@ def _config(plan: Plan, home: Path, data: Path, guarded: bool) -> Config:
     run = f"guard-{'on' if guarded else 'off'}"
     settings = {
         "run": run,
+        "dashboard.enabled": "false",
         "run_dir": home / "runs",
         "broker.embedded_dir": home / f"broker-{run}",
         "model.path": ensure_model(HOME).resolve(),

@@ -13,10 +13,11 @@ import msgspec
 
 from bench.guard.engines import engine
 from bench.guard.loop_model import Chains, ensure_model
-from bench.guard.plan import DEFAULTS, HOME, Plan
+from bench.guard.plan import ANY_PERIOD, DEFAULTS, HOME, Plan
 from bench.guard.work import Done, Work
 from bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
 from bench.report import say
+from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import SluiceError
 
 _MAX_BATCH = 64
@@ -28,14 +29,29 @@ async def saved(plan: Plan, home: Path) -> dict[str, Any]:
     chains = Chains.make()
     work = starts(chains, plan.sequences)
     full = [chains.continuation(start.token, plan.longest) for start in work]
-    async with engine("hf", ensure_model(HOME).resolve(), _MAX_BATCH, home) as running:
-        done = await running.decode(Work([[start.token] for start in work], plan.longest))
-    _check(done, full, chains.end)
-    kept = [len(whole) if at is None else at for at, whole in zip(done.at_token, full, strict=True)]
     oracle = [_oracle(start, whole) for start, whole in zip(work, full, strict=True)]
-    found = fields(work, full, kept, oracle)
-    say(f"saved {found['saved_share']:.3f} of what an oracle saves, by period {found['saved_share_by_period']}")
-    return {**found, "saved_share_by_ngram_size": _by_size(full, oracle)}
+    ask = Work([[start.token] for start in work], plan.longest)
+    shares: dict[str, dict[str, Any]] = {}
+    for name, thresholds in (("", DEFAULTS), ("any_period", ANY_PERIOD)):
+        async with engine("hf", ensure_model(HOME).resolve(), _MAX_BATCH, home, thresholds) as running:
+            done = await running.decode(ask)
+        _check(done, full, chains.end, thresholds)
+        kept = [len(whole) if at is None else at for at, whole in zip(done.at_token, full, strict=True)]
+        found = shares[name] = fields(work, full, kept, oracle)
+        say(
+            f"{name or 'the rule'} saved {found['saved_share']:.3f} of what an oracle saves, by period "
+            f"{found['saved_share_by_period']}"
+        )
+    any_period = shares["any_period"]
+    armed = [min(len(whole), max(best, DEFAULTS.min_new_tokens)) for whole, best in zip(full, oracle, strict=True)]
+    return {
+        **shares[""],
+        "saved_share_any_period": any_period["saved_share"],
+        "saved_share_any_period_by_period": any_period["saved_share_by_period"],
+        "ended_any_period": any_period["ended"],
+        "saved_share_ceiling": fields(work, full, armed, oracle)["saved_share"],
+        "saved_share_by_ngram_size": _by_size(full, oracle),
+    }
 
 
 def fields(
@@ -88,10 +104,10 @@ def _by_size(full: Sequence[Sequence[int]], oracle: Sequence[int]) -> Mapping[st
     return found
 
 
-def _check(done: Done, full: Sequence[Sequence[int]], end: int) -> None:
+def _check(done: Done, full: Sequence[Sequence[int]], end: int, thresholds: RepeatTerminateConfig) -> None:
     """Raises SluiceError unless the engine did what is written in the model and in the rule."""
     for tokens, at, whole in zip(done.tokens, done.at_token, full, strict=True):
-        keeps = guard_keeps(whole, DEFAULTS)
+        keeps = guard_keeps(whole, thresholds)
         wanted = [*whole[:keeps], end] if at is not None else list(whole)
         if tokens != wanted or (at is None) != (keeps == len(whole)):
             raise SluiceError(

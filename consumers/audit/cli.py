@@ -25,7 +25,8 @@ def audit(
 ) -> int:
     """Recompute the stored logprobs of a run by plain forward passes, and say which tokens are right.
 
-    Needs trainer.keep_rollouts and the weights of the versions; no broker. Exit code 1 when a token is wrong.
+    Advantages and masks are computed again too. Needs trainer.keep_rollouts and the weights of the versions; no broker.
+    Exit code 1 when a token or an advantage is wrong.
 
     Example: `sluice audit .sluice/runs/default --limit 200`
     """
@@ -50,4 +51,4 @@ def audit(
         print_json(found)
     else:
         print_report(found, may_be_half=settings.model.dtype != "float32")
-    return 1 if found.wrong else 0
+    return 1 if found.wrong or found.advantages.wrong else 0

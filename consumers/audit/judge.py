@@ -1,7 +1,9 @@
 """Right, marked, wrong or unchecked: one word for every sampled token.
 
-- wrong: a number is off, is no number, or claims another version than `versions[i] + 1`.
-- unchecked: nothing was found wrong, and a version that it needs is not there.
+- wrong: a number is off, is no number, or claims another version than `versions[i] + 1`; a marked token's proximal
+  logprob is not its behaviour's; its mask, or the advantage that it is trained with, is not what it must be; or it is
+  not what the consumer handed on.
+- unchecked: nothing was found wrong, and a version that it needs is not there, or its sequence had an image.
 - marked: the behaviour logprob is right, and there is no proximal one, which `proximal_versions[i] == -1` says.
 - right: both logprobs are right.
 """
@@ -9,14 +11,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
 from dataclasses import dataclass, field
 from heapq import nlargest
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.audit.report import Fault, FaultKind
+from consumers.audit.advantages import Compared
+from consumers.audit.masks import MaskFindings
+from consumers.audit.report import Fault, FaultKind, NotChecked, Unchecked
 from consumers.audit.stored import Stored
 
 _WORST = 5  # of a kind
@@ -35,11 +39,23 @@ class Recomputed:
         return cls(np.full(tokens, np.nan, dtype=np.float32), np.full(tokens, np.nan, dtype=np.float32))
 
 
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What is known of one sequence beside its recomputed logprobs."""
+
+    mask: MaskFindings
+    advantage: Compared | Unchecked | None  # None: it has none
+    handed_on: Mask | None  # where it differs from what the consumer handed on; None: nothing to compare with
+    is_rewarded_alike: bool = True  # reward and advantage are those that were handed on
+
+
 @dataclass
 class Tally:
     """Counts of tokens and the largest errors (nats) of what was judged so far."""
 
     tolerance: float
+    missing: frozenset[int] = frozenset()  # versions that could not be recomputed
+    newest: int | None = None  # the newest version that the run ever had, where that is known
     tokens: int = 0
     right: int = 0
     marked: int = 0
@@ -52,18 +68,26 @@ class Tally:
     faults: Counter[FaultKind] = field(default_factory=Counter)
     versions_per_sequence: Counter[int] = field(default_factory=Counter)
     worst: list[Fault] = field(default_factory=list)
+    advantages: Counter[Literal["right", "wrong", "unchecked"]] = field(default_factory=Counter)
+    not_checked: dict[Unchecked, list[int]] = field(default_factory=dict)  # sampled tokens, one entry a sequence
 
-    def judge(self, stored: Stored, again: Recomputed, missing: Set[int]) -> None:
-        """Count one sequence; `missing` are the versions that could not be recomputed."""
-        sampled, scored, gone = stored.sampled, stored.scored, list(missing)
+    def judge(self, stored: Stored, again: Recomputed, evidence: Evidence) -> None:
+        """Count one sequence."""
+        self.versions_per_sequence[len(np.unique(stored.versions[stored.sampled]))] += 1
+        sampled, scored, gone = stored.sampled, stored.scored, list(self.missing)
         no_behaviour, no_proximal = np.isin(stored.versions, gone), scored & np.isin(stored.proximal_versions, gone)
         behaviour, proximal = _error(stored.logprobs, again.behaviour), _error(stored.proximal_logprobs, again.proximal)
         compared = (sampled & ~no_behaviour, scored & ~no_proximal)
         off: dict[FaultKind, Mask] = {
-            "version": (stored.versions < -1) | ((stored.mask != 0) & ~sampled),
-            "proximal_version": (stored.proximal_versions != -1) & ~scored,
+            "version": (stored.versions < -1) | ((stored.mask != 0) & ~sampled) | self._unheard_of(stored.versions),
+            "proximal_version": ((stored.proximal_versions != -1) & ~scored)
+            | self._unheard_of(stored.proximal_versions),
             "behaviour": compared[0] & ~(behaviour <= self.tolerance),
             "proximal": compared[1] & ~(proximal <= self.tolerance),
+            "marked": _garbage(stored),
+            "mask": evidence.mask.off,
+            "advantage": self._advantage(stored, evidence),
+            "handed_on": np.zeros_like(sampled) if evidence.handed_on is None else evidence.handed_on,
         }
         wrong = np.logical_or.reduce(list(off.values()))
         unchecked = sampled & (no_behaviour | no_proximal) & ~wrong
@@ -78,17 +102,58 @@ class Tally:
         self.compared += int(compared[0].sum() + compared[1].sum())
         self.behaviour_error = max(self.behaviour_error, _largest(behaviour[compared[0]]))
         self.proximal_error = max(self.proximal_error, _largest(proximal[compared[1]]))
-        self.versions_per_sequence[len(np.unique(stored.versions[sampled]))] += 1
-        self._keep_worst(stored, again, off)
+        self._skip("version_gone", unchecked)
+        for what, where in evidence.mask.unchecked.items():
+            if what != "mask_of_task" or evidence.handed_on is None:  # else compared with the task's own
+                self._skip(what, where & ~wrong)
+        if evidence.handed_on is None:
+            self._skip("handed_on", sampled)
+        self._keep_worst(stored, again, evidence, off)
 
-    def _keep_worst(self, stored: Stored, again: Recomputed, off: dict[FaultKind, Mask]) -> None:
+    def refuse(self, stored: Stored, why: Unchecked) -> None:
+        """Count one sequence of which nothing can be judged."""
+        self._skip(why, stored.sampled)
+        self.tokens += int(stored.sampled.sum())
+        self.unchecked += int(stored.sampled.sum())
+
+    def summary(self) -> list[NotChecked]:
+        """What could not be checked, in the order in which it was met."""
+        return [
+            NotChecked(what=what, sequences=len(tokens), tokens=sum(tokens))
+            for what, tokens in self.not_checked.items()
+        ]
+
+    def _skip(self, what: Unchecked, where: Mask) -> None:
+        if where.any():
+            self.not_checked.setdefault(what, []).append(int(where.sum()))
+
+    def _unheard_of(self, versions: NDArray[np.int32]) -> Mask:
+        return np.zeros_like(versions, dtype=bool) if self.newest is None else versions > self.newest
+
+    def _advantage(self, stored: Stored, evidence: Evidence) -> Mask:
+        """The tokens that are trained with a wrong one; the sequence is counted, also where none is."""
+        nothing, trained = np.zeros_like(stored.sampled), stored.sampled & (stored.mask == 1)
+        found = evidence.advantage
+        if not evidence.is_rewarded_alike or (isinstance(found, Compared) and not found.is_right):
+            self.advantages["wrong"] += 1
+            return trained
+        if isinstance(found, str):
+            self.advantages["unchecked"] += 1
+            self._skip(found, trained)
+        elif found is not None:
+            self.advantages["right"] += 1
+        return nothing
+
+    def _keep_worst(self, stored: Stored, again: Recomputed, evidence: Evidence, off: dict[FaultKind, Mask]) -> None:
         for kind, where in off.items():
             places = np.flatnonzero(where).tolist()
             self.faults[kind] += len(places)
+            if kind == "advantage":
+                places = places[:1]  # one number of the whole sequence
             known = [fault for fault in self.worst if fault.kind == kind]
             rest = [fault for fault in self.worst if fault.kind != kind]
             self.worst = rest + nlargest(
-                _WORST, [*known, *(_fault(kind, stored, again, at) for at in places)], _badness
+                _WORST, [*known, *(_fault(kind, stored, again, evidence, at) for at in places)], _badness
             )
 
 
@@ -101,13 +166,16 @@ def _largest(errors: NDArray[np.float64]) -> float:
     return float(errors[np.isfinite(errors)].max(initial=0.0))
 
 
-def _fault(kind: FaultKind, stored: Stored, again: Recomputed, at: int) -> Fault:
-    of_proximal = kind in ("proximal", "proximal_version")
-    value, other = (
-        (stored.proximal_logprobs[at], again.proximal[at])
-        if of_proximal
-        else (stored.logprobs[at], again.behaviour[at])
-    )
+def _garbage(stored: Stored) -> Mask:
+    """Marked as not scored, and the value is neither the behaviour's nor, where it is not trained, 0."""
+    values, marked = stored.proximal_logprobs, stored.proximal_versions == -1
+    if not len(stored.sample.proximal_logprobs):
+        return np.zeros_like(marked)
+    return marked & (values != stored.logprobs) & ((stored.mask == 1) | (values != 0))
+
+
+def _fault(kind: FaultKind, stored: Stored, again: Recomputed, evidence: Evidence, at: int) -> Fault:
+    value, other = _numbers(kind, stored, again, evidence, at)
     return Fault(
         kind=kind,
         step=stored.step,
@@ -118,6 +186,26 @@ def _fault(kind: FaultKind, stored: Stored, again: Recomputed, at: int) -> Fault
         stored=float(value),
         recomputed=float(other),
     )
+
+
+def _numbers(kind: FaultKind, stored: Stored, again: Recomputed, evidence: Evidence, at: int) -> tuple[Any, Any]:
+    """What is stored, and what it should be."""
+    if kind in ("proximal", "proximal_version"):
+        return stored.proximal_logprobs[at], again.proximal[at]
+    if kind == "marked":
+        return stored.proximal_logprobs[at], stored.logprobs[at]
+    if kind == "mask":
+        return stored.mask[at], 1 - (stored.mask[at] == 1)
+    if kind == "advantage":
+        expected = evidence.advantage.expected if isinstance(evidence.advantage, Compared) else None
+        return _or_nan(stored.sample.advantage), _or_nan(expected)
+    if kind == "handed_on":
+        return stored.token_ids[at], np.nan
+    return stored.logprobs[at], again.behaviour[at]
+
+
+def _or_nan(number: float | None) -> float:
+    return float("nan") if number is None else number
 
 
 def _badness(fault: Fault) -> float:

@@ -59,22 +59,38 @@ def logprobs_of(model: Any, sequence: Stored, positions: NDArray[np.intp]) -> ND
 
 
 def _load(directory: Path, config: ModelConfig) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # the vision tensors that a text model leaves aside, at every version
     attention = config.attn_implementation if config.attn_implementation in ("eager", "sdpa") else None
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{directory}: cannot be loaded ({error})") from error
+    refused: list[Exception] = []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        try:
+            loaded: Any = kind.from_pretrained(
+                directory,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+            model, loading = loaded
+            _check_whole(loading)
+            break
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            refused.append(error)
+    else:
+        raise ModelError(f"{directory}: cannot be loaded ({refused[0]})") from refused[0]
     name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     return model.to(torch.device(name)).eval()
+
+
+def _check_whole(loading: dict[str, Any]) -> None:
+    """A tensor that the files lack is random, and a text model of a multimodal checkpoint may find none of its own."""
+    lacking = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
+    if lacking:
+        raise ValueError(f"{len(lacking)} tensors of the model are not in its files, {lacking[0]} among them")
 
 
 def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:

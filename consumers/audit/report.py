@@ -6,7 +6,19 @@ from typing import Literal
 
 import msgspec
 
-FaultKind = Literal["version", "proximal_version", "behaviour", "proximal"]
+FaultKind = Literal["version", "proximal_version", "behaviour", "proximal", "marked", "mask", "advantage", "handed_on"]
+Unchecked = Literal[
+    "images",  # its logprobs depend on pixels, which are not stored: nothing of the sequence is judged
+    "version_gone",  # a version that its numbers need is not on disk
+    "group_incomplete",  # members whose rewards made the advantage are not among the stored samples
+    "advantage_of_task",  # the task gave the advantage itself
+    "advantage_unstamped",  # an older release stored it: how many rewards made it is not known
+    "mask_of_task",  # the target is a function of your own, and may have cleared the mask
+    "mask_unstamped",  # an older release stored it: why the trainer cleared the mask is not known
+    "staleness",  # metrics.jsonl has no such step, so the trainer's version is not known
+    "handed_on",  # the history does not hold the sequence as it was handed to the trainer
+]
+"""What could not be checked of a sequence. But for `images` and `version_gone`, all else of it was judged."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,8 +30,24 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     version: int
     proximal_version: int
-    stored: float  # nats
-    recomputed: float  # nats
+    stored: float  # nats; of `mask` 0 or 1, of `advantage` itself, of `handed_on` the token's id
+    recomputed: float  # the same
+
+
+class NotChecked(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of the audited sequences one cause kept from being checked."""
+
+    what: Unchecked
+    sequences: int
+    tokens: int  # sampled ones that it concerns
+
+
+class Advantages(msgspec.Struct, frozen=True, kw_only=True):
+    """Sequences that have an advantage, or should; `wrong` ones make their trained tokens wrong."""
+
+    right: int
+    wrong: int
+    unchecked: int
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +74,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     versions_per_sequence: dict[int, int]  # number of versions that sampled one sequence -> sequences
     faults: dict[FaultKind, int]  # wrong tokens by what is wrong; one token may have two
     worst: list[Fault]
+    advantages: Advantages
+    not_checked: list[NotChecked]
 
 
 def listed(numbers: list[int]) -> str:

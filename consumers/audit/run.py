@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from consumers.audit.judge import Recomputed, Tally
+from consumers.audit.advantages import Groups
+from consumers.audit.handed_on import HandedOn, changed_tokens, is_rewarded_alike
+from consumers.audit.judge import Evidence, Recomputed, Tally
+from consumers.audit.masks import check_mask
 from consumers.audit.meter import Meter
 from consumers.audit.recompute import logprobs_of, open_version
-from consumers.audit.report import Report, listed
-from consumers.audit.run_files import ROLLOUTS, WEIGHTS
+from consumers.audit.report import Advantages, Report, listed
+from consumers.audit.run_files import HISTORY, ROLLOUTS, WEIGHTS, trained_versions
 from consumers.audit.stored import Stored, choose, read_sequences
 from pipeline.config.types import Config, ModelConfig
 from pipeline.errors import DataError, WeightsError
+from pipeline.weights import newest_number
 
 Pairs = list[tuple[Stored, Recomputed]]
 
@@ -32,15 +37,23 @@ def audit_run(
     if config.trainer.torch_threads:
         torch.set_num_threads(config.trainer.torch_threads)
     folder = directory / ROLLOUTS
-    sequences, stored = choose(read_sequences(folder, steps), limit, seed)
+    groups = Groups(config)
+    sequences, stored = choose(groups.noting(read_sequences(folder, steps)), limit, seed)
     pairs = [(sequence, Recomputed.empty(len(sequence.token_ids))) for sequence in sequences]
     needed = sorted(set().union(*(sequence.needed() for sequence in sequences)))
-    if not needed:
+    if not needed and not any(sequence.has_images for sequence in sequences):
         raise DataError(f"{folder}: none of its {stored} sequences has a token that the policy sampled")
     missing = _recompute(directory / WEIGHTS, config.model, pairs, needed)
-    tally = Tally(tolerance)
-    for sequence, again in pairs:
-        tally.judge(sequence, again, missing)
+    trained_at = trained_versions(directory)
+    # The step after which a version is published is written down before the version is.
+    newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
+    tally = Tally(tolerance, frozenset(missing), newest)
+    with HandedOn(directory / HISTORY) as history:
+        for sequence, again in pairs:
+            if sequence.has_images:
+                tally.refuse(sequence, "images")
+            else:
+                tally.judge(sequence, again, _evidence(sequence, config, groups, trained_at, history))
     return Report(
         run=directory.resolve().name,
         tokens=tally.tokens,
@@ -62,6 +75,20 @@ def audit_run(
         versions_per_sequence=dict(sorted(tally.versions_per_sequence.items())),
         faults=dict(tally.faults),
         worst=tally.worst,
+        advantages=Advantages(**{word: tally.advantages[word] for word in ("right", "wrong", "unchecked")}),
+        not_checked=tally.summary(),
+    )
+
+
+def _evidence(
+    stored: Stored, config: Config, groups: Groups, trained_at: Mapping[int, int], history: HandedOn
+) -> Evidence:
+    before = history.sample(stored)
+    return Evidence(
+        mask=check_mask(stored, config, trained_at.get(stored.step)),
+        advantage=groups.compare(stored),
+        handed_on=None if before is None else changed_tokens(stored, before),
+        is_rewarded_alike=before is None or is_rewarded_alike(before, stored.sample),
     )
 
 
@@ -77,7 +104,7 @@ def _recompute(root: Path, config: ModelConfig, pairs: Pairs, needed: list[int])
             meter.doing(f"version {version}")
             if not _recompute_version(root, version, config, its_pairs, meter):
                 missing.add(version)
-    if len(missing) == len(needed):
+    if needed and len(missing) == len(needed):
         raise WeightsError(
             f"{root}: none of the versions that these rollouts need is there ({listed(needed)}); keep more of them "
             "(weights.retention), or audit newer steps (--steps)"

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
+import msgspec
+
 from pipeline.config import Config, load_config
 from pipeline.errors import ConfigError, DataError
 
-ROLLOUTS, WEIGHTS, RESOLVED = "rollouts", "weights", "config.resolved.yaml"
+ROLLOUTS, WEIGHTS, HISTORY = "rollouts", "weights", "history"
+RESOLVED, METRICS = "config.resolved.yaml", "metrics.jsonl"
 
 
 def find_run(run: str, config: Config) -> Path:
@@ -28,6 +31,25 @@ def stored_config(directory: Path, given: Config, overrides: Sequence[str]) -> C
     """The configuration that the run was made with, `--set` on top; `given` where none was stored."""
     file = directory / RESOLVED
     return load_config(file, overrides, environ={}) if file.is_file() else given
+
+
+class _Step(msgspec.Struct):
+    step: int
+    version: int | None = None
+
+
+def trained_versions(directory: Path) -> dict[int, int]:
+    """The version of the weights that each step trained, by step; raises DataError for a damaged metrics.jsonl."""
+    file = directory / METRICS
+    if not file.is_file():
+        return {}
+    # A last line without its end is being written.
+    whole = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and line.strip()]
+    try:
+        steps = [msgspec.json.decode(line, type=_Step) for line in whole]
+    except msgspec.DecodeError as error:
+        raise DataError(f"{file}: cannot be read ({error}); delete the damaged lines to go on without them") from error
+    return {each.step: each.version for each in steps if each.version is not None}
 
 
 def step_bounds(steps: str | None) -> tuple[float, float]:

@@ -26,14 +26,33 @@ class Stored:
     """One sequence; every array has shape (tokens,)."""
 
     step: int
-    seq_id: str
+    sample: TrainingSample
     token_ids: NDArray[np.int32]
     mask: NDArray[np.int32]  # 1 = sampled and trained
     versions: NDArray[np.int32]
     logprobs: NDArray[np.float32]  # nats
     proximal_versions: NDArray[np.int32]
     proximal_logprobs: NDArray[np.float32]  # nats
-    temperature: float  # of both logprobs
+
+    @property
+    def seq_id(self) -> str:
+        return self.sample.seq_id
+
+    @property
+    def temperature(self) -> float:
+        """Of both logprobs."""
+        return self.sample.temperature
+
+    @property
+    def has_images(self) -> bool:
+        """Its logprobs depend on pixels, which are not stored."""
+        return bool(self.sample.images)
+
+    @property
+    def left_out(self) -> NDArray[np.int32] | None:
+        """Codes of `LeftOut`; None where the trainer's fill had no part in it."""
+        codes = self.sample.left_out
+        return np.array(codes.expand(), dtype=np.int32) if len(codes) else None
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
@@ -47,7 +66,11 @@ class Stored:
 
     def needed(self) -> set[int]:
         """The versions whose forward pass this sequence needs."""
-        return {*self.versions[self.sampled].tolist(), *self.proximal_versions[self.scored].tolist()}
+        return (
+            set()
+            if self.has_images
+            else {*self.versions[self.sampled].tolist(), *self.proximal_versions[self.scored].tolist()}
+        )
 
 
 def read_sequences(folder: Path, steps: str | None = None) -> Iterator[Stored]:
@@ -79,14 +102,13 @@ def _stored(step: int, sample: TrainingSample) -> Stored:
     size = len(sample.token_ids)
     return Stored(
         step=step,
-        seq_id=sample.seq_id,
+        sample=sample,
         token_ids=np.array(sample.token_ids, dtype=np.int32),
         mask=_ints(sample.response_mask, size, 0),
         versions=_ints(sample.versions, size, -1),
         logprobs=_floats(sample.logprobs, size),
         proximal_versions=_ints(sample.proximal_versions, size, -1),
         proximal_logprobs=_floats(sample.proximal_logprobs, size),
-        temperature=sample.temperature,
     )
 
 

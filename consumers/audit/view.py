@@ -9,14 +9,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from consumers.audit.report import Fault, Report, listed
+from consumers.audit.report import Fault, FaultKind, Report, Unchecked, listed
 
 _WIDE = 160  # columns, where there is no terminal
-_FAULTS = {
+_FAULTS: dict[FaultKind, str] = {
     "version": "sampled, and no version says by which weights",
     "proximal_version": "proximal version is neither version + 1 nor -1",
     "behaviour": "behaviour logprob is off",
     "proximal": "proximal logprob is off",
+    "marked": "marked as not scored, and its proximal logprob is not the behaviour's",
+    "mask": "response mask is not what was sampled and not left out",
+    "advantage": "advantage is not that of its group's rewards",
+    "handed_on": "not what was handed to the trainer",
+}
+_NOT_CHECKED: dict[Unchecked, str] = {
+    "images": "sequences with images: stored samples hold no pixels, so nothing of them was judged",
+    "version_gone": "a version that their logprobs need is not there any more",
+    "group_incomplete": "advantages: members of the group were not trained, so their rewards are not stored",
+    "advantage_of_task": "advantages: the task gave them itself",
+    "advantage_unstamped": "advantages: stored by an older release, which did not say how many rewards made them",
+    "mask_of_task": "masks: rollout_matching.target is your own, and may have cleared these",
+    "mask_unstamped": "masks: stored by an older release, which did not say why the trainer cleared them",
+    "staleness": "the staleness bound: metrics.jsonl does not hold these steps",
+    "handed_on": "against what was handed to the trainer: the history does not hold these sequences",
 }
 
 
@@ -37,6 +52,13 @@ def print_report(found: Report, *, may_be_half: bool) -> None:
         f"\nlargest error {found.max_error:.1e} nats (behaviour {found.max_behaviour_error:.1e}, proximal "
         f"{found.max_proximal_error:.1e}) of {found.compared:,} logprobs; tolerance {found.tolerance:g}\n"
     )
+    if any((found.advantages.right, found.advantages.wrong, found.advantages.unchecked)):
+        of = found.advantages
+        say(f"advantages of sequences: {of.right:,} right, {of.wrong:,} wrong, {of.unchecked:,} not checked\n")
+    if found.not_checked:
+        say("what was not checked")
+        console.print(_unchecked(found))
+        say("")
     console.print(_per_sequence(found))
     if found.wrong:
         say(f"\nthe worst {len(found.worst)} of {found.wrong:,} wrong tokens")
@@ -68,6 +90,13 @@ def _per_sequence(found: Report) -> Table:
     table = _table("versions per sequence", "sequences", right=(0, 1))
     for versions, count in found.versions_per_sequence.items():
         table.add_row(str(versions), f"{count:,}")
+    return table
+
+
+def _unchecked(found: Report) -> Table:
+    table = _table("tokens", "sequences", "", right=(0, 1))
+    for each in found.not_checked:
+        table.add_row(f"{each.tokens:,}", f"{each.sequences:,}", Text(_NOT_CHECKED[each.what]))
     return table
 
 

@@ -1,13 +1,46 @@
-"""Boxes: xyxy, integers 0-999 of the image's width and height, x2 >= x1 and y2 >= y1; arrays are float64."""
+"""Boxes: xyxy, integers 0-999 of the image's width and height, x2 >= x1 and y2 >= y1; arrays are float64.
+
+Polygons: at least three points of the same integers; what is matched of one is the box around it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 Box = tuple[int, int, int, int]
 MAX_COORD = 999
+MIN_POLY = 6  # coordinates of a polygon
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A geometry as it is written; of two with the same `form` each coordinate has its counterpart."""
+
+    kind: Literal["bbox_2d", "poly"]
+    coords: tuple[int, ...]  # x and y in turn
+    in_pairs: bool = False  # a polygon of [x, y] pairs
+
+    @property
+    def form(self) -> tuple[str, int, bool]:
+        """Kind, number of coordinates, how they are grouped."""
+        return self.kind, len(self.coords), self.in_pairs
+
+    @property
+    def box(self) -> Box:
+        """The geometry itself, or the box around it."""
+        xs, ys = self.coords[::2], self.coords[1::2]
+        return min(xs), min(ys), max(xs), max(ys)
+
+
+def is_polygon(values: Sequence[object]) -> bool:
+    """Three points or more, integers in range; a bool is no integer."""
+    if len(values) < MIN_POLY or len(values) % 2:
+        return False
+    return all(type(value) is int and 0 <= value <= MAX_COORD for value in values)
 
 
 def is_box(values: Sequence[object]) -> bool:

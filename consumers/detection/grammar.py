@@ -1,5 +1,11 @@
-"""A string- and escape-aware scanner of the answer literal, with character positions.
+"""The grammars of the answer literal, and a string- and escape-aware scanner of them, with character positions.
 
+| `rollout_matching.grammar` | literal                                                                    |
+|----------------------------|----------------------------------------------------------------------------|
+| `object_n` (default)       | `{"object_1": {"desc": "seven", "bbox_2d": [1, 2, 3, 4]}, …}`              |
+| `objects`                  | `{"objects": [{"desc": "seven", "bbox_2d": [1, 2, 3, 4]}, …]}`, also `poly` |
+
+- `object_n` starts the answer. Before `objects` there may be anything, such as a code fence; it is skipped.
 - Every character is looked at a bounded number of times; nesting, members and items are bounded; numbers are
   never converted here. So hostile text costs linear time and bounded memory.
 - Nothing is repaired: at the first character outside the grammar the scan stops.
@@ -13,13 +19,40 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_DEPTH = 16
-MAX_ITEMS = 64
-"""Items of a list or members of an object that are kept; an object with more members is refused."""
+MAX_MEMBERS = 64
+"""Of an object inside the answer; one with more is refused."""
+MAX_ITEMS = 1024
+"""Of a list that are kept."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING_MARK = re.compile(r'["\\]')
 _BRACE_MARK = re.compile(r'["{}]')
 _ATOM = re.compile(r'[^\s,\[\]{}":]+')
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """How objects are written one after the other, and which geometries they may have."""
+
+    opened: re.Pattern[str]  # what is before the first object
+    opening: str  # the same as it is written
+    end: str  # of the entries
+    closing: str  # what is written after the last object
+    is_numbered: bool  # entries have the names object_<n>
+    geometries: tuple[str, ...]
+
+
+OBJECT_N = Grammar(re.compile(r"\A[ \t\n\r]*\{"), "{", "}", "}", is_numbered=True, geometries=("bbox_2d",))
+OBJECTS = Grammar(
+    # Prose before the answer may quote it; what counts is the first list that begins with an object, else an empty one.
+    re.compile(r'\{[ \t\n\r]*"objects"[ \t\n\r]*:[ \t\n\r]*\[(?=[ \t\n\r]*[{\]])'),
+    '{"objects": [',
+    "]",
+    "]}",
+    is_numbered=False,
+    geometries=("bbox_2d", "poly"),
+)
+GRAMMARS = {"object_n": OBJECT_N, "objects": OBJECTS}
 
 Kind = Literal["string", "atom", "list", "object"]
 
@@ -37,42 +70,50 @@ class Value:
 
 @dataclass(frozen=True)
 class Member:
-    """One entry of the outermost object; `body` is None when its braces close but its inside is malformed."""
+    """One entry; `body` is None when its braces close but its inside is malformed."""
 
-    key: Value
+    key: Value | None  # None where entries have no names
     body: Value | None
     end: int  # characters, after the entry's value
 
 
 @dataclass(frozen=True)
 class Scan:
-    """`closed`: the outermost brace closed within the limits."""
+    """`closed`: the outermost brace closed within the limits; `start`: characters that were skipped before it."""
 
     members: tuple[Member, ...]
     closed: bool
+    start: int = 0
 
 
-def scan(text: str, max_members: int) -> Scan:
-    """Read `{"key": {...}, ...}` from the start of the text, at most `max_members` complete members."""
-    at = _skip(text, 0)
+def scan(text: str, max_members: int, grammar: Grammar = OBJECT_N) -> Scan:
+    """Read the literal of the grammar, at most `max_members` complete members."""
+    found = list(grammar.opened.finditer(text))
+    filled = (one for one in found if not text.startswith(grammar.end, _skip(text, one.end())))
+    opened = next(filled, found[0] if found else None)
     members: list[Member] = []
-    if not text.startswith("{", at):
+    if opened is None:
         return Scan((), False)
-    at = _skip(text, at + 1)
-    if text.startswith("}", at):
-        return Scan((), True)
+    at, start = _skip(text, opened.end()), opened.start()
+    if text.startswith(grammar.end, at):
+        return Scan((), _closes(text, at, grammar), start)
     while len(members) < max_members:
-        member = _member(text, at)
+        member = _member(text, at) if grammar.is_numbered else _entry(text, None, at)
         if member is None:
             break
         members.append(member)
         at = _skip(text, member.end)
-        if text.startswith("}", at):
-            return Scan(tuple(members), True)
+        if text.startswith(grammar.end, at):
+            return Scan(tuple(members), _closes(text, at, grammar), start)
         if not text.startswith(",", at):
             break
         at = _skip(text, at + 1)
-    return Scan(tuple(members), False)
+    return Scan(tuple(members), False, start)
+
+
+def _closes(text: str, at: int, grammar: Grammar) -> bool:
+    """Whether the outermost brace closes here, where the entries end."""
+    return grammar.end == "}" or text.startswith("}", _skip(text, at + 1))
 
 
 def string_value(text: str, value: Value) -> str | None:
@@ -92,7 +133,11 @@ def _member(text: str, at: int) -> Member | None:
     at = _skip(text, key.end)
     if not text.startswith(":", at):
         return None
-    at = _skip(text, at + 1)
+    return _entry(text, key, _skip(text, at + 1))
+
+
+def _entry(text: str, key: Value | None, at: int) -> Member | None:
+    """The value of an entry; None where it is unfinished."""
     if not text.startswith("{", at):
         value = read_value(text, at, len(text), MAX_DEPTH)
         unfinished = value is None or (value.kind == "atom" and value.end == len(text))
@@ -142,7 +187,7 @@ def _object(text: str, start: int, stop: int, depth: int) -> Value | None:
     at = _skip(text, start + 1)
     if text.startswith("}", at, stop):
         return Value("object", start, at + 1)
-    while len(members) < MAX_ITEMS:
+    while len(members) < MAX_MEMBERS:
         key = _string(text, at, stop)
         at = _skip(text, key.end) if key else stop
         if key is None or not text.startswith(":", at, stop):

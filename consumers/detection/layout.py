@@ -12,8 +12,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from consumers.detection.answer import Piece, answer_pieces, coord_texts, desc_text
+from consumers.detection.answer import Piece, answer_pieces, coord_texts, desc_text, geometry_text
 from consumers.detection.geometry import Box
+from consumers.detection.grammar import GRAMMARS
 from consumers.detection.labels import Edit
 from consumers.detection.match import DetectionMatch
 from consumers.detection.parse import DetectionParse
@@ -52,14 +53,14 @@ def draft(matched: Matched, ctx: TaskContext) -> Draft:
     """Lay out the target of one rollout."""
     parsed, value = matched.parsed, matched.value
     plain = truth_only(parsed.result.seq_id, ctx.seed, ctx.options.gt_only_fraction)
-    coord_tokens = bool(ctx.codec.coord_token_ids)
+    coord_tokens, grammar = bool(ctx.codec.coord_token_ids), GRAMMARS[ctx.options.grammar]
     if plain or not parsed.valid:
-        pieces = answer_pieces(value.truths, 1, coord_tokens, goes_on=False)
+        pieces = answer_pieces(value.truths, 1, coord_tokens, goes_on=False, grammar=grammar)
         text = _text(pieces)
         boxes = _appended_boxes(pieces, value.truths, 0)
         return Draft(text, ctx.codec.encode(text), 0, _codes(pieces), len(value.truths), boxes=boxes)
     appended = [value.truths[at] for at in value.unmatched]
-    pieces = answer_pieces(appended, parsed.value.next_index, coord_tokens, goes_on=True)
+    pieces = answer_pieces(appended, parsed.value.next_index, coord_tokens, goes_on=True, grammar=grammar)
     boxes = _matched_boxes(parsed.value, value) + _appended_boxes(pieces, appended, parsed.value.cut)
     return _after_prefix(matched, pieces, boxes, ctx)
 
@@ -69,9 +70,7 @@ def _after_prefix(matched: Matched, pieces: list[Piece], boxes: list[WrittenBox]
     value: DetectionMatch = matched.value
     kept = matched.parsed.prefix_len
     rest, tail = parsed.text[parsed.kept_chars : parsed.cut], _text(pieces)
-    last = parsed.objects[-1]
-    values_kept = parsed.kept_chars >= max([last.desc_span, *last.coord_spans])[1]
-    if len(parsed.objects) - 1 in value.truth_of and values_kept:
+    if parsed.kept_chars >= _last_value_end(parsed, value):
         new_ids = ctx.codec.encode(rest + tail)
     else:
         new_ids = (ctx.codec.encode(rest) if rest else []) + ctx.codec.encode(tail)
@@ -86,16 +85,25 @@ def _after_prefix(matched: Matched, pieces: list[Piece], boxes: list[WrittenBox]
     )
 
 
+def _last_value_end(parsed: DetectionParse, value: DetectionMatch) -> int:
+    """The character after the last value of the last object, or the end of the text where it is not supervised."""
+    last = len(parsed.objects) - 1
+    if last not in value.truth_of:
+        return len(parsed.text) + 1
+    item, truth = parsed.objects[last], value.truths[value.truth_of[last]]
+    return max(stop for _, stop in [item.desc_span, *item.value_spans(truth.geometry)])
+
+
 def _prefix_codes(parsed: DetectionParse, value: DetectionMatch) -> list[Segment]:
-    """An object owns everything since the end of the one before it."""
-    codes: list[Segment] = []
+    """An object owns everything since the end of the one before it; what the grammar skipped is never supervised."""
+    codes = [Segment.false_positive] * parsed.start
     for at, item in enumerate(parsed.objects):
         matched = at in value.truth_of
         code = Segment.matched_structure if matched else Segment.false_positive
         codes += [code] * (item.end - len(codes))
         if matched:
             _paint(codes, item.desc_span, Segment.matched_desc)
-            for span in item.coord_spans:
+            for span in item.value_spans(value.truths[value.truth_of[at]].geometry):
                 _paint(codes, span, Segment.matched_coord)
     return codes
 
@@ -105,7 +113,10 @@ def _edits(parsed: DetectionParse, value: DetectionMatch, coord_tokens: bool) ->
     for at, truth_at in value.truth_of.items():
         item, truth = parsed.objects[at], value.truths[truth_at]
         edits.append(Edit(item.desc_span, desc_text(truth)))
-        edits += map(Edit, item.coord_spans, coord_texts(truth, coord_tokens))
+        spans, texts = item.value_spans(truth.geometry), coord_texts(truth.geometry, coord_tokens)
+        if len(spans) != len(texts):  # one span for all: the label leads to the truth's form, and the rest is off
+            texts = [geometry_text(truth.geometry, coord_tokens)]
+        edits += map(Edit, spans, texts)
     return sorted(edits, key=lambda edit: edit.span)
 
 
@@ -113,6 +124,7 @@ def _matched_boxes(parsed: DetectionParse, value: DetectionMatch) -> list[Writte
     return [
         WrittenBox(parsed.objects[at].coord_spans, value.truths[truth_at].box)
         for at, truth_at in sorted(value.truth_of.items())
+        if parsed.objects[at].geometry.kind == value.truths[truth_at].geometry.kind == "bbox_2d"
     ]
 
 
@@ -122,7 +134,12 @@ def _appended_boxes(pieces: list[Piece], truths: list[Truth], start: int) -> lis
         if code == Segment.appended_coord:
             spans.append((start, start + len(text)))
         start += len(text)
-    return [WrittenBox(tuple(spans[4 * at : 4 * at + 4]), truth.box) for at, truth in enumerate(truths)]
+    boxes: list[WrittenBox] = []
+    for truth in truths:
+        mine, spans = spans[: len(truth.geometry.coords)], spans[len(truth.geometry.coords) :]
+        if truth.geometry.kind == "bbox_2d":
+            boxes.append(WrittenBox(tuple(mine), truth.box))
+    return boxes
 
 
 def _paint(codes: list[Segment], span: tuple[int, int], code: Segment) -> None:

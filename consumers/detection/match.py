@@ -14,10 +14,12 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from consumers.detection.geometry import Box, centre_distances, iou_matrix
+from consumers.detection.grammar import GRAMMARS
 from consumers.detection.parse import DetectionParse
 from consumers.detection.truth import Truth, read_truths
 from consumers.task import Matched, Parsed, TaskContext
 from pipeline.config.types import RolloutMatchingConfig
+from pipeline.errors import TaskError
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,10 @@ class DetectionMatch:
 
 
 def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
-    """Match the valid objects; raises TaskError for a truth that is no list of {desc, bbox_2d}."""
+    """Match the valid objects; raises TaskError for a truth that is no list of the grammar's objects."""
     value: DetectionParse = parsed.value
-    truths = read_truths(truth, parsed.result.seq_id, ctx.codec)
+    truths = read_truths(truth, parsed.result.seq_id, ctx.codec, GRAMMARS[ctx.options.grammar])
+    _check_regressed(truths, parsed.result.seq_id, ctx.options)
     valid = [at for at, item in enumerate(value.objects) if item.reason is None]
     predictions = [value.objects[at].box for at in valid]
     pairs, ious, rejections = assign(predictions, [item.box for item in truths], ctx.options)
@@ -48,6 +51,16 @@ def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
     }
     metrics = {key: float(count) for key, count in counts.items()}
     return Matched(parsed, DetectionMatch(truths, truth_of, unmatched), metrics)
+
+
+def _check_regressed(truths: list[Truth], where: str, options: RolloutMatchingConfig) -> None:
+    """Raise TaskError for a truth whose place would have no loss."""
+    at = next((at for at, item in enumerate(truths) if item.geometry.kind != "bbox_2d"), None)
+    if at is not None and options.matched_supervision == "geometry":
+        raise TaskError(
+            f"{where}: truth[{at}] is a polygon, and matched_supervision: geometry regresses boxes alone; give its "
+            "bbox_2d, or use truth_labels"
+        )
 
 
 def assign(

@@ -2,9 +2,10 @@
 
 The rules are checked in this order, and the first broken one is the reason:
 
-- `key_invalid`: name not object_<n> or used before, value no well-formed object, a key twice or unknown;
-- `unknown_geom`: a geometry key besides bbox_2d;
-- `missing_desc`, `missing_geom`, `wrong_arity`;
+- `key_invalid`: name (where entries have names) not object_<n> or used before, value no well-formed object, a key twice
+  or unknown;
+- `unknown_geom`: a geometry key that the grammar does not have, or a second one;
+- `missing_desc`, `missing_geom`, `wrong_arity` (also of a polygon: under three points, an odd number of coordinates);
 - `non_coord_token`: not an integer or, with coordinate tokens, not one of them;
 - `bbox_invalid`: out of range or order.
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from consumers.detection.geometry import Box, is_box
-from consumers.detection.grammar import Member, Value, string_value
+from consumers.detection.geometry import MIN_POLY, Box, Geometry, is_box, is_polygon
+from consumers.detection.grammar import MAX_ITEMS, OBJECT_N, Grammar, Member, Value, string_value
 
 Span = tuple[int, int]
+_NONE = Geometry("bbox_2d", (0, 0, 0, 0))
 
 _NAME = re.compile(r"object_(0|[1-9][0-9]{0,8})")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
@@ -28,7 +30,7 @@ _LONGEST_NUMBER = 4  # "-999"; longer ones are out of range and never converted
 
 @dataclass(frozen=True)
 class ParsedObject:
-    """Spans are [start, end) in characters of the answer; the last four are set for valid objects only."""
+    """Spans are [start, end) in characters of the answer; what follows `reason` is set for valid objects only."""
 
     end: int
     index: int | None
@@ -36,11 +38,23 @@ class ParsedObject:
     desc: str = ""
     box: Box = (0, 0, 0, 0)
     desc_span: Span = (0, 0)  # between the quotes
-    coord_spans: tuple[Span, ...] = ()  # 4, in the order x1 y1 x2 y2
+    coord_spans: tuple[Span, ...] = ()  # in the order of the geometry's coordinates
+    geometry: Geometry = _NONE
+    geometry_span: Span = (0, 0)  # key and value
+
+    def value_spans(self, truth: Geometry) -> list[Span]:
+        """What a truth's geometry is laid over: the coordinates, or the whole geometry where none has a counterpart."""
+        return list(self.coord_spans) if self.geometry.form == truth.form else [self.geometry_span]
 
 
-def read_object(text: str, member: Member, taken: set[str], coord_tokens: bool) -> ParsedObject:
+def read_object(
+    text: str, member: Member, taken: set[str], coord_tokens: bool, grammar: Grammar = OBJECT_N
+) -> ParsedObject:
     """Read one entry; `taken` holds the names used so far and is extended."""
+    if member.key is None:
+        if member.body is None or member.body.kind != "object":
+            return ParsedObject(member.end, None, "key_invalid")
+        return _read_body(text, member.body, None, coord_tokens, grammar)
     name = string_value(text, member.key)
     known = _NAME.fullmatch(name) if name is not None else None
     index = int(known.group(1)) if known else None
@@ -53,48 +67,73 @@ def read_object(text: str, member: Member, taken: set[str], coord_tokens: bool) 
         taken.add(name)
     if reason or body is None:
         return ParsedObject(member.end, index, reason)
-    return _read_body(text, body, index, coord_tokens)
+    return _read_body(text, body, index, coord_tokens, grammar)
 
 
-def _read_body(text: str, body: Value, index: int | None, coord_tokens: bool) -> ParsedObject:
+def _read_body(text: str, body: Value, index: int | None, coord_tokens: bool, grammar: Grammar) -> ParsedObject:
     keys = [string_value(text, key) for key, _ in body.members]
     fields = {key: value for key, (_, value) in zip(keys, body.members, strict=True) if key is not None}
-    reason = _key_reason(keys, fields)
+    kind = next((name for name in grammar.geometries if name in fields), "bbox_2d")
+    reason = _key_reason(keys, fields, kind)
     desc = fields.get("desc")
     words = string_value(text, desc) if desc is not None and desc.kind == "string" else None
     if reason is None and (desc is None or words is None or not words.strip()):
         reason = "missing_desc"
     numbers: list[int] = []
-    geometry = fields.get("bbox_2d")
+    value = fields.get(kind)
+    items = _coords(value) if kind == "poly" else value.items if value is not None and value.kind == "list" else ()
     if reason is None:
-        reason = _box_reason(text, geometry, coord_tokens, numbers)
-    if reason is not None or desc is None or words is None or geometry is None:
+        reason = _geometry_reason(text, kind, value, items, coord_tokens, numbers)
+    if reason is not None or desc is None or words is None or value is None:
         return ParsedObject(body.end, index, reason)
-    x1, y1, x2, y2 = numbers
-    spans = tuple((item.start, item.end) for item in geometry.items)
-    return ParsedObject(body.end, index, None, words, (x1, y1, x2, y2), (desc.start + 1, desc.end - 1), spans)
+    in_pairs = kind == "poly" and value.items[0].kind == "list"
+    geometry = Geometry("poly" if kind == "poly" else "bbox_2d", tuple(numbers), in_pairs)
+    return ParsedObject(
+        end=body.end,
+        index=index,
+        reason=None,
+        desc=words,
+        box=geometry.box,
+        desc_span=(desc.start + 1, desc.end - 1),
+        coord_spans=tuple((item.start, item.end) for item in items),
+        geometry=geometry,
+        geometry_span=(body.members[keys.index(kind)][0].start, value.end),
+    )
 
 
-def _key_reason(keys: list[str | None], fields: dict[str, Value]) -> str | None:
+def _key_reason(keys: list[str | None], fields: dict[str, Value], kind: str) -> str | None:
     if None in keys or len(fields) < len(keys):
         return "key_invalid"
-    extra = set(fields) - {"desc", "bbox_2d"}
+    extra = set(fields) - {"desc", kind}
     if not extra:
         return None
     geometric = all(_GEOMETRY.search(key.lower()) or fields[key].kind == "list" for key in extra)
     return "unknown_geom" if geometric else "key_invalid"
 
 
-def _box_reason(text: str, geometry: Value | None, coord_tokens: bool, numbers: list[int]) -> str | None:
-    """Why the box is refused; on success its four integers are in `numbers`."""
-    if geometry is None:
+def _coords(value: Value | None) -> tuple[Value, ...]:
+    """The coordinates of a polygon, flat or in pairs; none of what is neither."""
+    if value is None or value.kind != "list" or len(value.items) >= MAX_ITEMS:  # a longer list was cut
+        return ()
+    if all(item.kind == "list" and len(item.items) == 2 for item in value.items):
+        return tuple(inner for item in value.items for inner in item.items)
+    return value.items
+
+
+def _geometry_reason(
+    text: str, kind: str, value: Value | None, items: tuple[Value, ...], coord_tokens: bool, numbers: list[int]
+) -> str | None:
+    """Why the geometry is refused; on success its integers are in `numbers`."""
+    if value is None:
         return "missing_geom"
-    if geometry.kind != "list" or len(geometry.items) != 4:
+    if kind == "poly" and (len(items) < MIN_POLY or len(items) % 2):
         return "wrong_arity"
-    for item in geometry.items:
+    if kind == "bbox_2d" and len(items) != 4:
+        return "wrong_arity"
+    for item in items:
         found = (_COORD if coord_tokens else _INTEGER).fullmatch(text, item.start, item.end)
         if item.kind != "atom" or found is None:
             return "non_coord_token"
         digits = found.group(1) if coord_tokens else found.group()
         numbers.append(int(digits) if len(digits) <= _LONGEST_NUMBER else -1)
-    return None if is_box(numbers) else "bbox_invalid"
+    return None if (is_polygon if kind == "poly" else is_box)(numbers) else "bbox_invalid"

@@ -1,6 +1,6 @@
 """What the model wrote: objects in order of appearance, each valid or dropped for one counted reason.
 
-- The answer ends at the first turn terminator; the literal must start it (white space aside).
+- The answer ends at the first turn terminator. What may stand before the literal is the grammar's rule.
 - Of a rollout of several turns only the last one is read; those before it are its prompt.
 - The kept prefix ends with the last complete object, valid or not; with nothing valid, nothing is kept.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from consumers.detection.grammar import Scan, scan
+from consumers.detection.grammar import GRAMMARS, Grammar, Scan, scan
 from consumers.detection.objects import ParsedObject, read_object
 from consumers.rollout import final_turn, rollout_metrics
 from consumers.spans import answer_ids, clean_cut
@@ -20,13 +20,17 @@ from pipeline.metrics import DROP_REASONS
 
 @dataclass(frozen=True)
 class DetectionParse:
-    """`text` is the answer up to its terminator; `cut` the character after the last complete object."""
+    """`text` is the answer up to its terminator; `cut` the character after the last complete object.
+
+    The literal begins at character `start`; what is before it was skipped.
+    """
 
     text: str
     objects: tuple[ParsedObject, ...]
     truncated: bool
     cut: int
     kept_chars: int  # characters of the `prefix_len` kept tokens; < cut when a token straddles the cut
+    start: int = 0
 
     @property
     def valid(self) -> list[ParsedObject]:
@@ -44,21 +48,22 @@ def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
     whole, result = result, final_turn(result)
     ids = answer_ids(result, ctx.codec)
     text = ctx.codec.decode(ids)
-    found = scan(text[: ctx.options.max_text_chars], ctx.options.max_objects)
-    objects = _objects(text, found, bool(ctx.codec.coord_token_ids))
+    grammar = GRAMMARS[ctx.options.grammar]
+    found = scan(text[: ctx.options.max_text_chars], ctx.options.max_objects, grammar)
+    objects = _objects(text, found, bool(ctx.codec.coord_token_ids), grammar)
     valid = any(item.reason is None for item in objects)
     cut = objects[-1].end if valid else 0
     prefix_len, kept_chars = clean_cut(ctx.codec, ids, text, cut)
-    value = DetectionParse(text, objects, not found.closed, cut, kept_chars)
+    value = DetectionParse(text, objects, not found.closed, cut, kept_chars, found.start)
     metrics = rollout_metrics(whole, ctx.options) | _metrics(value)
     return Parsed(result, value, prefix_len, valid, metrics)
 
 
-def _objects(text: str, found: Scan, coord_tokens: bool) -> tuple[ParsedObject, ...]:
+def _objects(text: str, found: Scan, coord_tokens: bool, grammar: Grammar) -> tuple[ParsedObject, ...]:
     objects: list[ParsedObject] = []
     taken: set[str] = set()
     for member in found.members:
-        objects.append(read_object(text, member, taken, coord_tokens))
+        objects.append(read_object(text, member, taken, coord_tokens, grammar))
     return tuple(objects)
 
 

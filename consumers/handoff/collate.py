@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from consumers.pack import IGNORED
+from consumers.sampler import blind
+from consumers.training.proximal import proximal_of
+from pipeline.errors import TaskError
 from pipeline.messages import TrainingSample
 
 
@@ -30,7 +33,7 @@ class Batch(TypedDict):
     response_mask: Tensor  # int64 [B, L]: 1 = sampled by the policy
     logprobs: Tensor  # float32 [B, L]: of the version that sampled the token; 0 where none did
     versions: Tensor  # int64 [B, L]: that version; -1 where none did
-    proximal_logprobs: Tensor  # float32 [B, L]: under proximal_versions
+    proximal_logprobs: Tensor  # float32 [B, L]: under proximal_versions; equal to logprobs where there is none
     proximal_versions: Tensor  # int64 [B, L]: versions + 1; -1 = not scored
     temperatures: Tensor  # float32 [B]
     rewards: Tensor  # float32 [B]; NaN = none
@@ -38,11 +41,15 @@ class Batch(TypedDict):
 
 
 def tensors_of(samples: Sequence[TrainingSample], pad_id: int) -> Batch:
-    """The samples in their order; `input_ids` are padded with `pad_id`."""
+    """The samples in their order; `input_ids` are padded with `pad_id`. Raises TaskError for one with images."""
+    for sample in samples:
+        if sample.images:
+            raise TaskError(f"{sample.seq_id}: {blind(len(sample.images))}")
     weights = _rows(samples, [sample.weights for sample in samples], 0.0, torch.float32)
     weights[:, :1] = 0.0  # nothing stands before the first token to predict it from
     labels = _rows(samples, [sample.labels for sample in samples], IGNORED, torch.int64)
     labels[weights == 0] = IGNORED
+    proximal = [proximal_of(sample) for sample in samples]
     ones = [np.ones(len(sample.token_ids)) for sample in samples]
     return Batch(
         seq_ids=[sample.seq_id for sample in samples],
@@ -55,8 +62,8 @@ def tensors_of(samples: Sequence[TrainingSample], pad_id: int) -> Batch:
         response_mask=_rows(samples, [sample.response_mask.expand() for sample in samples], 0, torch.int64),
         logprobs=_rows(samples, [sample.logprobs for sample in samples], 0.0, torch.float32),
         versions=_rows(samples, [sample.versions.expand() for sample in samples], -1, torch.int64),
-        proximal_logprobs=_rows(samples, [sample.proximal_logprobs for sample in samples], 0.0, torch.float32),
-        proximal_versions=_rows(samples, [sample.proximal_versions.expand() for sample in samples], -1, torch.int64),
+        proximal_logprobs=_rows(samples, [values for values, _ in proximal], 0.0, torch.float32),
+        proximal_versions=_rows(samples, [versions for _, versions in proximal], -1, torch.int64),
         temperatures=torch.tensor([sample.temperature for sample in samples]),
         rewards=_numbers([sample.reward for sample in samples]),
         advantages=_numbers([sample.advantage for sample in samples]),

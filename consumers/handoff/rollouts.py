@@ -19,10 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from consumers.codec import HFTextCodec
 from consumers.handoff.collate import Batch, tensors_of
 from consumers.handoff.staging import probe_of, stage
 from consumers.handoff.thread import SessionThread
+from consumers.training.forward import Layout, TrainerForward
 from consumers.training.model import probe_tokens
 from pipeline.config import Config, load_config
 from pipeline.errors import DataError, ModelError, TaskError
@@ -42,7 +45,7 @@ class Rollouts:
         self._source = Path(self.config.model.path)
         self._root = Path(self.config.run_dir) / self.config.run / "weights"
         self._thread = SessionThread(self.config, frozenset(seen))
-        self._complete = False
+        self._complete = self._proved = False
         self.version = -1  # of the newest weights; from __enter__ on
 
     def __enter__(self) -> Rollouts:
@@ -85,13 +88,34 @@ class Rollouts:
             else:
                 return  # its last samples are given, and wait for publish or done
 
+    def prove(self, model: Any) -> None:
+        """Raises ModelError unless the batches, given to `model` with their attention mask, get the logprobs of plain
+        passes. The first `publish` does it; call it before the loop to fail before the first step. What is
+        no transformers model (a directory, a wrapper) is not proved, and the log says so.
+        """
+        if isinstance(model, PreTrainedModel):
+            config = self.config.trainer
+            forward = TrainerForward(
+                model,
+                pad_id=self._pad_id,
+                row_tokens=self.config.consumer.row_tokens,
+                micro_batch_tokens=config.micro_batch_tokens,
+            )
+            forward.prove([Layout.padded])
+        else:
+            get_logger().warning("not proved: only a transformers model can be", given=type(model).__name__)
+        self._proved = True
+
     def publish(self, model: Any, *, metrics: Mapping[str, float] | None = None) -> int:
         """Make `model` the next weight version, then finish what was given; returns its number.
 
         `model`: a transformers model, or a directory that its `save_pretrained` wrote. `metrics` go to the run's
-        metrics.jsonl and status, beside those of the rollouts; TaskError for one that is no number.
+        metrics.jsonl and status, beside those of the rollouts; TaskError for one that is no number. The first call
+        proves the model (see `prove`).
         """
         record = _numbers(metrics)
+        if not self._proved:
+            self.prove(model)
         staged = stage(model, self._source, self._root)
         try:
             probe = self._probe_tokens(model)

@@ -30,7 +30,10 @@ def stage(model: Any, source: Path, root: Path) -> Path:
             raise ModelError(f"{model}: no such directory; give a model, or a directory made by save_pretrained")
         _copy(Path(model), aside)
     elif hasattr(model, "save_pretrained"):
-        model.save_pretrained(aside)
+        try:
+            model.save_pretrained(aside)
+        except ValueError as error:  # of its generation_config, for one
+            raise ModelError(f"the model cannot be saved: {error}") from error
     else:
         raise ModelError(f"a {type(model).__name__} has no save_pretrained; give the transformers model itself")
     _check(aside, source)

@@ -75,7 +75,9 @@ def open_for_reading(path: Path) -> sqlite3.Connection | None:
             return db
     except sqlite3.DatabaseError as error:
         db.close()
-        raise DataError(f"{path}: cannot be read as a history ({error}); delete it if it is damaged") from error
+        raise DataError(
+            f"{path}: cannot be read as a history ({error}); try again if it is busy, delete it if it is damaged"
+        ) from error
     except BaseException:
         db.close()
         raise

@@ -105,7 +105,9 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, zlib.error, msgspec.MsgspecError, MessageError) as error:
-        raise DataError(f"{path}: cannot be read as a history ({error}); delete it if it is damaged") from error
+        raise DataError(
+            f"{path}: cannot be read as a history ({error}); try again if it is busy, delete it if it is damaged"
+        ) from error
 
 
 def _whole(kind: type[T], raw: bytes | None) -> T | None:

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, save_file
 
-from consumers.training.model import write_model
+from consumers.training.model import read_model, write_model
+from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
 from pipeline.messages import DeadLetter
@@ -93,11 +94,16 @@ def newest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainerState:
-    """Fill model, optimiser and random state; raises ModelError for a damaged checkpoint."""
+def load(
+    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: ModelConfig | None = None
+) -> TrainerState:
+    """Fill model, optimiser and random state; raises ModelError for a damaged checkpoint.
+
+    `config`: how the model is loaded; None as by default.
+    """
     try:
         state = msgspec.json.decode((directory / _STATE).read_bytes(), type=TrainerState)
-        load_model(model, str(directory / "model.safetensors"))
+        model.load_state_dict(read_model(directory, config or ModelConfig()).state_dict())
         _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
         raise ModelError(

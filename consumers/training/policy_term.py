@@ -2,7 +2,8 @@
 
 - A sample takes part when it has an advantage; its tokens are those with `response_mask` 1, after its first.
 - The loss is of `token_ids`, what was sampled; `labels` may say otherwise and belong to the cross-entropy.
-- Whoever calls has filled `proximal_logprobs` at every such token, or has cleared its mask.
+- Whoever calls has filled `proximal_logprobs` at every such token, or has cleared its mask. A token that is marked as
+  not scored (`proximal_versions` -1) has w = 1, whatever stands at it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from consumers.pack import PackedRows
 from consumers.training.losses import token_logprobs
 from consumers.training.policy_loss import PolicySums, policy_loss
+from consumers.training.proximal import proximal_of
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError
 from pipeline.messages import TrainingSample
@@ -67,7 +69,7 @@ def policy_rows(samples: Sequence[TrainingSample], packed: PackedRows) -> Policy
             continue
         at = (place.row, slice(place.start, place.start + place.length))
         rows.mask[at] = mask
-        rows.proximal[at] = np.where(mask, np.array(sample.proximal_logprobs), 0)
+        rows.proximal[at] = np.where(mask, proximal_of(sample)[0], 0)
         rows.behaviour[at] = np.where(mask, np.array(sample.logprobs), 0)
         rows.advantages[at] = np.where(mask, sample.advantage, 0)
         if len(sample.versions):

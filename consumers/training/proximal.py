@@ -16,7 +16,8 @@
 
 - Version 0 is a version; -1 is none. A proximal version that is neither -1 nor versions[i] + 1 is never used.
 - Afterwards `proximal_versions` is true or -1 at every token that is trained, and where it is -1 the value is the
-  behaviour logprob; where the mask is 0 they are 0 and -1.
+  behaviour logprob; where the mask is 0 they are 0 and -1, and `left_out` says why a sampled token has none.
+- Whatever stands at a token that is marked -1 is never read: `proximal_of` is the one place that reads the values.
 - The sample that came in, and the batch that it is stored in, stay as they are.
 """
 
@@ -30,6 +31,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from consumers.segments import LeftOut
 from consumers.training.proximal_counts import Counts
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError
@@ -58,6 +60,20 @@ class Plan:
     is_lost: bool  # the sample will be dropped as stale: nothing needs to be scored
 
 
+def proximal_of(sample: TrainingSample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The proximal logprobs (nats) that may be used, and the version of each; both of shape (len(token_ids),).
+
+    Where the version is not versions[i] + 1, or the value no finite number, they are the behaviour logprob (0 where
+    that was not handed on) and -1.
+    """
+    length = len(sample.token_ids)
+    versions = np.array(sample.versions.expand() or [-1] * length, dtype=np.int64)
+    claimed = np.array(sample.proximal_versions.expand() or [-1] * length, dtype=np.int64)
+    values, behaviour = _floats(sample.proximal_logprobs, length), np.array(sample.logprobs or [0.0] * length)
+    true = (versions >= 0) & (claimed == versions + 1) & np.isfinite(values)
+    return np.where(true, values, behaviour), np.where(true, claimed, -1)
+
+
 def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
     """Sort the tokens of one sample; raises MessageError where a per-token array is missing altogether."""
     tokens = _ints(sample, "response_mask") == 1
@@ -68,7 +84,7 @@ def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
         raise _missing(sample, "logprobs")
     behind = np.arange(len(tokens)) >= max(1, sample.prompt_len)  # the very first position follows nothing
     usable = tokens & behind & (versions >= 0) & np.isfinite(behaviour)
-    true = (claimed == versions + 1) & np.isfinite(_floats(sample.proximal_logprobs, len(tokens)))
+    true = proximal_of(sample)[1] >= 0
     lag = version - versions
     stale = usable & (lag > options.max_token_staleness)
     on_policy = usable & ~stale & (lag == 0)
@@ -166,17 +182,29 @@ def fill(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float], op
         proximal_logprobs=FloatArray(np.where(trained, values, 0.0).tolist()),
         proximal_versions=Runs.of(np.where(known & trained, plan.versions + 1, -1).tolist()),
         response_mask=Runs.of(trained.astype(int).tolist()),
+        left_out=_left_out(plan, missing & off),
         weights=FloatArray(np.where(plan.stale, 0.0, plan.sample.weights).tolist()),  # nor by cross-entropy
     )
     return Filled(sample, counts)
 
 
+def _left_out(plan: Plan, missing: Mask) -> Runs:
+    """Why each token has mask 0 afterwards; what was left out before keeps its reason."""
+    length = len(plan.tokens)
+    versions = np.array(plan.sample.versions.expand() or [-1] * length, dtype=np.int64)
+    before = np.array(plan.sample.left_out.expand() or [LeftOut.no] * length, dtype=np.int64)
+    codes = np.where(plan.tokens, LeftOut.no, before)
+    codes[(versions >= 0) & ~plan.tokens & (before == LeftOut.no)] = LeftOut.as_it_came
+    for where, why in ((plan.foreign, LeftOut.foreign), (plan.stale, LeftOut.stale), (missing, LeftOut.missing)):
+        codes[where] = why
+    return Runs.of(codes.tolist())
+
+
 def _known(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float]) -> tuple[NDArray[np.float64], Mask]:
     """What the loss shall use at each token, and where that is a proximal logprob."""
     length = len(plan.tokens)
-    values = _floats(plan.sample.logprobs, length)
-    known = plan.kept.copy()
-    values[known] = _floats(plan.sample.proximal_logprobs, length)[known]
+    values, known = _floats(plan.sample.logprobs, length), plan.kept.copy()
+    values[known] = proximal_of(plan.sample)[0][known]
     if plan.recompute.any():
         own = np.array(recomputed, dtype=np.float64)
         good = plan.recompute & np.isfinite(own)

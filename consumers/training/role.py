@@ -42,7 +42,7 @@ async def _train(config: Config, shard: Shard | None) -> None:
         role.spawn(owner.keep())
         provenance.store(config, Path(config.run_dir) / config.run)
         role.status.waiting(f"the model to load from {source}")
-        model = await asyncio.to_thread(load_policy, source, config.model)
+        model = await asyncio.to_thread(load_policy, source, config.model, dropout=config.trainer.dropout)
         codec = HFTextCodec(source)
         pad_id = codec.eos_token_ids[0] if codec.eos_token_ids else 0
         step = TrainStep(
@@ -55,6 +55,8 @@ async def _train(config: Config, shard: Shard | None) -> None:
         )
         if shard is not None:
             await asyncio.to_thread(shard, step.model, step.optimizer)
+        role.status.waiting("the proof of the forward pass")
+        await asyncio.to_thread(step.prove)
         for warning in policy_warnings(config):
             get_logger().warning("policy loss", known=warning)
         await Trainer(role, owner, step, source, trackers).run()

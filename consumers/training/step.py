@@ -7,21 +7,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from consumers.pack import PackedRows, attention_mask, collate, pack_rows
+from consumers.pack import PackedRows
 from consumers.training.distributed import whole
+from consumers.training.forward import Proof, TrainerForward
 from consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
 from consumers.training.policy_term import PolicyTerm, temperature_rows
 from pipeline.config.types import PolicyConfig, TrainerConfig
-from pipeline.errors import ModelError
 from pipeline.messages import TrainingSample
-
-_KEEP_SAMPLES_APART = ("sdpa", "eager")
 
 
 class TrainStep:
@@ -38,12 +36,9 @@ class TrainStep:
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
     ) -> None:
         self.model, self._config, self._policy = model, config, policy
-        self._pad_id, self._row_tokens = pad_id, row_tokens
-        if model.config._attn_implementation not in _KEEP_SAMPLES_APART:
-            raise ModelError(
-                f"model.attn_implementation {model.config._attn_implementation!r} ignores the mask that keeps packed "
-                f"samples apart; use one of {', '.join(_KEEP_SAMPLES_APART)}"
-            )
+        self._forward = TrainerForward(
+            model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens
+        )
         self._coord_ids = torch.tensor(list(coord_ids), dtype=torch.long, device=model.device)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -52,6 +47,10 @@ class TrainStep:
             weight_decay=config.weight_decay,
             fused=True,
         )
+
+    def prove(self) -> Proof:
+        """The start-up proof of the forward pass (see forward.py). Raises ModelError."""
+        return self._forward.prove()
 
     def run(self, samples: Sequence[TrainingSample], step: int, *, version: int | None = None) -> dict[str, float]:
         """Train once on the samples; returns numbers under `train/` keys, and `policy/` ones with a policy loss.
@@ -64,7 +63,7 @@ class TrainStep:
         learning_rate = self._learning_rate(step)
         ce_sum = geometry_sum = 0.0
         policy = PolicyTerm(samples, self._policy, version) if self._policy.enabled else None
-        for packed in self._micro_batches(samples):
+        for packed in self._forward.micro_batches(samples):
             ce, geometry, of_policy = self._losses(packed, samples, policy)
             loss = ce / total + geometry / boxes + of_policy
             if loss.requires_grad:
@@ -90,10 +89,10 @@ class TrainStep:
         self.model.eval()
         try:
             with torch.no_grad():
-                for packed in self._micro_batches(samples):
+                for packed in self._forward.micro_batches(samples):
                     token_ids = torch.from_numpy(packed.input_ids).to(self.model.device)
                     heats = temperature_rows(samples, packed, self.model.device)
-                    logprobs = row_logprobs(self._logits(packed), token_ids, heats).tolist()
+                    logprobs = row_logprobs(self._forward.logits(packed), token_ids, heats).tolist()
                     for place in packed.places:
                         found = logprobs[place.row][place.start : place.start + place.length]
                         scores[place.sample] = [0.0, *found[1:]] if found else []
@@ -115,46 +114,14 @@ class TrainStep:
             group["lr"] = rate
         return rate
 
-    def _micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[PackedRows]:
-        rows = pack_rows([len(sample.token_ids) for sample in samples], self._row_tokens)
-        chunk: list[list[int]] = []
-        width = 0
-        for row in rows:
-            length = sum(len(samples[index].token_ids) for index in row)
-            wider = max(width, length)
-            if chunk and wider * (len(chunk) + 1) > self._config.micro_batch_tokens:
-                yield collate(samples, chunk, self._pad_id)
-                chunk, wider = [], length
-            chunk.append(row)
-            width = wider
-        if chunk:
-            yield collate(samples, chunk, self._pad_id)
-
-    def _logits(self, packed: PackedRows) -> torch.Tensor:
-        device = self.model.device
-        return self.model(
-            input_ids=torch.from_numpy(packed.input_ids).to(device),
-            position_ids=torch.from_numpy(packed.position_ids).to(device),
-            attention_mask=self._mask(packed.segment_ids),
-            use_cache=False,
-        ).logits
-
     def _losses(
         self, packed: PackedRows, samples: Sequence[TrainingSample], policy: PolicyTerm | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = self._logits(packed)
+        logits = self._forward.logits(packed)
         labels, weights = (torch.from_numpy(part).to(logits.device) for part in (packed.labels, packed.weights))
         ce = weighted_cross_entropy(logits, labels, weights).sum
         of_policy = logits.new_zeros(()) if policy is None else policy.loss(logits, packed)
         return ce, self._geometry(logits, packed, samples), of_policy
-
-    def _mask(self, segment_ids: np.ndarray) -> torch.Tensor:
-        """sdpa takes what may be seen as bools; eager adds its mask to the scores, where True would hide nothing."""
-        seen = torch.from_numpy(attention_mask(segment_ids)).to(self.model.device)
-        if self.model.config._attn_implementation == "sdpa":
-            return seen
-        dtype = self.model.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
     def _geometry(self, logits: torch.Tensor, packed: PackedRows, samples: Sequence[TrainingSample]) -> torch.Tensor:
         rows: list[int] = []

@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from consumers.history.recorder import TrainedRecorder
-from consumers.sampler import letter
+from consumers.sampler import HAS_IMAGES, blind, letter
 from consumers.training import checkpoint
 from consumers.training.fill import Filler
 from consumers.training.ledger import StepLog
@@ -79,7 +79,7 @@ class Trainer:
         self._published: tuple[int, float] | None = None  # the newest version of this process, its probe's score
         self._unread: deque[Entry] = deque()
         self._state = checkpoint.TrainerState()
-        vocab = int(self._step.model.config.vocab_size)
+        vocab = int(self._step.model.config.get_text_config().vocab_size)
         self._probe = probe_tokens(vocab, role.config.weights.probe_tokens, role.config.seed)
         self._filler: Filler | None = None
         if role.config.policy.enabled:
@@ -110,7 +110,7 @@ class Trainer:
         else:
             self._role.status.waiting(f"checkpoint {found.name} to load")
             model, optimizer = self._step.model, self._step.optimizer
-            self._state = await asyncio.to_thread(checkpoint.load, found, model, optimizer)
+            self._state = await asyncio.to_thread(checkpoint.load, found, model, optimizer, self._config.model)
             await self._ack()
             await self._publish(found)
             get_logger().info("resumed", step=self._state.step, version=self._state.version)
@@ -202,15 +202,17 @@ class Trainer:
     async def _fill(self, batches: list[Taken]) -> list[TrainingSample] | None:
         """What is trained of them, with its proximal logprobs; None when asked to stop meanwhile."""
         samples = [sample for each in batches for sample in each.fresh]
-        if self._filler is None:
-            return samples
-        ready = await self._filler.fill(samples, self._state.version)
-        if ready is None:
-            return None
+        letters = {one.seq_id: letter(one.seq_id, HAS_IMAGES, blind(len(one.images))) for one in samples if one.images}
+        samples = [sample for sample in samples if sample.seq_id not in letters]
+        if self._filler is not None:
+            ready = await self._filler.fill(samples, self._state.version)
+            if ready is None:
+                return None
+            samples, letters = ready.samples, letters | ready.letters
         for each in batches:
-            each.letters += [ready.letters[sample.seq_id] for sample in each.fresh if sample.seq_id in ready.letters]
-        self._state.remember_dropped(ready.letters.values())
-        return ready.samples
+            each.letters += [letters[sample.seq_id] for sample in each.fresh if sample.seq_id in letters]
+        self._state.remember_dropped(letters.values())
+        return samples
 
     def _log(self, samples: list[TrainingSample], record: dict[str, float]) -> None:
         """Before the checkpoint: a restart cuts lines of steps that it will redo, and misses none."""

@@ -19,3 +19,6 @@ class ImagesConfig(Section, frozen=True, kw_only=True):
     formats: tuple[ImageFormat, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # by content, not by name
     fetch_timeout_s: float = 20  # of one URL, retries included
     cache_mb: int = 256  # decoded images kept by a worker; 0 = none
+    decode_timeout_s: float = 10  # of one image; the process that decodes it is killed then
+    decode_mb: int = 2048  # address space of a process that decodes; an image that needs more is refused
+    decode_processes: int = 2  # that decode at a time; started with the first image

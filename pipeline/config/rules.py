@@ -33,11 +33,20 @@ def check(config: Config, origin: str) -> None:
 def check_guard(guard: RepeatTerminateConfig, origin: str, where: str = "repeat_terminate") -> None:
     """Raise ConfigError for thresholds that no guard can have; `where` is the subtree's place in `origin`."""
     run, size, keys = guard.max_consecutive_token_repeats, guard.ngram_size, guard.max_object_keys
-    off = not (run and run > 0) and not (size and size > 0 and guard.ngram_repeats >= 2) and keys is None
+    blocks = bool(size and size > 0 and guard.ngram_repeats >= 2)
+    off = not (run and run > 0) and not blocks and keys is None
     checks = (
         (guard.min_new_tokens >= 0, f"min_new_tokens must be >= 0, got {guard.min_new_tokens}"),
         (keys is None or keys >= 1, f"max_object_keys must be >= 1, or null for none, got {keys}"),
         (keys is None or bool(guard.object_key_prefix), "object_key_prefix is empty, and max_object_keys counts it"),
+        (
+            not re.search("[\ud800-\udfff]", guard.object_key_prefix),
+            "object_key_prefix has half of a surrogate pair, which no token writes; write the character itself",
+        ),
+        (
+            blocks or not guard.any_period,
+            "any_period looks at the last ngram_size * ngram_repeats tokens; set ngram_size >= 1, ngram_repeats >= 2",
+        ),
         (not (guard.enabled and off), "enabled is true, and every rule is off; set one of its thresholds"),
     )
     for holds, complaint in checks:
@@ -86,10 +95,12 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
 
 def _images(config: Config) -> list[tuple[bool, str]]:
     images = config.images
-    positive = {"max_mb": images.max_mb, "max_pixels": images.max_pixels, "fetch_timeout_s": images.fetch_timeout_s}
+    names = ("max_mb", "max_pixels", "fetch_timeout_s", "decode_timeout_s", "decode_processes")
+    positive = {name: getattr(images, name) for name in names}
     found = [
         (0 < value < inf, f"images.{key} must be a finite number > 0, got {value}") for key, value in positive.items()
     ]
+    found.append((images.decode_mb >= 256, f"images.decode_mb must be >= 256, got {images.decode_mb}"))
     found.append((images.cache_mb >= 0, f"images.cache_mb must be >= 0, got {images.cache_mb}"))
     found.append((bool(images.formats), "images.formats is empty, so no image could be read; name at least one"))
     found.append((all(images.roots), "images.roots has an empty entry; write '.' for the working directory"))

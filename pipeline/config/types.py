@@ -87,8 +87,9 @@ class RepeatTerminateConfig(Section, frozen=True, kw_only=True):
     max_consecutive_token_repeats: int | None = 64  # one token so often in a row; null: off
     ngram_size: int | None = 64  # tokens of a block; null: off
     ngram_repeats: int = 2  # equal blocks in a row
+    any_period: bool = False  # any period up to ngram_size, looked at every 16 tokens; equal rows of a table are one
     max_object_keys: int | None = None  # null: off
-    object_key_prefix: str = '"object_'  # what max_object_keys counts
+    object_key_prefix: str = '"object_'  # text that max_object_keys counts, however it is cut into tokens
 
 
 class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
@@ -98,10 +99,11 @@ class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
     parse: str | None = None  # "package.module:function"; None = that of the task
     match: str | None = None  # likewise
     target: str | None = None  # likewise
+    grammar: Literal["object_n", "objects"] = "object_n"  # of detection: {"object_1": {…}, …} or {"objects": [{…}, …]}
     matched_supervision: Literal["truth_labels", "geometry"] = "truth_labels"  # geometry: boxes are regressed
     desc_ce_weight: float = 1.0  # of the cross-entropy on appended descriptions
     gt_only_fraction: float = 0.0  # share of sequences that are trained on the truth alone
-    match_top_k: int = 10  # candidates by distance of the centres
+    match_top_k: int = 10  # truths with the highest IoU that a prediction may match; ties: the nearer centre
     iou_gate: float = 0.3  # pairs below it are no match
     fp_cost: float = 1.0  # of a prediction without a truth
     fn_cost: float = 1.0  # of a truth without a prediction
@@ -119,6 +121,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     weight_decay: float = 0.0  # of AdamW
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to it
+    dropout: bool = False  # keep the rates of the model's config.json; false: all are 0
     micro_batch_tokens: int = 8192  # padded tokens of one forward pass
     smooth_l1_weight: float = 1.0  # of box regression
     ciou_weight: float = 1.0  # of box regression

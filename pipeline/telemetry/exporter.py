@@ -12,6 +12,7 @@ import contextlib
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Generator
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -25,6 +26,7 @@ from pipeline.telemetry.process import Telemetry
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _JOIN_S = 1.0
+_PAUSE_S = 0.2
 
 
 class _Handler(MetricsHandler):
@@ -41,6 +43,13 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the name service, which may take seconds
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no file descriptor is left: asked again at once, it would fail again at once
+            time.sleep(_PAUSE_S)
+            raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         get_logger().debug("a scrape was cut off", caller=str(client_address[0]))

@@ -16,6 +16,7 @@ import msgspec
 from pipeline.errors import MessageError
 from pipeline.messages import MAX_GROUP, Message, SamplingParams, SequenceResult
 from pipeline.rows import check_messages
+from pipeline.surrogates import lone_surrogate_in_json
 from producers.gateway.completion import chat_completion, repeat_terminate_triggered
 
 _NEUTRAL: dict[str, Any] = {
@@ -65,7 +66,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         given = {
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
-            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_k": self.top_k,
             "top_p": self.top_p,
             "repetition_penalty": self.repetition_penalty,
             "stop": None if self.stop is None else tuple(self.stop),
@@ -124,7 +125,7 @@ def read_call(body: bytes) -> InferCall:
     try:
         return msgspec.json.decode(body, type=InferCall)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MessageError(f"/infer/: {error}") from error
+        raise MessageError(f"/infer/: {lone_surrogate_in_json(body, 'the body') or error}") from error
 
 
 def envelope(result: SequenceResult, *, model: str, logprobs: bool = False, created: int | None = None) -> Envelope:

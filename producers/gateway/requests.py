@@ -122,7 +122,7 @@ class ChatRequest(CompletionsRequest):
         given = {
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
             "temperature": self.temperature,
-            "top_k": 1 if self.top_p == 0 else None if self.top_k is None else max(0, self.top_k),
+            "top_k": 1 if self.top_p == 0 else self.top_k,
             "top_p": self.top_p or None,  # 0 is the likeliest token alone
             "repetition_penalty": self.repetition_penalty,
             "stop": _strings(self.stop),

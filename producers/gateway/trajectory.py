@@ -88,7 +88,7 @@ class _Arrays:
         self.mask += result.response_mask or [1] * count
         self.logprobs += result.logprobs
         self.versions += result.versions
-        self.proximal += result.proximal_logprobs or [0.0] * count
+        self.proximal += result.proximal_logprobs or result.logprobs  # marked: the behaviour's
         self.proximal_versions += result.proximal_versions or [-1] * count
 
     def _context(self, token_ids: Sequence[int]) -> None:

@@ -37,12 +37,8 @@ def guarded_session(
             raise RequestError(f"the URL: {refused}")
         return response
 
-    # one address after the other: an address that is refused ends the try instead of losing a race
-    connector = aiohttp.TCPConnector(
-        limit=pool, happy_eyeballs_delay=None, socket_factory=hosts.open_socket, resolver=resolver
-    )
     return aiohttp.ClientSession(
-        connector=connector,
+        connector=hosts.connector(pool, resolver),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=_HEADERS,
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 30.0)),

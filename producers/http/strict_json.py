@@ -14,6 +14,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
+from pipeline.surrogates import lone_surrogate_in_json
+
 
 def decode(body: bytes) -> Any:
     """The value. Raises ValueError saying what is wrong with it."""
@@ -23,7 +25,7 @@ def decode(body: bytes) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except (ValueError, msgspec.MsgspecError) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(lone_surrogate_in_json(body, "the body") or str(error)) from error
     return value
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.truth.architectures import save
 from consumers.training.ledger import read_steps
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import BIN, Process, environment
@@ -40,9 +41,13 @@ def audit(stack: Stack) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_every_number_is_right_whatever_is_killed(make_stack: MakeStack) -> None:
-    """Worker and trainer die; the audit recomputes every logprob that was trained on from the weights."""
-    stack = make_stack(text_rows(22), "exact_answer", **POLICY)
+def test_every_number_is_right_whatever_is_killed(make_stack: MakeStack, tmp_path: Path) -> None:
+    """Worker and trainer die; the audit recomputes every logprob that was trained on from the weights.
+
+    Of a model whose windows are much shorter than its rows.
+    """
+    model = {"model": {"path": str(save("Gemma3", tmp_path / "model")), "device": "cpu"}}
+    stack = make_stack(text_rows(22), "exact_answer", **POLICY, **model)
     roles = {role: start(stack, role) for role in ("train", "score", "worker", "consume", "produce")}
     for goal, victim in ((16, "worker"), (40, "train")):
         stack.wait(lambda now, least=goal: now.trained >= least, f"{goal} trained sequences")

@@ -78,10 +78,12 @@ def ending(output: SequenceOutput) -> Ending:
 
 
 @contextlib.contextmanager
-def guarded_engine(directory: Path, kind: Literal["hf", "vllm"], max_batch: int = 16) -> Iterator[RoutedBackend]:
+def guarded_engine(
+    directory: Path, kind: Literal["hf", "vllm"], max_batch: int = 16, config: RepeatTerminateConfig = CONFIG
+) -> Iterator[RoutedBackend]:
     """Started as a worker starts it, its guard proved."""
     worker = WorkerConfig(backend=kind, max_batch=max_batch, vllm=vllm_options())
-    engine = make_backend(ModelConfig(path=str(directory), device="cpu" if kind == "hf" else "auto"), worker, CONFIG)
+    engine = make_backend(ModelConfig(path=str(directory), device="cpu" if kind == "hf" else "auto"), worker, config)
     asyncio.run(engine.start())
     try:
         yield engine

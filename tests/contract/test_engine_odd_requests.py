@@ -22,7 +22,6 @@ def fail(_piece: SequenceSoFar) -> None:
 
 ODD: dict[str, SequenceRequest] = {
     "eos is no list": replace(request(PROMPT), eos_token_ids=2),  # type: ignore[arg-type]
-    "half a character": request(PROMPT, stop=("\ud800",)),
     "tokens are text": replace(request(PROMPT), prompt_token_ids=("a", "b")),  # type: ignore[arg-type]
     "tokens are fractions": replace(request(PROMPT), prompt_token_ids=(1.5, 2)),  # type: ignore[arg-type]
     "pad outside the vocabulary": replace(request(PROMPT), pad_token_id=100_000),

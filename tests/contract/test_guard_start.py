@@ -15,7 +15,7 @@ from pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConf
 from pipeline.errors import ConfigError, EngineError, RequestError
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, vllm_options
-from tests.loop_models import without_end, without_spaces
+from tests.loop_models import in_lower_case, without_end
 from tests.tiny_models import save_tiny_model
 from workers.generation.backends import make_backend
 from workers.generation.backends.hf import HfBackend
@@ -23,7 +23,7 @@ from workers.generation.backends.routed import RoutedBackend
 from workers.guard.probe import prove_guard
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=12, max_consecutive_token_repeats=8)
-SPACES = replace(GUARD, max_object_keys=3, object_key_prefix="   ")
+CAPITALS = replace(GUARD, max_object_keys=3, object_key_prefix='"Object_')
 KINDS = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
@@ -56,9 +56,9 @@ def test_a_model_without_an_end_of_sequence_is_refused(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_prefix_without_tokens_is_refused(kind: str, tmp_path: Path) -> None:
-    model = without_spaces(save_tiny_model(tmp_path))
-    _refused(_made(kind, model, SPACES), "object_key_prefix '   ' has no tokens")
+def test_a_key_prefix_that_the_tokenizer_does_not_write_is_refused(kind: str, tmp_path: Path) -> None:
+    model = in_lower_case(save_tiny_model(tmp_path))
+    _refused(_made(kind, model, CAPITALS), "object_key_prefix .*Object_' stands 3 times in an answer, and 0 times in")
 
 
 @pytest.mark.vllm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any, ClassVar
 import pytest
 from transformers import StoppingCriteria
 
+from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import EngineError
 from tests.contract.vlm_plain import PlainVlm
+from tests.pictures import png, progressive_jpeg
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
 from workers.generation.engine import GenerationEngine
 from workers.generation.options import GenerationOptions, ModelLoadConfig, VlmPreprocessOptions
@@ -66,6 +69,34 @@ def test_one_corrupt_image_among_good_ones_is_an_error_of_its_own(engine: Genera
     assert all(one.request_id in str(result.error) for one, result in zip(bad, results[1:4], strict=True))
     alone = engine.generate_vlm_batch(good, SHORT)
     assert [result.token_ids for result in alone] == [results[0].token_ids, results[4].token_ids]
+
+
+def test_a_file_that_never_ends_or_is_never_decoded_is_an_error_of_its_own(llava: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.png")
+    model = ModelLoadConfig(model_name_or_path=str(llava), device="cpu")
+    with GenerationEngine(model, images=ImagesConfig(decode_timeout_s=3)) as engine:
+        slow, fifo = _ask(progressive_jpeg(), "slow"), _ask(tmp_path / "fifo.png", "fifo")
+        results = engine.generate_vlm_batch([_ask(png()), slow, fifo, _ask(png())], SHORT)
+    assert [result.finish_reason for result in results] == ["length", "error", "error", "length"]
+    assert "request 'slow': the image: not decoded within 3 s" in str(results[1].error)
+    assert "fifo.png: is not a regular file" in str(results[2].error)
+
+
+def test_a_prompt_that_speaks_of_an_image_and_has_none_is_an_error_of_its_own(engine: GenerationEngine) -> None:
+    text = [{"role": "user", "content": [{"type": "text", "text": "and <image>?"}]}]
+    token_id = engine.prompts.tokenizer.convert_tokens_to_ids("<image>")
+    requests = [
+        TextGenerationRequest(messages=MESSAGES),
+        TextGenerationRequest(messages=text),
+        TextGenerationRequest(prompt_token_ids=(65, token_id)),
+        TextGenerationRequest(messages=[{"role": "user", "content": [{"type": "text", "text": "a\ud800"}]}]),
+        TextGenerationRequest(prompt_token_ids=(65, 66)),
+    ]
+    results = engine.generate_text_batch(requests, SHORT)
+    assert [result.finish_reason for result in results] == ["error"] * 4 + ["length"]
+    assert "messages[0].content[0] is a part of type 'image', and no image came" in str(results[0].error)
+    assert all("has 1 image placeholders (<image>)" in str(result.error) for result in results[1:3])
+    assert "messages[0].content[0].text has a lone surrogate ('\\ud800') at character 1" in str(results[3].error)
 
 
 def test_stage_a_vlm_pixel_budget_is_preserved_through_engine_loading(tmp_path: Path) -> None:

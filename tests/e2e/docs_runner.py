@@ -16,14 +16,14 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 import yaml
 
@@ -106,10 +106,10 @@ class Runner:
         said = io.StringIO()
         with contextlib.ExitStack() as scope:
             scope.enter_context(contextlib.chdir(self.space.directory))
-            scope.enter_context(patch.dict(os.environ, self.space.env))
+            scope.enter_context(_environment(self.space.env))
             scope.enter_context(contextlib.redirect_stdout(said))
             scope.enter_context(contextlib.redirect_stderr(said))
-            scope.enter_context(patch("sys.stdin", io.StringIO("What is 37 * 46?\n")))
+            scope.enter_context(_typed("What is 37 * 46?\n"))
             code = call(*words)
         assert code == 0, f"sluice {shlex.join(words)}: exit code {code}\n{said.getvalue()[-2000:]}"
         assert said.getvalue().strip(), f"sluice {shlex.join(words)} says nothing"
@@ -250,3 +250,25 @@ def _answers(url: str) -> bool:
             return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    """These variables beside the others, for a command of this process."""
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _typed(text: str) -> Iterator[None]:
+    """What somebody types."""
+    before, sys.stdin = sys.stdin, io.StringIO(text)
+    try:
+        yield
+    finally:
+        sys.stdin = before

@@ -256,13 +256,15 @@ def test_rows_with_and_without_an_image_in_one_file(generate: Callable[..., Any]
     (tmp_path / "pictures").mkdir()
     Image.new("RGB", (40, 30), "red").save(tmp_path / "pictures" / "red.png")
     rows = [{"prompt": "a"}, {"prompt": "b", "images": ["pictures/red.png"]}, {"prompt": "c", "images": ["no.png"]}]
+    rows.append({"messages": [{"role": "user", "content": [{"type": "image"}]}]})
     out = tmp_path / "a.jsonl"
     code, _, said = generate(write(tmp_path / "in.jsonl", rows), out, "--max-new-tokens", "3", directory=vlm)
     assert code == 9, said
-    text, seen, missing = answers(out)
+    text, seen, missing, blind = answers(out)
     assert [text["num_new_tokens"], seen["num_new_tokens"]] == [3, 3]
     assert seen["num_prompt_tokens"] > text["num_prompt_tokens"]
-    assert "no.png cannot be read" in missing["error"]
+    assert "no.png: cannot be read" in missing["error"]
+    assert "no image came with the prompt; give it in `images`" in blind["error"]
 
 
 def test_a_text_model_answers_the_rows_without_an_image(generate: Callable[..., Any], tmp_path: Path) -> None:

@@ -18,9 +18,18 @@ from typing import Any
 import pytest
 
 from tests.loop_models import LoopModel, save_loop_model
+from tests.merged_tokenizers import qwen_like
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-GUARD = {"enabled": True, "min_new_tokens": 12, "max_consecutive_token_repeats": 8, "ngram_size": 24}
+GUARD = {
+    "enabled": True,
+    "min_new_tokens": 12,
+    "max_consecutive_token_repeats": 8,
+    "ngram_size": 24,
+    "max_object_keys": 4,
+}
+TOKENIZER: Any = qwen_like()
+ENTRY: tuple[int, ...] = tuple(TOKENIZER.encode(', "object_1": 2', add_special_tokens=False))
 SWITCH = "COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
 START_S = 150.0
 ANSWER_S = 30.0
@@ -34,6 +43,7 @@ def start(model: Path, log: Path, port: int, **environment: str) -> subprocess.P
     # `vllm serve` of the CPU build asks for the metadata of a package that is named otherwise; this is its server.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "8", "--served-model-name", "m"]
+    command += ["--dtype", "float32"]  # bfloat16 ends the worker by SIGILL on processors that do not have it
     command += ["--logits-processors", "workers.guard.vllm:RepeatTerminate"]
     with log.open("wb") as out:
         return subprocess.Popen(
@@ -59,7 +69,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> LoopModel:
-    return save_loop_model(tmp_path_factory.mktemp("loops"))
+    return save_loop_model(tmp_path_factory.mktemp("loops"), chains=(((), ENTRY),), tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +118,13 @@ def test_a_loop_is_ended_and_a_healthy_sequence_is_not(address: str, loops: Loop
     healthy = loops.healthy[-20]
     status, answer = complete(address, healthy)
     assert (status, answer["choices"][0]["token_ids"]) == (200, loops.continuation(healthy, 60))
+
+
+def test_object_keys_are_counted_in_what_the_tokens_write(address: str, loops: LoopModel) -> None:
+    status, answer = complete(address, ENTRY[-1])
+    tokens = loops.continuation(ENTRY[-1], 60)
+    at = next(at for at in range(12, 60) if TOKENIZER.decode(tokens[:at]).count('"object_') >= 4)
+    assert (status, answer["choices"][0]["token_ids"]) == (200, [*tokens[:at], loops.eos])
 
 
 @pytest.mark.parametrize(

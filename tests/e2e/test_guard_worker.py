@@ -13,7 +13,7 @@ from pipeline.jobs import Credit, JobQueue
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.stack import STOPPED, Stack
 from tests.factories import decode_job
-from tests.loop_models import without_end, without_spaces
+from tests.loop_models import in_lower_case, without_end
 from tests.tiny_models import save_tiny_model
 
 
@@ -51,12 +51,14 @@ def test_a_guard_that_cannot_be_active_ends_the_worker_before_it_takes_a_job(
     make_stack: MakeStack, tmp_path: Path
 ) -> None:
     endless = without_end(save_tiny_model(tmp_path / "endless"))
-    stripped = without_spaces(save_tiny_model(tmp_path / "stripped"))
+    lower = in_lower_case(save_tiny_model(tmp_path / "lower"))
     misspelt = guarded(make_stack)
     misspelt.config_file.write_text(misspelt.config_file.read_text().replace("min_new_tokens", "min_new_token"))
     stacks = {
         "end-of-sequence id to force": guarded(make_stack, model=endless),
-        "'   ' has no tokens": guarded(make_stack, model=stripped, max_object_keys=3, object_key_prefix="   "),
+        "'object_KEY' stands 3 times in an answer, and 0 times in the tokens": guarded(
+            make_stack, model=lower, max_object_keys=3, object_key_prefix="object_KEY"
+        ),
         f"{misspelt.config_file}: unknown key rollout_matching.repeat_terminate.min_new_token; did you mean "
         "'min_new_tokens'": misspelt,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.errors import EngineError, first_cause
 from pipeline.jobs import Claim, Credit, JobQueue, LeaseKeeper, arq_pool
 from pipeline.keys import ARQ_RUNNING, Keys
-from pipeline.messages import SamplingParams, SequenceResult, decode
+from pipeline.messages import Progress, SamplingParams, SequenceResult, decode
 from pipeline.status import snapshot
 from pipeline.tokens import TokenArray
 from tests.contract.engine_fixtures import started
@@ -27,7 +28,7 @@ from workers.generation.backends.hf import HfBackend
 
 PLENTY = Credit(10_000, 10_000, 1)
 _ROUNDED_S = 0.001  # timings have four digits
-LONG = SamplingParams(max_new_tokens=200, temperature=5.0)  # tiny random models seldom stop by themselves
+LONG = SamplingParams(max_new_tokens=200, temperature=5.0, seed=3)  # with it no sequence here ends by itself
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +59,23 @@ async def test_progress_of_a_running_sequence_reaches_the_next_worker(
 ) -> None:
     job = decode_job(f"{keys.run}:a", sampling=LONG)
     assert await JobQueue(client, keys).enqueue([job], PLENTY) == ["enqueued"]
+    gate = threading.Event()
     async with working(config, backend) as worker:
+        store = worker._store
+
+        def hold(claim: Claim, index: int, progress: Progress) -> None:
+            """In the engine's thread: the sequence is still running when its worker is stopped."""
+            store(claim, index, progress)
+            if progress.offset:
+                gate.wait(30)
+
+        worker._store = hold  # type: ignore[method-assign]
 
         async def stored() -> bool:
             return worker.committer.pieces >= 2
 
         await eventually(stored, "two pieces of progress")
+    gate.set()
     [claim] = (await JobQueue(client, keys).claim(1, 30, 3)).claims
     progress = claim.progress[0]
     assert len(progress.token_ids) >= 8

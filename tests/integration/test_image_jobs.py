@@ -189,6 +189,29 @@ async def test_a_bad_image_fails_its_own_job_with_a_reason(
     assert "0 image parts" in dead["no part:0"].detail
 
 
+async def test_a_prompt_that_speaks_of_an_image_and_has_none_is_refused(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    placeholder = int(Prompts(config.model).tokenizer.convert_tokens_to_ids("<image>"))
+    spelled = [{"role": "user", "content": [{"type": "text", "text": "see <image>"}]}]
+    ids: dict[str, Any] = {"messages": [], "prompt_token_ids": TokenArray([65, placeholder])}
+    jobs = [
+        image_job(keys, "part"),
+        image_job(keys, "spelled", messages=spelled),
+        image_job(keys, "ids", **ids),
+        image_job(keys, "sampled", **ids, rollout_id="r", turn=1),
+        image_job(keys, "good", ImageRef(path="a.png")),
+    ]
+    async with working(config, backend):
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        done, dead = await endings(client, keys, len(jobs))
+    assert set(done) == {"good:0", "sampled:0"}
+    assert {letter.reason for letter in dead.values()} == {"invalid_request"}
+    assert "messages[0].content[0] is a part of type 'image', and no image came" in dead["part:0"].detail
+    for name in ("spelled:0", "ids:0"):
+        assert "has 1 image placeholders (<image>), and no image came with it" in dead[name].detail
+
+
 async def test_a_text_model_refuses_images_and_goes_on(
     config: Config, text_backend: HfBackend, client: Any, keys: Keys
 ) -> None:
@@ -197,11 +220,13 @@ async def test_a_text_model_refuses_images_and_goes_on(
     jobs = [
         image_job(keys, "image", ImageRef(path="a.png")),
         image_job(keys, "ids", ImageRef(path="a.png"), messages=[], prompt_token_ids=TokenArray([1, 2])),
+        image_job(keys, "blind"),
         DecodeJob(run=keys.run, job_id=f"{keys.run}:text", messages=text, sampling=GREEDY),
     ]
     async with working(config, text_backend):
         await JobQueue(client, keys).enqueue(jobs, PLENTY)
-        done, dead = await endings(client, keys, 3)
+        done, dead = await endings(client, keys, 4)
     assert set(done) == {"text:0"}
     assert {letter.reason for letter in dead.values()} == {"invalid_request"}
     assert "image" in dead["ids:0"].detail
+    assert "no image came with the prompt" in dead["blind:0"].detail

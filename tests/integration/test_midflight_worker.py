@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import msgspec
 import pytest
 
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import TornWeights
+from pipeline.errors import ModelError, TornWeights
+from pipeline.jobs import Claim
 from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, WeightVersion, decode
+from pipeline.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.tokens import TokenArray
 from pipeline.weights import WeightsRegistry, write_version
+from tests import decode_workers
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.integration.test_decode_worker import enqueue, over, results, working
 from tests.roles import eventually, role_of, run_config
@@ -30,7 +33,7 @@ from workers.generation.backends.hf import HfBackend
 from workers.job_prompts import JobPrompts
 from workers.weights_watch import WeightsWatch
 
-LONG = SamplingParams(max_new_tokens=200)
+LONG = SamplingParams(max_new_tokens=200, temperature=5.0, seed=3)
 
 
 class Published:
@@ -116,6 +119,22 @@ async def test_sequences_go_on_under_new_weights(config: Config, client: Any, ke
     assert {version for result in found for version in result.versions} == {0, 1, 2}
 
 
+async def test_an_engine_that_scores_otherwise_than_the_trainer_ends_at_the_start(
+    config: Config, client: Any, keys: Keys, run_dir: Path
+) -> None:
+    """Whatever makes the difference: an architecture that the engine's own code gets wrong, say."""
+    published = Published(client, keys, run_dir)
+    made = published.make(0)
+    assert made.probe_score is not None
+    await published.publish(0, made, probe_score=made.probe_score - 1)
+    await enqueue(client, keys, "job")
+    async with engine(config) as backend, role_of(config, "worker", "w") as role:
+        with pytest.raises(ModelError, match=r"computes weights v0 otherwise than the trainer") as found:
+            await DecodeWorker(role, backend, JobPrompts(config.model)).run()
+    assert found.value.exit_code == 5
+    assert await results(client, keys) == {}
+
+
 async def test_a_job_for_older_weights_is_not_decoded(config: Config, client: Any, keys: Keys, run_dir: Path) -> None:
     published = Published(client, keys, run_dir)
     for version in (0, 1):
@@ -150,12 +169,23 @@ async def test_a_job_that_waited_for_a_row_is_not_begun_under_newer_weights_than
     published = Published(client, keys, run_dir)
     await published.publish(0)
     made = published.make(1)
-    few = msgspec.structs.replace(config.worker, max_batch=1)
+    few = msgspec.structs.replace(config.worker, max_batch=1, checkpoint_tokens=4)
     config = msgspec.structs.replace(config, worker=few)
-    async with engine(config, max_batch=1) as backend, working(config, backend, "w"):
+    is_published = threading.Event()
+    async with engine(config, max_batch=1) as backend, decode_workers.working(config, backend) as worker:
+        store = worker._store
+
+        def hold(claim: Claim, index: int, progress: Progress) -> None:
+            """In the engine's thread: the second sequence runs until the weights are there."""
+            store(claim, index, progress)
+            if index == 1:
+                is_published.wait(30)
+
+        worker._store = hold  # type: ignore[method-assign]
         await enqueue(client, keys, "a", n=4, sampling=LONG, max_weight_version=0)
         await over(client, keys, 1)
         await published.publish(1, made)
+        is_published.set()
         await over(client, keys, 4)
     begun = [result.versions.expand()[0] for result in (await results(client, keys)).values()]
     assert set(begun) == {0}, "one was begun under v1"

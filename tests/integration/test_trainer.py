@@ -7,21 +7,24 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from consumers.training import checkpoint
 from consumers.training.ledger import read_steps
+from consumers.training.role import train as train_role
 from consumers.training.rollouts import read_rollouts
 from consumers.training.trainer import Trainer
 from pipeline.broker import Scripts
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import DeadlineExceeded, first_cause
+from pipeline.errors import DeadlineExceeded, ModelError, first_cause
 from pipeline.keys import Keys
-from pipeline.messages import TrainingBatch, encode
+from pipeline.messages import ImageRef, TrainingBatch, encode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.weights import WeightsRegistry, verify
 from tests.cut_off import CutOff, cut_off_at
+from tests.faulty_models import save_faulty
 from tests.roles import role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, train_step
@@ -162,6 +165,38 @@ async def test_the_newest_steps_samples_stay_on_disk(
     await train(config, source)
     found = {step: [sample.seq_id for sample in batch.samples] for step, batch in read_rollouts(folder)}
     assert found == {step: [f"{step - 1}-0:0", f"{step - 1}-1:0"] for step in steps}
+
+
+async def test_a_trainer_whose_rows_are_wrong_does_not_start(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, tmp_path: Path
+) -> None:
+    model = {"path": str(save_faulty("window dropped in rows", tmp_path / "model")), "trust_remote_code": True}
+    config = run_config(broker_config, keys, run_dir, model=model)
+    await hand_on(client, keys, 0, 3)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train_role(config)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, ModelError)
+    assert cause.exit_code == 5
+    assert "FaultyForCausalLM" in str(cause)
+    now = await snapshot(client, keys)
+    assert (now.latest_version, now.trained, now.waiting_batches) == (None, 0, 3)
+
+
+async def test_a_sample_with_an_image_is_dropped_by_name(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    """Consumers of this release hand none on; a batch may have been stored by another."""
+    seen = msgspec.structs.replace(random_sample("seen", 12), images=[ImageRef(path="a.png")])
+    batch = TrainingBatch(batch_id="0", samples=[random_sample("text", 12), seen])
+    await client.xadd(keys.batches, {"b": encode(batch)})
+    await client.hset(keys.counts, mapping={"enqueued": 2, "accepted": 2})
+    await client.hset(keys.source, "exhausted", 1)
+    config = config_of(broker_config, keys, run_dir)
+    await train(config, source)
+    now = await snapshot(client, keys)
+    assert (now.trained, now.dropped, now.complete) == (1, 1, True)
+    assert trained(config) == Counter(["text:0"])
 
 
 async def test_a_wait_without_batches_names_its_cause(

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from consumers.detection.geometry import Geometry
 from consumers.detection.labels import Edit
 from consumers.detection.layout import draft
+from consumers.detection.objects import ParsedObject
 from consumers.detection.parse import parse
+from consumers.detection.truth import Truth
 from consumers.segments import Segment
 from consumers.spans import covering
 from consumers.task import Matched
 from pipeline.messages import TrainingSample
-from tests.detection_rollouts import OBJECTS, PROMPT, answer, context, obj, rollout, run, tokens_anyhow
+from tests.detection_rollouts import (
+    JUNK,
+    LISTED,
+    OBJECTS,
+    PROMPT,
+    answer,
+    context,
+    obj,
+    rollout,
+    run,
+    tokens_anyhow,
+)
 from tests.tiny_tokenizer import tiny_codec
 
 KINDS = st.sampled_from(["words", "coords", "merged", "bytes"])
@@ -27,34 +42,57 @@ SLOW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCh
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int], dict[str, Any]]:
     """(codec kind, truths, sampled ids, options): predictions near the truths, others, broken ones, any cut."""
-    kind = draw(KINDS)
-    codec = tiny_codec(kind)
-    truths = draw(st.lists(OBJECTS, max_size=4))
-    near = [obj(draw(st.sampled_from(["seven", "nine", item["desc"]])), *item["bbox_2d"]) for item in truths]
-    written = draw(st.permutations(near + draw(st.lists(st.one_of(OBJECTS, BROKEN), max_size=2))))
-    text = answer(written, codec, closed=draw(st.booleans()))
+    kind, grammar = draw(KINDS), draw(st.sampled_from(["object_n", "objects"]))
+    codec, listed = tiny_codec(kind), grammar == "objects"
+    mode = draw(st.sampled_from(["truth_labels", "geometry"])) if kind == "coords" else "truth_labels"
+    objects = LISTED if listed else OBJECTS
+    truths = draw(st.lists(objects if mode == "truth_labels" else OBJECTS, max_size=4))
+    near = [_near(draw, item, listed=listed) for item in truths]
+    written = draw(st.permutations(near + draw(st.lists(st.one_of(objects, BROKEN), max_size=2))))
+    text = answer(written, codec, closed=draw(st.booleans()), grammar=grammar)
+    text = draw(JUNK) + text if listed else text
     text = text[: draw(st.one_of(st.just(len(text)), st.integers(0, len(text))))] + draw(st.sampled_from(["", " ."]))
     ids = tokens_anyhow(codec, text, draw(st.integers(0, 9)))
     if draw(st.booleans()):
         ids = [*codec.encode(text), codec.eos_token_ids[0], 9]
-    mode = draw(st.sampled_from(["truth_labels", "geometry"])) if kind == "coords" else "truth_labels"
-    return kind, truths, ids, {"matched_supervision": mode, "desc_ce_weight": 0.5}
+    return kind, truths, ids, {"matched_supervision": mode, "desc_ce_weight": 0.5, "grammar": grammar}
 
 
-def _kept(matched: Matched) -> list[dict[str, Any]]:
-    value = matched.parsed.value
-    return [obj(item.desc, *item.box) for item in value.valid] if matched.parsed.valid else []
+def _near(draw: st.DrawFn, truth: dict[str, Any], *, listed: bool) -> dict[str, Any]:
+    """The truth with another word; where the grammar has several forms, also with the same place in another form."""
+    near = truth | {"desc": draw(st.sampled_from(["seven", "nine", truth["desc"]]))}
+    if not listed or not draw(st.booleans()):
+        return near
+    geometry = truth.get("bbox_2d") or truth["poly"]
+    flat = [value for item in geometry for value in (item if isinstance(item, list) else [item])]
+    x1, y1, x2, y2 = min(flat[::2]), min(flat[1::2]), max(flat[::2]), max(flat[1::2])
+    points = [[x1, y1], [x2, y1], [x2, y2]]
+    forms: list[dict[str, Any]] = [{"bbox_2d": [x1, y1, x2, y2]}, {"poly": points}, {"poly": [x1, y1, x2, y1, x2, y2]}]
+    other = draw(st.sampled_from(forms))
+    desc = {"desc": near["desc"]}
+    return desc | other if draw(st.booleans()) else other | desc
 
 
-def _check_text(kind: str, matched: Matched, sample: TrainingSample) -> None:
-    codec, ctx = tiny_codec(kind), context(tiny_codec(kind))
+def _said(items: Sequence[ParsedObject | Truth]) -> list[tuple[str, Geometry]]:
+    return [(item.desc, item.geometry) for item in items]
+
+
+def _kept(matched: Matched) -> list[tuple[str, Geometry]]:
+    return _said(matched.parsed.value.valid) if matched.parsed.valid else []
+
+
+def _check_text(kind: str, grammar: str, matched: Matched, sample: TrainingSample) -> None:
+    codec, ctx = tiny_codec(kind), context(tiny_codec(kind), grammar=grammar)
     response = list(sample.token_ids[sample.prompt_len :])
     assert response[-1] == codec.eos_token_ids[0]
     again = parse(rollout(response), ctx).value
-    truths = [obj(truth.desc, *truth.box) for truth in matched.value.truths]
+    truths = matched.value.truths
     appended = [truths[at] for at in matched.value.unmatched] if matched.parsed.valid else truths
-    assert [obj(item.desc, *item.box) for item in again.valid] == _kept(matched) + appended
+    assert _said(again.valid) == _kept(matched) + _said(appended)
     assert not again.truncated
+    if grammar == "objects":
+        assert {item.index for item in again.objects} <= {None}
+        return
     numbers = [item.index for item in again.objects][len(again.objects) - len(appended) :]
     first = matched.parsed.value.next_index if matched.parsed.valid else 1
     assert numbers == list(range(first, first + len(appended)))
@@ -68,7 +106,10 @@ def test_target_keeps_the_prefix_and_completes_it(case: Any) -> None:
     kept = matched.parsed.prefix_len
     assert list(sample.token_ids[: len(PROMPT)]) == PROMPT
     assert list(sample.token_ids[len(PROMPT) : len(PROMPT) + kept]) == list(ids[:kept])
-    _check_text(kind, matched, sample)
+    _check_text(kind, options["grammar"], matched, sample)
+    junk = matched.parsed.value.start if kept else 0
+    ends = tiny_codec(kind).char_ends(list(ids[:kept]))
+    assert not any(list(sample.weights)[len(PROMPT) + at] for at, end in enumerate(ends) if end <= junk)
 
 
 @SLOW
@@ -122,9 +163,9 @@ def test_behaviour_arrays_stand_at_the_kept_tokens(case: Any) -> None:
 @SLOW
 @given(cases())
 def test_the_first_changed_label_of_a_value_goes_on_towards_the_truth(case: Any) -> None:
-    kind, truths, ids, _ = case
+    kind, truths, ids, options = case
     codec = tiny_codec(kind)
-    ctx = context(codec)
+    ctx = context(codec, grammar=options["grammar"])
     matched, sample = run(ids, truths, ctx)
     plan = draft(matched, ctx)
     ends = codec.char_ends(plan.token_ids)

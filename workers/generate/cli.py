@@ -28,7 +28,7 @@ def generate(
     top_p: Annotated[
         float, Parameter(help="Draw from the likeliest tokens of this total probability; 1 is off.")
     ] = 1.0,
-    top_k: Annotated[int, Parameter(help="0 is off.")] = 0,
+    top_k: Annotated[int, Parameter(help="0 and -1 are off.")] = 0,
     repetition_penalty: Annotated[
         float, Parameter(help="Above 1: tokens of the prompt and the answer become less likely; 1 is off.")
     ] = 1.0,
@@ -81,8 +81,8 @@ def generate(
     """Answer a file of prompts with one engine, without a broker. Interrupted, the same command goes on.
 
     A row has `messages`, `prompt` or `prompt_token_ids`, and may have `id`, `images` and `metadata`. `--set` takes the
-    keys `model.*`, `worker.vllm.*` and `rollout_matching.repeat_terminate.*` of the configuration. Exit code 9: some
-    rows ended in an error, and say why.
+    keys `model.*`, `worker.vllm.*`, `rollout_matching.repeat_terminate.*` and the limits of `images.*` of the
+    configuration. Exit code 9: some rows ended in an error, and say why.
 
     Example: `sluice generate --model ./my-model --in prompts.jsonl --out answers.jsonl --max-new-tokens 64`
     """

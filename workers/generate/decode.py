@@ -141,4 +141,5 @@ def _engine(settings: GenerateSettings) -> GenerationEngine:
         preprocess=preprocess,
         vllm=settings.vllm,
         repeat_terminate=settings.repeat_terminate,
+        images=settings.images,
     )

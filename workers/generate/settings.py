@@ -9,14 +9,15 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.config import load_config
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.errors import ConfigError, RequestError
 from workers.generate.numbers import MAX_N
 from workers.generation.options import GenerationOptions
 
 STANDARD = "-"  # input or output
 _GUARD = "rollout_matching.repeat_terminate"
-_SETTABLE = ("model.", "worker.vllm.", f"{_GUARD}.")
+_SETTABLE = ("model.", "worker.vllm.", f"{_GUARD}.", "images.")
+_OF_THE_QUEUE = {"model.path", *(f"images.{name}" for name in ("roots", "hosts", "fetch_timeout_s", "cache_mb"))}
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 
 
@@ -29,6 +30,7 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
     options: GenerationOptions
     vllm: VllmEngineOptions = VllmEngineOptions()
     repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
+    images: ImagesConfig = ImagesConfig()
     backend: Literal["hf", "vllm"] = "hf"
     fallback_backend: Literal["hf"] | None = None
     n: int = 1  # sequences of one prompt
@@ -78,7 +80,8 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
         guard = (
             {"repeat_terminate": msgspec.to_builtins(self.repeat_terminate)} if self.repeat_terminate.enabled else {}
         )
-        return {**msgspec.to_builtins(self.options), **chosen, **model, **vllm, **guard}
+        images = {} if self.images == ImagesConfig() else {"images": msgspec.to_builtins(self.images)}
+        return {**msgspec.to_builtins(self.options), **chosen, **model, **vllm, **guard, **images}
 
 
 def make_settings(
@@ -88,9 +91,10 @@ def make_settings(
     config = load_config(None, overrides, environ={})
     for item in overrides:
         key = item.partition("=")[0].strip()
-        if not (key == _GUARD or key.startswith(_SETTABLE)) or key == "model.path":
+        if not (key == _GUARD or key.startswith(_SETTABLE)) or key in _OF_THE_QUEUE:
             raise ConfigError(
-                f"--set {item}: no effect here; generate takes model.*, worker.vllm.* and {_GUARD}.* alone"
+                f"--set {item}: no effect here; generate takes model.*, worker.vllm.*, {_GUARD}.* and the limits of "
+                "images.* alone"
             )
     chosen = {key: value for key, value in model.items() if value is not None}
     try:
@@ -102,6 +106,7 @@ def make_settings(
         options=asked,
         vllm=config.worker.vllm,
         repeat_terminate=config.rollout_matching.repeat_terminate,
+        images=config.images,
         **given,
     )
 

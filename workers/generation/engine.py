@@ -16,7 +16,7 @@ from typing import Literal
 
 from pipeline.chat_template import ChatTemplateOptions
 from pipeline.config.rules import check_guard
-from pipeline.config.types import RepeatTerminateConfig, WorkerConfig
+from pipeline.config.types import ImagesConfig, RepeatTerminateConfig, WorkerConfig
 from pipeline.errors import EngineError, ModelError, RequestError, SluiceError
 from workers.generation.backends import BACKENDS, make_backend
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
@@ -26,6 +26,7 @@ from workers.generation.plugins import GenerationPlugin, check_plugins
 from workers.generation.prompts import Prompts
 from workers.generation.requests import GenerationRequest, GenerationResult, TextGenerationRequest, VlmGenerationRequest
 from workers.guard.signal import triggers
+from workers.images.decoders import Decoders
 from workers.images.local import load_image
 
 _AHEAD = 2  # batches that are read from the requests before their answers are taken
@@ -51,8 +52,11 @@ class GenerationEngine:
         preprocess: VlmPreprocessOptions | None = None,
         vllm: VllmEngineOptions | None = None,
         repeat_terminate: RepeatTerminateConfig | None = None,
+        images: ImagesConfig | None = None,
     ) -> None:
         """Nothing is loaded yet. `max_batch` sequences are decoded at a time; 0 threads: torch's own choice.
+
+        Of `images` the limits hold; roots and hosts are for the queue.
 
         Raises EngineError for an unknown backend, ModelError for a directory without a tokenizer, ConfigError for
         thresholds that no guard can have. A guard that cannot be active is an error of the `with` statement.
@@ -71,6 +75,7 @@ class GenerationEngine:
         )
         self.backend = make_backend(config, worker, repeat_terminate)
         self.prompts = Prompts(config, chat)
+        self._decoders = Decoders(images)
         self._max_batch = max_batch
         self._runner = asyncio.Runner()
         self._closed = False
@@ -87,6 +92,12 @@ class GenerationEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
+        try:
+            self._decoders.close()
+        finally:
+            self._close_backend()
+
+    def _close_backend(self) -> None:
         try:
             self._runner.run(self.backend.close())
         finally:
@@ -208,8 +219,10 @@ class GenerationEngine:
 
     async def _rendered(self, request: GenerationRequest) -> tuple[list[int], object | None]:
         if isinstance(request, TextGenerationRequest):
-            return list(request.prompt_token_ids) or self.prompts.text(request.messages), None
-        image = await asyncio.to_thread(load_image, request.images[0], where=f"request {request.request_id!r}")
+            given = request.prompt_token_ids
+            return self.prompts.without_image(given) if given else self.prompts.text(request.messages), None
+        where = f"request {request.request_id!r}"
+        image = await asyncio.to_thread(load_image, request.images[0], where, self._decoders)
         return self.prompts.vlm(request.messages), image
 
 

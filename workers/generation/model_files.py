@@ -27,6 +27,17 @@ def check_directory(path: str) -> None:
         raise ModelError(f"{path}: no weights (model.safetensors); copy them there or export the model again")
 
 
+def model_config(path: str) -> dict[str, Any]:
+    """What config.json says, also for a model that transformers does not know; empty where there is none."""
+    from transformers import PretrainedConfig
+
+    try:
+        found, _ = PretrainedConfig.get_config_dict(path)
+    except OSError:
+        return {}
+    return dict(found)
+
+
 def eos_token_ids(sources: Iterable[Any]) -> tuple[int, ...]:
     """All ids that the `eos_token_id` of generation config, config and tokenizer name; -1 and None mean none."""
     found: dict[int, None] = {}

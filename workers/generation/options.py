@@ -46,7 +46,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 = off
+    top_k: int = 0  # 0 and -1 = off
     repetition_penalty: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     pad_token_id: int | None = None  # None: that of the tokenizer
 
     def __post_init__(self) -> None:
-        self.sampling()
+        msgspec.structs.force_setattr(self, "top_k", self.sampling().top_k)  # one value for off
         try:
             msgspec.convert({"eos": self.eos_token_ids, "pad": self.pad_token_id}, _Overrides)
         except msgspec.ValidationError as error:

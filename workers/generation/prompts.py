@@ -1,4 +1,7 @@
-"""Prompts as token ids: by the tokenizer's chat template for text, by the processor's for a prompt with an image."""
+"""Prompts as token ids: by the tokenizer's chat template for text, by the processor's for a prompt with an image.
+
+Here a prompt that speaks of an image and comes without one is refused, for every engine and every way in.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 
 from pipeline.chat_template import ChatTemplateOptions, render, render_text
 from pipeline.config.types import ModelConfig
-from pipeline.errors import RequestError
+from pipeline.errors import ModelError, RequestError
+from pipeline.image_placeholders import check_token_ids, image_placeholders
 from pipeline.messages import Message
+from workers.generation.model_files import model_config
 from workers.generation.preprocess import check_placeholders, image_token_id, load_processor
 from workers.generation.tokenizer import load_tokenizer
 
@@ -17,16 +22,22 @@ _IMAGE_TYPES = ("image", "image_url")
 
 
 class Prompts:
-    """Owns the tokenizer of one engine, and its processor once an image asks for it."""
+    """Owns the tokenizer of one engine, and the processor of a model that sees images."""
 
     def __init__(self, model: ModelConfig, chat: ChatTemplateOptions | None = None) -> None:
         """Raises ModelError for a directory without a tokenizer."""
         self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         self._model, self._chat = model, chat or ChatTemplateOptions()
+        self._placeholders = self._find_placeholders()
 
     def text(self, messages: Sequence[Message]) -> list[int]:
         """Prompt token ids, shape (prompt_len,). Raises RequestError, ModelError."""
-        return render(self.tokenizer, messages, self._chat)
+        return self.without_image(render(self.tokenizer, messages, self._chat))
+
+    def without_image(self, token_ids: Sequence[int]) -> list[int]:
+        """The same ids. Raises RequestError if one of them is the placeholder of an image."""
+        check_token_ids(token_ids, self._placeholders)
+        return list(token_ids)
 
     def vlm(self, messages: Sequence[Message]) -> list[int]:
         """Prompt token ids with one image placeholder, not yet expanded; nothing is fetched.
@@ -44,6 +55,16 @@ class Prompts:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
         check_placeholders(token_ids.count(image_token_id(self._processor)), image_token)
         return token_ids
+
+    def _find_placeholders(self) -> dict[int, str]:
+        config = model_config(self._model.path)
+        if not image_placeholders(config, self.tokenizer):
+            return {}
+        try:
+            tokens = (str(self._processor.image_token),)
+        except ModelError:  # of a model whose texts alone are served, a processor is not needed
+            tokens = ()
+        return image_placeholders(config, self.tokenizer, *tokens)
 
     @cached_property
     def _processor(self) -> Any:

@@ -1,6 +1,7 @@
-"""Directories of safetensors, checked against a model from their headers alone.
+"""Directories of safetensors and the model that they are to fill, checked from their headers alone.
 
-- Names are those of the module, or those that its `save_pretrained` writes (some models rename on the way).
+- Names and shapes on disk are those of the hub; transformers holds some layers otherwise (the experts of a layer in
+  one tensor) and converts on the way. Its own conversions are used here, for both engines.
 - Tied parameters are one tensor under several names: one name suffices, and two must agree.
 - Float tensors may come in another float precision; other dtypes must match exactly.
 """
@@ -8,32 +9,150 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from pipeline.errors import WeightsError
 
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_OTHERS = {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
-def module_targets(module: Any, wanted: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """The module's own tensors by their names in it and by their names on disk; on any device, also meta.
+@dataclass
+class Piece:
+    """Tensors of the files that are converted together, and what they become."""
 
-    The names on disk are left out where those in the module are all that is `wanted`.
-    """
-    own: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
-    if wanted is not None and own.keys() >= set(wanted):
-        return own
-    kept = {id(tensor) for tensor in own.values()}
-    saved = {name: tensor for name, tensor in revert_weight_conversion(module, own).items() if id(tensor) in kept}
-    return {**saved, **own}
+    target: str  # the first tensor of the module that they make
+    converter: Any = None  # transformers' WeightConverter; None: only the name changes
+    sources: dict[str, str] = field(default_factory=dict)  # name in the files -> the converter's pattern for it
+
+    def tensors(self, module: Any, get: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Name in the module -> tensor; `get` reads one from the files."""
+        if self.converter is None:
+            return {self.target: get(next(iter(self.sources)))}
+        work = deepcopy(self.converter)
+        for name, pattern in self.sources.items():
+            work.add_tensor(self.target, name, pattern, lambda name=name: get(name))
+        made = work.convert(self.target, model=module, config=module.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Layout:
+    """How the tensors of one module lie in files; the module may be on any device, also meta."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.own: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
+        changes = get_model_conversion_mapping(module)
+        self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in changes if isinstance(change, WeightConverter)]
+        self._by_pattern = {name: change for change in self._converters for name in change.source_patterns}
+        self._ignored = [re.compile(name) for name in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
+
+    def pieces(self, names: Iterable[str]) -> tuple[list[Piece], list[str]]:
+        """(the pieces that these names make, the names that the model does not know)."""
+        found: dict[str, Piece] = {}
+        unknown: list[str] = []
+        for name in sorted(names, key=dot_natural_key):
+            target, pattern = self._target(name, self._renamings, self._converters)
+            if target not in self.own and name in self.own:
+                target, pattern = self._target(name, [], [])
+            if target not in self.own:
+                if not any(ignored.search(name) for ignored in self._ignored):
+                    unknown.append(name)
+                continue
+            converter = None if pattern is None else self._by_pattern[pattern]
+            # Two names of one tensor, where nothing is converted, are two pieces.
+            key = target if converter is not None or target not in found else f"{target}\0{name}"
+            found.setdefault(key, Piece(target, converter)).sources[name] = pattern or name
+        return list(found.values()), unknown
+
+    def check(self, directory: Path, sources: Mapping[str, Any]) -> list[Piece]:
+        """The pieces of these files; raises WeightsError unless they fill the module exactly."""
+        pieces, unknown = self.pieces(sources)
+        if unknown:
+            raise WeightsError(f"{directory}: {len(unknown)} tensors are not in the model, e.g. {unknown[0]}")
+        filled: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            for name, made in self._made(directory, piece, sources).items():
+                self._check_tensor(directory, piece, name, made)
+                filled.setdefault(name, []).append(piece)
+        for names in tied(self.own):
+            given = [(name, piece) for name in names for piece in filled.get(name, ())]
+            if not given:
+                raise WeightsError(f"{directory}: {names[0]} is missing")
+            (name, first), *others = given
+            for other, piece in others:
+                self._check_equal(directory, sources, (name, first), (other, piece))
+        return pieces
+
+    def filled(self, directory: Path, pieces: Iterable[Piece], sources: Mapping[str, Any]) -> set[str]:
+        """Names of the module's tensors that these pieces make; raises WeightsError for pieces that make none."""
+        return {name for piece in pieces for name in self._made(directory, piece, sources)}
+
+    def _target(self, name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
+        return rename_source_key(name, renamings, converters, self._module.base_model_prefix, self.own)
+
+    def _made(self, directory: Path, piece: Piece, sources: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What a piece becomes, without its numbers."""
+
+        def outline(name: str) -> torch.Tensor:
+            part = sources[name].get_slice(name)
+            dtype = _DTYPES.get(part.get_dtype())
+            if dtype is None:
+                raise WeightsError(f"{directory}: {name} has dtype {part.get_dtype()}, which no model has here")
+            return torch.empty(part.get_shape(), dtype=dtype, device="meta")
+
+        try:
+            return piece.tensors(self._module, outline)
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+            names = list(piece.sources)
+            raise WeightsError(
+                f"{directory}: {len(names)} tensors, e.g. {names[0]}, do not make {piece.target}: {error}; is one "
+                "missing, or of another shape?"
+            ) from error
+
+    def _check_tensor(self, directory: Path, piece: Piece, name: str, made: torch.Tensor) -> None:
+        target = self.own.get(name)
+        source = next(iter(piece.sources))
+        if target is None:
+            raise WeightsError(f"{directory}: {source} makes {name}, which is not in the model")
+        if made.shape != target.shape:
+            raise WeightsError(
+                f"{directory}: {source} has shape {tuple(made.shape)}, the model has {tuple(target.shape)}"
+            )
+        if not (made.is_floating_point() and target.is_floating_point()) and made.dtype != target.dtype:
+            raise WeightsError(f"{directory}: {source} has dtype {made.dtype}, the model has {target.dtype}")
+
+    def _check_equal(
+        self, directory: Path, sources: Mapping[str, Any], first: tuple[str, Piece], second: tuple[str, Piece]
+    ) -> None:
+        left, right = (
+            piece.tensors(self._module, lambda source: sources[source].get_tensor(source))[name]
+            for name, piece in (first, second)
+        )
+        if not torch.equal(left, right):
+            names = [next(iter(piece.sources)) for _, piece in (first, second)]
+            raise WeightsError(f"{directory}: {names[0]} and {names[1]} are one tensor in the model, but differ here")
 
 
 def open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
@@ -54,36 +173,10 @@ def open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
     return sources
 
 
-def check_weights(directory: Path, sources: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsError unless the files fill the targets exactly."""
-    unknown = sorted(sources.keys() - targets.keys())
-    if unknown:
-        raise WeightsError(f"{directory}: {len(unknown)} tensors are not in the model, e.g. {unknown[0]}")
-    for names in tied(targets):
-        given = [name for name in names if name in sources]
-        if not given:
-            raise WeightsError(f"{directory}: {names[0]} is missing")
-        for name in given:
-            _check_tensor(directory, name, sources[name], targets[name])
-        first = given[0]
-        for name in given[1:]:
-            if not torch.equal(sources[first].get_tensor(first), sources[name].get_tensor(name)):
-                raise WeightsError(f"{directory}: {first} and {name} are one tensor in the model, but differ here")
-
-
-def tied(targets: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+def tied(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Names grouped by the tensor they stand for."""
     groups: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
-    for name, tensor in targets.items():
+    for name, tensor in tensors.items():
         key = (tensor.data_ptr() or id(tensor), int(tensor.storage_offset()), tuple(tensor.shape))
         groups.setdefault(key, []).append(name)
     yield from groups.values()
-
-
-def _check_tensor(directory: Path, name: str, file: Any, target: torch.Tensor) -> None:
-    part = file.get_slice(name)
-    shape, dtype = tuple(part.get_shape()), part.get_dtype()
-    if shape != tuple(target.shape):
-        raise WeightsError(f"{directory}: {name} has shape {shape}, the model has {tuple(target.shape)}")
-    if not (dtype in _FLOATS and target.is_floating_point()) and _OTHERS.get(dtype) != target.dtype:
-        raise WeightsError(f"{directory}: {name} has dtype {dtype}, the model has {target.dtype}")

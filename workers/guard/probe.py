@@ -82,12 +82,29 @@ async def _prove_rule(backend: Backend, rules: GuardRules, rule: Rule, where: st
 
 def breaking_tokens(rules: GuardRules, rule: Rule) -> list[int]:
     """Tokens after the last of which this rule triggers, unless another one must do so first."""
-    needed, keys = rules.tokens_needed()[rule], list(rules.key_pattern)
+    needed = rules.tokens_needed()[rule]
     if rule == "object_keys":
-        return keys * -(-needed // len(keys))
+        return _answers(rules, needed)
+    keys = () if rules.keys is None else rules.keys.moves
     a, b, c = islice((token for token in count() if token not in keys), 3)
     if rule == "consecutive":
         return [a] * needed
     size = rules.config.ngram_size or 1
+    if rule == "any_period":
+        size = max(1, size - 1)  # no divisor of the block length, so that `ngram` does not see it
     block = [a, b] * (size // 2) + [c] * (size % 2)  # no two neighbours are equal, at its borders neither
     return list(islice(cycle(block), needed))
+
+
+def _answers(rules: GuardRules, needed: int) -> list[int]:
+    """Answers as the model's tokenizer writes them, one after another, up to the token that completes the rule."""
+    keys, most = rules.keys, rules.config.max_object_keys
+    if keys is None or most is None or not keys.count(keys.answer):
+        raise GuardRefused("the loaded guard has no answer with an object key to be tried with")
+    tokens, matched, counted = list[int](), 0, 0
+    answer = cycle(keys.answer)
+    while counted < most or len(tokens) < needed:
+        tokens.append(next(answer))
+        matched, found = keys.step(tokens[-1], matched)
+        counted += found
+    return tokens

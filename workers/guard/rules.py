@@ -1,4 +1,4 @@
-"""The thresholds of a run as guards take them: checked, with the token pattern of the object key; torch-free."""
+"""The thresholds of a run as guards take them: checked, with the automaton that counts object keys; torch-free."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import msgspec
 
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import GuardImpossible
-from workers.guard.repeat import RepeatGuard, Rule
+from workers.guard.object_keys import ObjectKeys
+from workers.guard.repeat import LOOK_EVERY, RepeatGuard, Rule
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
     config: RepeatTerminateConfig
-    key_pattern: tuple[int, ...]
+    keys: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +24,14 @@ class GuardRules:
     """What every guard of one engine is made of."""
 
     config: RepeatTerminateConfig
-    key_pattern: tuple[int, ...] = ()  # ids of `object_key_prefix`; empty where that rule is off
+    keys: ObjectKeys | None = None  # None where `max_object_keys` is
 
     @classmethod
     def of(cls, config: RepeatTerminateConfig, tokenizer: Any) -> GuardRules:
-        """Raises GuardImpossible where `object_key_prefix` has no tokens."""
+        """Raises GuardImpossible where `object_key_prefix` could not be counted in what this tokenizer writes."""
         if config.max_object_keys is None:
             return cls(config)
-        pattern = tuple(tokenizer.encode(config.object_key_prefix, add_special_tokens=False))
-        if not pattern:
-            raise GuardImpossible(
-                f"repeat_terminate.object_key_prefix {config.object_key_prefix!r} has no tokens in this model's "
-                "vocabulary, so nothing could be counted; change it, or set max_object_keys to null"
-            )
-        return cls(config, pattern)
+        return cls(config, ObjectKeys.of_tokenizer(tokenizer, config.object_key_prefix, config.max_object_keys))
 
     @classmethod
     def for_engine(
@@ -52,25 +47,29 @@ class GuardRules:
     def from_plain(cls, plain: Mapping[str, Any]) -> GuardRules:
         """The inverse of `plain`. Raises msgspec.ValidationError for anything else."""
         found = msgspec.convert(plain, _Plain)
-        return cls(found.config, found.key_pattern)
+        return cls(found.config, None if found.keys is None else ObjectKeys.from_plain(found.keys))
 
     def plain(self) -> dict[str, Any]:
-        """The whole subtree and the pattern as plain values, for another process."""
-        return {"config": msgspec.to_builtins(self.config), "key_pattern": list(self.key_pattern)}
+        """The whole subtree and the automaton as plain values, for another process."""
+        keys = None if self.keys is None else self.keys.plain()
+        return {"config": msgspec.to_builtins(self.config), "keys": keys}
 
     def guard(self) -> RepeatGuard:
         """A guard for a new sequence."""
-        return RepeatGuard(self.config, self.key_pattern)
+        return RepeatGuard(self.config, self.keys)
 
     def tokens_needed(self) -> dict[Rule, int]:
-        """For each rule that is on, the fewest generated tokens after which it can trigger."""
+        """For each rule that is on, so many generated tokens that it cannot trigger after fewer."""
         config, needed = self.config, dict[Rule, int]()
-        if config.max_object_keys is not None:
-            needed["object_keys"] = max(config.min_new_tokens, config.max_object_keys * len(self.key_pattern))
+        if config.max_object_keys is not None and self.keys is not None:
+            least = -(-config.max_object_keys // max(1, self.keys.most_in_a_token))
+            needed["object_keys"] = max(config.min_new_tokens, least)
         if (run := config.max_consecutive_token_repeats) is not None and run > 0:
             needed["consecutive"] = max(config.min_new_tokens, run)
         if (size := config.ngram_size) is not None and size > 0 and config.ngram_repeats >= 2:
             needed["ngram"] = max(config.min_new_tokens, size * config.ngram_repeats)
+            if config.any_period:
+                needed["any_period"] = -(-needed["ngram"] // LOOK_EVERY) * LOOK_EVERY
         return needed
 
 

@@ -73,7 +73,10 @@ def _values(item: str) -> list[str]:
 
 def _tokenizer(directory: str) -> Any:
     if not directory:
-        raise ConfigError("max_object_keys counts tokens of object_key_prefix: name the model's directory, --model DIR")
+        raise ConfigError(
+            "max_object_keys counts object_key_prefix in the bytes that the model's tokens write: name the model's "
+            "directory, --model DIR"
+        )
     from workers.generation.tokenizer import load_tokenizer  # slow to load
 
     return load_tokenizer(directory)

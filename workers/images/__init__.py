@@ -1,12 +1,9 @@
 """From an `ImageRef` to a decoded image, for jobs that name images instead of carrying them.
 
     ref ──▶ paths (below a root) ──┐
-      └───▶ urls (listed hosts) ───┴─▶ bytes ─▶ digests ─▶ pixels (safe decode) ─▶ cache ─▶ RGB image
+      └───▶ urls (listed hosts) ───┴─▶ bytes ─▶ digests ─▶ decoders ═▶ pixels ═▶ cache ─▶ RGB image
+                                                             (═ a process of its own)
 
-The references come from whoever may write to the queue, the bytes from anywhere: neither is trusted.
+- The references come from whoever may write to the queue, the bytes from anywhere: neither is trusted.
+- `store.ImageStore` is the way in of the queue worker, `local.load_image` that of the offline engine.
 """
-
-from workers.images.pixels import open_image
-from workers.images.store import ImageStore
-
-__all__ = ["ImageStore", "open_image"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pipeline.config.image_types import ImageFormat
 
 _MAGIC: tuple[tuple[bytes, ImageFormat], ...] = (
@@ -11,6 +13,8 @@ _MAGIC: tuple[tuple[bytes, ImageFormat], ...] = (
     (b"GIF89a", "GIF"),
     (b"BM", "BMP"),
 )
+
+_GIF_BLOCK = re.compile(b"[!,;]")
 
 
 def sniff(data: bytes) -> ImageFormat | None:
@@ -48,7 +52,12 @@ def _gif(data: bytes) -> tuple[int, int] | None:
             frame = data[at + 1 : at + 9]
             right, bottom = _little(frame[0:2]) + _little(frame[4:6]), _little(frame[2:4]) + _little(frame[6:8])
             return max(width, right), max(height, bottom)
-        at = _after_extension(data, at) if data[at] == 0x21 else at + 1
+        if data[at] == 0x21:
+            at = _after_extension(data, at)
+        elif (block := _GIF_BLOCK.search(data, at)) is not None:  # Pillow skips what is no block, however much
+            at = block.start()
+        else:
+            break
     return width, height
 
 

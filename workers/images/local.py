@@ -7,25 +7,23 @@ from typing import Any
 
 from PIL import Image
 
-from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
-from workers.images.pixels import open_image, plain_image
+from workers.images.decoders import Decoders
+from workers.images.paths import read_anywhere
+from workers.images.pixels import plain_image
 
 
-def load_image(source: Any, where: str, limits: ImagesConfig | None = None) -> Image.Image:
-    """RGB. The caller's own files are read from anywhere; size and format have the limits of jobs.
+def load_image(source: Any, where: str, decoders: Decoders) -> Image.Image:
+    """RGB. The caller's own files are read from anywhere; size, format and decoding have the limits of jobs.
 
-    Raises RequestError.
+    An open `PIL.Image.Image` is the caller's own object, and is decoded here. Blocks; raises RequestError.
     """
-    where = f"{where}: the image"
+    where, limits = f"{where}: the image", decoders.limits
     if isinstance(source, Image.Image):
-        return plain_image(source, limits or ImagesConfig(), where)
+        return plain_image(source, limits, where)
     if isinstance(source, str | Path):
         where = f"{where} {source}"
-        try:
-            source = Path(source).read_bytes()
-        except OSError as error:
-            raise RequestError(f"{where} cannot be read ({error.strerror or error})") from error
+        source = read_anywhere(source, int(limits.max_mb * 2**20), where)
     if not isinstance(source, bytes):
         raise RequestError(f"{where} is a {type(source).__name__}; give a path, bytes or a PIL image")
-    return open_image(source, limits or ImagesConfig(), where)
+    return decoders.decode(source, where)

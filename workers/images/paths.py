@@ -62,14 +62,10 @@ class Roots:
 
     def read(self, found: Found, max_bytes: int, where: str) -> bytes:
         """The whole file, if it is still the one that was found. Blocks; raises RequestError."""
-        if found.size > max_bytes:
-            raise too_large(found.size, max_bytes, where)
         try:
-            with os.fdopen(_open(found), "rb") as file:
-                data = file.read(max_bytes + 1)
-                status = os.fstat(file.fileno())
+            data, status = _read(_open(found), max_bytes, where)
         except OSError as error:
-            raise RequestError(f"{where}: cannot be read ({error.strerror}); check the file and its rights") from error
+            raise _unreadable(error, where) from error
         real = os.path.join(found.root, found.inside)
         if _found(found.root, real, status, where) != found or len(data) != found.size:
             raise RequestError(f"{where}: changed while it was read; write images under another name, then rename them")
@@ -80,6 +76,15 @@ class Roots:
         yield from absolute
         for root in self._roots:
             yield from (os.path.join(root, name) for name in names if name not in absolute)
+
+
+def read_anywhere(path: str | os.PathLike[str], max_bytes: int, where: str) -> bytes:
+    """A regular file that the caller itself names; links are followed. Blocks; raises RequestError."""
+    try:
+        _check_regular(os.stat(path), where)  # before it is opened: opening a device may do something
+        return _read(os.open(path, _FILE & ~os.O_NOFOLLOW), max_bytes, where)[0]
+    except (OSError, ValueError) as error:  # ValueError: NUL in the path, or broken Unicode
+        raise _unreadable(error, where) from error
 
 
 def too_large(size: int, max_bytes: int, where: str) -> RequestError:
@@ -96,9 +101,31 @@ def _usable(name: str) -> bool:
         return False
 
 
-def _found(root: str, real: str, status: os.stat_result, where: str) -> Found:
+def _unreadable(error: OSError | ValueError, where: str) -> RequestError:
+    reason = getattr(error, "strerror", None) or error
+    return RequestError(f"{where}: cannot be read ({reason}); check the file and its rights")
+
+
+def _read(file: int, max_bytes: int, where: str) -> tuple[bytes, os.stat_result]:
+    """At most `max_bytes` of a regular file, and how it was when it had been read; closes the descriptor."""
+    with os.fdopen(file, "rb") as stream:
+        status = os.fstat(file)
+        _check_regular(status, where)
+        if status.st_size > max_bytes:
+            raise too_large(status.st_size, max_bytes, where)
+        data = stream.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise too_large(len(data), max_bytes, where)
+        return data, os.fstat(file)
+
+
+def _check_regular(status: os.stat_result, where: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise RequestError(f"{where}: is not a regular file (mode {stat.filemode(status.st_mode)}); name an image file")
+
+
+def _found(root: str, real: str, status: os.stat_result, where: str) -> Found:
+    _check_regular(status, where)
     return Found(root, os.path.relpath(real, root), status.st_mtime_ns, status.st_size)
 
 

@@ -1,4 +1,4 @@
-"""From untrusted bytes to an RGB image.
+"""From untrusted bytes to an RGB image; runs in a process of its own (decode_process.py), as it may take any time.
 
 - The format is that of the content. Pillow's reader for it is opened directly: `Image.open` would try others, and
   would warn or fail by a global limit that is not ours.
@@ -32,13 +32,8 @@ _READERS: dict[ImageFormat, type[ImageFile.ImageFile]] = {
 
 
 def open_image(data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
-    """Decode one image; mode RGB. Blocks; raises RequestError, which begins with `where`."""
-    if len(data) > (max_bytes := int(limits.max_mb * 2**20)):
-        raise too_large(len(data), max_bytes, where)
-    name = sniff(data)
-    if name is None or name not in limits.formats:
-        what = name or f"content that begins with {data[:12]!r}"
-        raise RequestError(f"{where}: is {what}, accepted are {', '.join(limits.formats)}; convert it")
+    """Decode one image; mode RGB. Blocks; raises MemoryError, and RequestError, which begins with `where`."""
+    name = check_encoded(data, limits, where)
     try:
         if (size := early_size(name, data)) is not None:
             _check_size(size, limits.max_pixels, where)
@@ -46,11 +41,22 @@ def open_image(data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
             _check_size(image.size, limits.max_pixels, where)
             image.load()
             return _plain(image)
-    except RequestError:
+    except (RequestError, MemoryError):
         raise
     except Exception as error:  # Pillow's readers raise anything over bytes that somebody made up
         reason = f"{type(error).__name__}: {error}"[:200]
         raise RequestError(f"{where}: is damaged or no {name} ({reason}); replace it") from error
+
+
+def check_encoded(data: bytes, limits: ImagesConfig, where: str) -> ImageFormat:
+    """The format by the first bytes. Raises RequestError for one that is not accepted, or too many bytes."""
+    if len(data) > (max_bytes := int(limits.max_mb * 2**20)):
+        raise too_large(len(data), max_bytes, where)
+    name = sniff(data)
+    if name is None or name not in limits.formats:
+        what = name or f"content that begins with {data[:12]!r}"
+        raise RequestError(f"{where}: is {what}, accepted are {', '.join(limits.formats)}; convert it")
+    return name
 
 
 def plain_image(image: Image.Image, limits: ImagesConfig, where: str) -> Image.Image:

@@ -3,7 +3,7 @@
 - Equal references that are asked for together share one fetch, which outlives the callers that give up on it and
   ends by its own time limits. A fetch that fails is forgotten, so the next call tries again.
 - Kept under: the digest if the reference has one; else the file as it was (path, mtime, size); else the URL.
-- Files are read and images decoded in threads; at most `FETCHES` references are worked on, `DECODES` decoded.
+- Files are read in threads, images decoded in processes; at most `FETCHES` references are worked on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
 from pipeline.messages import ImageRef
 from workers.images.cache import ImageCache
+from workers.images.decoders import Decoders
 from workers.images.digests import check_digest, normal_digest
 from workers.images.names import describe
 from workers.images.paths import Found, Roots
-from workers.images.pixels import open_image
 from workers.images.urls import UrlFetcher
 
 FETCHES = 16
-DECODES = 4
 
 _Flight = asyncio.Task[tuple[Image.Image, bool]]
 
@@ -44,7 +43,8 @@ class ImageStore:
         self._cache = ImageCache(config.cache_mb * 2**20)
         self._flights: dict[ImageRef, _Flight] = {}
         self._fetches = asyncio.Semaphore(FETCHES)
-        self._decodes = asyncio.Semaphore(DECODES)
+        self._decoders = Decoders(config)
+        self._decodes = asyncio.Semaphore(config.decode_processes)  # who waits for a process takes no thread
         self._closed = False
         self.fetched = 0
         self.hits = 0
@@ -58,7 +58,10 @@ class ImageStore:
         await self.close()
 
     async def get(self, ref: ImageRef) -> Image.Image:
-        """The image, mode RGB; shared with other callers, so `copy()` it before a change. Raises RequestError."""
+        """The image, mode RGB; shared with other callers, so `copy()` it before a change.
+
+        Raises RequestError, and EngineError where no decoder can be started.
+        """
         ref = _normal(ref)
         if self._closed:
             raise RequestError(f"{describe(ref)}: the image store is closed")
@@ -77,7 +80,7 @@ class ImageStore:
         return image
 
     async def close(self) -> None:
-        """End running fetches, close the connections, drop the images; callers that wait get a RequestError."""
+        """End running fetches, the connections and the decoders, drop the images; callers get a RequestError."""
         self._closed = True
         flights = list(self._flights.values())
         for flight in flights:
@@ -85,6 +88,7 @@ class ImageStore:
         await asyncio.gather(*flights, return_exceptions=True)
         self._flights.clear()
         self._cache.clear()
+        await asyncio.to_thread(self._decoders.close)
         await self._urls.close()
 
     async def _fly(self, ref: ImageRef) -> tuple[Image.Image, bool]:
@@ -132,7 +136,7 @@ class ImageStore:
 
     def _decode(self, data: bytes, digest: str | None, where: str) -> Image.Image:
         check_digest(data, digest, where)
-        return open_image(data, self._config, where)
+        return self._decoders.decode(data, where)
 
 
 def _normal(ref: ImageRef) -> ImageRef:

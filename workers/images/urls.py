@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
+from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
-from pipeline.hosts import AllowedHosts, RefusedAddress, guarded_socket
+from pipeline.hosts import AllowedHosts, RefusedAddress
 from workers.images.paths import too_large
 
 PAUSES_S = (0.2, 0.6)
 """Before the second and the third try."""
 
+_CONNECTIONS = 64
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "sluice"}
 
 
@@ -31,10 +33,12 @@ class ServerTrouble(Exception):
 class UrlFetcher:
     """Bytes of allow-listed URLs; belongs to one event loop."""
 
-    def __init__(self, config: ImagesConfig) -> None:
+    def __init__(self, config: ImagesConfig, resolver: AbstractResolver | None = None) -> None:
+        """`resolver` instead of the system's."""
         self._hosts = AllowedHosts(config.hosts, "images.hosts")
         self._max_bytes = int(config.max_mb * 2**20)
         self._timeout_s = config.fetch_timeout_s
+        self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, text: str, where: str) -> bytes:
@@ -96,11 +100,9 @@ class UrlFetcher:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # one address after the other: an address that is refused ends the try instead of losing a race
-            connector = aiohttp.TCPConnector(limit=64, happy_eyeballs_delay=None, socket_factory=guarded_socket)
             step_s = self._timeout_s / (len(PAUSES_S) + 1)
             self._session = aiohttp.ClientSession(
-                connector=connector,
+                connector=self._hosts.connector(_CONNECTIONS, self._resolver),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=_HEADERS,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=step_s, sock_read=step_s),

@@ -20,6 +20,7 @@ from pipeline.score_jobs import refusal
 from pipeline.tokens import FloatArray
 from pipeline.weights import verify
 from workers.generation.backends.hf.model import load_model
+from workers.generation.backends.hf.proof import prove
 from workers.generation.backends.hf.scoring import token_logprobs
 from workers.generation.backends.hf.swap import Weights
 from workers.generation.contracts import EngineFacts
@@ -36,6 +37,7 @@ class VersionedModel:
             torch.set_num_threads(config.scorer.torch_threads)
         self._pass_tokens, self._tolerance = config.scorer.pass_tokens, config.weights.probe_tolerance
         self._model = load_model(config.model)
+        prove(self._model)
         self._weights = Weights(self._model.module, Path(config.model.path), self._total)
         self.version: int | None = None
 

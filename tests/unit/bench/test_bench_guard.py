@@ -13,12 +13,12 @@ import pytest
 
 from bench.guard.loop_model import CONTEXT, PERIODS, Chains
 from bench.guard.naive import naive_rule
-from bench.guard.plan import DEFAULTS, Plan
+from bench.guard.plan import ANY_PERIOD, DEFAULTS, Plan
 from bench.guard.saved import fields
 from bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import ConfigError
-from workers.guard.repeat import RepeatGuard
+from workers.guard.repeat import LOOK_EVERY, RepeatGuard
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = RepeatTerminateConfig(
@@ -68,6 +68,8 @@ def test_loops_begin_where_the_workload_says_and_the_oracle_finds_them() -> None
         seen = 64 % start.period == 0
         needed = max(256, begin + (64 if start.period == 1 else 64 + 64))
         assert guard_keeps(tokens, DEFAULTS) == (needed if seen else 512)
+        looked_at = -(-max(256, begin + 64 + 64) // LOOK_EVERY) * LOOK_EVERY
+        assert guard_keeps(tokens, ANY_PERIOD) == (min(needed, looked_at) if seen else looked_at)
 
 
 def test_fields_split_the_share_by_what_the_guard_can_see() -> None:
@@ -102,7 +104,10 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert 0 < found["step_share"]["hf"]["2"] < 1
     assert found["ns_per_token"] > 0
     assert found["naive_ns_per_token"] > 0
-    assert 0 < found["saved_share"] < 1
+    assert 0 < found["saved_share"] <= found["saved_share_any_period"] <= found["saved_share_ceiling"] < 1
+    assert found["ended_any_period"] == {"looping": 4, "of_looping": 4, "healthy": 0}
+    assert found["any_period_ns_per_token"] > 0
+    assert found["object_keys_ns_per_token"] > 0
     assert found["ended"] == {"looping": 4, "of_looping": 4, "healthy": 0}
     assert found["upstream_ns_per_token"] is None
     assert found["trained_per_s"] is None

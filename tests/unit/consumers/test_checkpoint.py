@@ -110,6 +110,15 @@ def test_a_checkpoint_is_a_model_directory(tmp_path: Path, source: Path) -> None
     assert (directory / "tokenizer.json").exists()
 
 
+def test_a_models_odd_generation_config_stops_no_checkpoint(tmp_path: Path, source: Path) -> None:
+    """transformers loads it with a warning, and refuses to save it."""
+    own = shutil.copytree(source, tmp_path / "own")
+    odd = '{"temperature": 0.6, "top_p": 0.9, "do_sample": false, "num_beams": 1, "early_stopping": true}'
+    (own / "generation_config.json").write_text(odd)
+    directory = save(tmp_path / "c", train_step(own), own)
+    assert (directory / "generation_config.json").read_text() == odd
+
+
 def test_remembered_ids_are_bounded() -> None:
     state = TrainerState()
     for number in range(20):

@@ -116,3 +116,25 @@ def test_a_bad_truth_says_where_and_what_to_do(truth: Any, says: str) -> None:
     with pytest.raises(TaskError, match=says) as caught:
         run("{}", truth, context(codec))
     assert "job:0" in str(caught.value)
+
+
+BOTH = "exactly the keys desc and bbox_2d or poly"
+BAD_LISTED: list[tuple[Any, str]] = [
+    ([{"desc": "a", "bbox_2d": [1, 2, 3, 4], "poly": [1, 2, 3, 4, 5, 6]}], BOTH),
+    ([{"desc": "a"}], BOTH),
+    ([{"desc": "a", "poly": [1, 2, 3, 4]}], "at least 3 points"),
+    ([{"desc": "a", "poly": [[1, 2], [3, 4], [5]]}], "at least 3 points"),
+    ([{"desc": "a", "poly": [1, 2, 3, 4, 5, 1000]}], "0-999"),
+    ("text", r"give a list of \{desc, bbox_2d\} or \{desc, poly\}"),
+]
+
+
+@pytest.mark.parametrize(("truth", "says"), BAD_LISTED)
+def test_a_bad_truth_of_the_list_grammar_says_what_to_do(truth: Any, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        run('{"objects": []}', truth, context(tiny_codec(), grammar="objects"))
+
+
+def test_a_polygon_is_no_truth_of_the_older_grammar() -> None:
+    with pytest.raises(TaskError, match="exactly the keys desc and bbox_2d"):
+        run("{}", [{"desc": "a", "poly": [1, 2, 3, 4, 5, 6]}], context(tiny_codec()))

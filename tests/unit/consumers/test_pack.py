@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.pack import IGNORED, attention_mask, collate, pack_rows
+from consumers.pack import IGNORED, collate, pack_rows
 from pipeline.messages import TrainingSample
 from pipeline.tokens import FloatArray, Runs, TokenArray
 
@@ -60,17 +59,3 @@ def test_layout_shapes_and_dtypes() -> None:
 def test_no_rows_and_an_empty_sample() -> None:
     assert collate([], [], 0).input_ids.shape == (0, 0)
     assert collate([sample(), sample(3)], [[0, 1]], 0).input_ids.tolist() == [[3]]
-
-
-def test_attention_is_causal_and_stays_inside_a_sample() -> None:
-    segments = np.array([[0, 0, 1, 1, -1]], dtype=np.int32)
-    mask = attention_mask(segments)
-    assert mask.shape == (1, 1, 5, 5)
-    assert mask.dtype == bool
-    assert mask[0, 0].astype(int).tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 1],
-    ]

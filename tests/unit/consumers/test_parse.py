@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from consumers.detection.parse import parse
+from consumers.task import Parsed
 from pipeline.metrics import DROP_REASONS, check_keys
 from tests.detection_rollouts import answer, context, obj, rollout, tokens_anyhow
 from tests.tiny_tokenizer import tiny_codec
@@ -38,17 +39,22 @@ BROKEN = {
 }
 
 
+def _check_dropped(parsed: Parsed, reason: str) -> None:
+    """One object, for this reason alone; the answer is whole."""
+    dropped = {why: parsed.metrics[f"strict_drop/reason/{why}"] for why in DROP_REASONS}
+    assert dropped == {why: float(why == reason) for why in DROP_REASONS}
+    assert parsed.metrics["rollout/parse_dropped_invalid"] == 1
+    assert not parsed.value.truncated
+    check_keys(parsed.metrics)
+
+
 @pytest.mark.parametrize("entry", BROKEN)
 def test_every_rule_has_its_reason_and_the_neighbours_live(entry: str) -> None:
     codec = tiny_codec()
     text = "{" + GOOD + ", " + entry + ', "object_3": {"desc": "b", "bbox_2d": [0, 0, 999, 999]}}'
     parsed = parse(rollout(codec.encode(text)), context(codec))
     assert [item.desc for item in parsed.value.valid] == ["seven", "b"]
-    dropped = {why: parsed.metrics[f"strict_drop/reason/{why}"] for why in DROP_REASONS}
-    assert dropped == {why: float(why == BROKEN[entry]) for why in DROP_REASONS}
-    assert parsed.metrics["rollout/parse_dropped_invalid"] == 1
-    assert not parsed.value.truncated
-    check_keys(parsed.metrics)
+    _check_dropped(parsed, BROKEN[entry])
 
 
 def test_the_order_of_appearance_and_other_spacing_are_kept() -> None:
@@ -102,3 +108,54 @@ def test_the_cut_never_loses_a_whole_token(kind: str, seed: int) -> None:
     ends = codec.char_ends(ids)
     assert ends[parsed.prefix_len - 1] == parsed.value.kept_chars <= parsed.value.cut == len(whole) - 1
     assert ends[parsed.prefix_len] > parsed.value.cut
+
+
+LISTED = {
+    '{"desc": "a", "bbox_2d": [1, 2, 3, 4], "score": 1}': "key_invalid",
+    '{"desc": "a", "desc": "b", "poly": [1, 2, 3, 4, 5, 6]}': "key_invalid",
+    '"object_2"': "key_invalid",
+    "7": "key_invalid",
+    '{"poly": [1, 2, 3, 4, 5, 6]}': "missing_desc",
+    '{"desc": "a"}': "missing_geom",
+    '{"desc": "a", "bbox_2d": [1, 2, 3, 4], "poly": [1, 2, 3, 4, 5, 6]}': "unknown_geom",
+    '{"desc": "a", "polygon": [1, 2, 3, 4, 5, 6]}': "unknown_geom",
+    '{"desc": "a", "poly": [1, 2, 3, 4]}': "wrong_arity",
+    '{"desc": "a", "poly": [1, 2, 3, 4, 5, 6, 7]}': "wrong_arity",
+    '{"desc": "a", "poly": [[1, 2], [3, 4]]}': "wrong_arity",
+    '{"desc": "a", "poly": [' + ", ".join(["1"] * 1100) + "]}": "wrong_arity",
+    '{"desc": "a", "poly": "1 2 3 4 5 6"}': "wrong_arity",
+    '{"desc": "a", "poly": [[1, 2], [3, 4], [5, 6, 7]]}': "wrong_arity",
+    '{"desc": "a", "poly": [1, 2, 3, 4, 5, "6"]}': "non_coord_token",
+    '{"desc": "a", "poly": [[1, 2], [3, 4], [5, [6]]]}': "non_coord_token",
+    '{"desc": "a", "poly": [[1, 2], 3, 4, 5, 6, 7]}': "non_coord_token",
+    '{"desc": "a", "poly": [1, 2, 3, 4, 5, 1000]}': "bbox_invalid",
+}
+
+
+@pytest.mark.parametrize("entry", LISTED)
+def test_the_list_grammar_has_the_same_rules(entry: str) -> None:
+    codec = tiny_codec()
+    good = '{"desc": "seven", "bbox_2d": [1, 2, 3, 4]}'
+    text = f'```json\n{{"objects": [{good}, {entry}, {{"poly": [5, 6, 1, 2, 3, 9], "desc": "b"}}]}}\n```'
+    parsed = parse(rollout(codec.encode(text)), context(codec, grammar="objects"))
+    assert [(item.desc, item.box) for item in parsed.value.valid] == [("seven", (1, 2, 3, 4)), ("b", (1, 2, 5, 9))]
+    _check_dropped(parsed, LISTED[entry])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ('{"objects": []}', 0),
+        ('[{"desc": "a", "bbox_2d": [1, 2, 3, 4]}]', 0),
+        ('{"object_1": {"desc": "a", "bbox_2d": [1, 2, 3, 4]}}', 0),
+        ('{"things": [{"desc": "a", "bbox_2d": [1, 2, 3, 4]}]}', 0),
+        ('I answer {"objects": [...]}: {"objects": [{"desc": "a", "bbox_2d": [1, 2, 3, 4]}]}', 1),
+        ('{ "objects" :\n[ {"bbox_2d": [1, 2, 3, 4], "desc": "a"} ,\t{"desc": "b", "bbox_2d": [1, 2, 3, 4]} ] }', 2),
+        ('{"objects": [{"desc": "a", "bbox_2d": [1, 2, 3, 4]}, {"desc": "b"', 1),
+    ],
+)
+def test_where_the_list_begins_and_ends(text: str, count: int) -> None:
+    codec = tiny_codec()
+    parsed = parse(rollout(codec.encode(text)), context(codec, grammar="objects"))
+    assert len(parsed.value.valid) == count
+    assert parsed.valid is (count > 0)

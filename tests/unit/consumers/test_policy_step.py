@@ -56,7 +56,8 @@ def policy_sample(step: TrainStep, name: str, length: int, advantage: float | No
         "weights": FloatArray([0.0] * length),
         "logprobs": FloatArray(behaviour),
         "proximal_logprobs": FloatArray(proximal),
-        "versions": Runs.of([-1, -1, -1, 3, 3] + [4] * (length - 5)),
+        "versions": Runs.of([3] * 5 + [4] * (length - 5)),
+        "proximal_versions": Runs.of([4] * 5 + [5] * (length - 5)),
         "response_mask": Runs.of([1, 0, 1, 1, 0] + [1] * (length - 5)),  # of the first token there is no logprob
         "reward": 1.0 if advantage is None else advantage + 1,
         "advantage": advantage,
@@ -163,6 +164,7 @@ def test_a_rollout_of_several_turns_is_its_sampled_tokens_alone(source: Path, od
         whole,
         response_mask=Runs.of(on.astype(int).tolist()),
         versions=Runs.of(np.where(on, 4, -1).tolist()),
+        proximal_versions=Runs.of(np.where(on, 5, -1).tolist()),
         proximal_logprobs=FloatArray(np.where(on, proximal, odd)),
         logprobs=FloatArray(np.where(on, behaviour, odd)),
         prompt_len=4,
@@ -216,6 +218,26 @@ def test_a_missing_array_is_named(source: Path, name: str) -> None:
     empty: Any = Runs() if name == "response_mask" else FloatArray()
     with pytest.raises(MessageError, match=f"s:0 has an advantage .* but no {name};"):
         step.run([replace(policy_sample(step, "s", 12, 1.0), **{name: empty})], 1)
+
+
+@pytest.mark.parametrize("garbage", [0.0, -77.0, 3.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("claimed", [-1, 3, 7])  # marked as not scored, or a score of another version than the next
+def test_the_loss_reads_no_proximal_logprob_of_a_marked_token(source: Path, garbage: float, claimed: int) -> None:
+    step = train_step(source, policy=POLICY)
+    whole = policy_sample(step, "s", 14, 1.2)
+    behaviour, scored = list(whole.logprobs), list(whole.proximal_logprobs)
+    marked = [at for at in range(7, 14, 2)]
+    versions = [claimed if at in marked else version for at, version in enumerate(whole.proximal_versions)]
+
+    def sample(values: list[float]) -> TrainingSample:
+        return replace(whole, proximal_logprobs=FloatArray(values), proximal_versions=Runs.of(versions))
+
+    clean = [behaviour[at] if at in marked else scored[at] for at in range(14)]
+    spoilt = [garbage if at in marked else scored[at] for at in range(14)]
+    wanted, gradient = run(train_step(source, policy=POLICY), [sample(clean)])
+    record, got = run(train_step(source, policy=POLICY), [sample(spoilt)])
+    assert record == wanted
+    assert same(got, gradient)
 
 
 def test_the_gap_to_the_engine_is_over_tokens_of_this_version(source: Path) -> None:

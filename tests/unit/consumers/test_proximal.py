@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from consumers.segments import LeftOut
 from consumers.training.proximal import Filled, fill, plan, score_jobs, scores_by_place
 from consumers.training.proximal_counts import Counts
 from pipeline.config.types import PolicyConfig
@@ -151,6 +152,37 @@ def test_a_score_that_is_no_number_is_no_score() -> None:
     assert (versions[2:], mask[2:], done.counts.foreign, done.counts.missing) == ([-1, 1], [0, 1], 1, 1)
     made = plan(rollout([0]), 1, MASK)
     assert fill(made, [0.0, 0.0, math.nan], {}, MASK).counts.missing == 1
+
+
+@pytest.mark.parametrize("garbage", [0.0, 9.0, -77.0, math.nan, -math.inf])
+def test_garbage_in_a_marked_token_is_never_used(garbage: float) -> None:
+    """On-policy, recomputed, asked for, and missing: whatever stood at the mark."""
+    versions, claims = [0, 2, 1, 0, 2], [-1, -1, -1, 1, -1]
+    sample = scored(versions, [garbage, garbage, garbage, -9.0, garbage], claims)
+    clean = rollout(versions, proximal_logprobs=FloatArray([0.0] * 5 + [-9.0, 0.0]),
+                    proximal_versions=Runs.of([-1, -1, *claims]))  # fmt: skip
+    for options, answered in ((MASK, True), (MASK, False), (KEEP, False)):
+        done = filled(sample, 2, options, answered=answered)
+        assert arrays(done) == arrays(filled(clean, 2, options, answered=answered))
+        assert all(math.isfinite(value) for value in arrays(done)[0])
+    assert arrays(filled(sample, 2, KEEP, answered=False))[0][2:] == [-1, -2, -0.5 - 4, -9.0, -5]
+
+
+def test_what_is_left_out_says_why() -> None:
+    options = PolicyConfig(enabled=True, max_token_staleness=2)
+    sample = replace(
+        rollout([0, 1, -1, 2, 3, -1, 3], mask=[1, 1, 0, 0, 1, 1, 1]), logprobs=FloatArray([-1.0] * 8 + [math.nan])
+    )
+    done = filled(sample, 3, options, answered=False)
+    assert done.sample is not None
+    why = [LeftOut(code) for code in done.sample.left_out]
+    no = LeftOut.no
+    assert why == [no, no, LeftOut.stale, LeftOut.missing, no, LeftOut.as_it_came, no, LeftOut.foreign, LeftOut.foreign]
+    assert arrays(done)[2] == [0, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert filled(done.sample, 3, options, answered=False).sample == done.sample, "a reason outlives a second pass"
+    kept = filled(rollout([0, 0]), 2, KEEP, answered=False).sample
+    assert kept is not None
+    assert kept.left_out.expand() == [no] * 4, "none was left out, and that is said"
 
 
 def test_on_policy_tokens_need_no_score() -> None:

@@ -13,7 +13,7 @@ from consumers.group import Group
 from consumers.sampler import Sampler
 from consumers.task import Matched, Parsed, Task, TaskContext
 from pipeline.config.types import ConsumerConfig, PolicyConfig, RolloutMatchingConfig
-from pipeline.messages import DeadLetter, SequenceResult, TrainingSample
+from pipeline.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
@@ -72,6 +72,13 @@ def test_a_sample_that_is_too_long_is_a_drop_that_names_the_limit() -> None:
     assert "consumer.max_sample_tokens is 3" in letter.detail
 
 
+def test_a_sequence_whose_prompt_has_an_image_is_never_trained_blind() -> None:
+    seen = structs.replace(result(), images=[ImageRef(path="a.png")])
+    samples, [letter] = sampler().samples_of(group(seen))
+    assert (samples, letter.seq_id, letter.reason) == ([], "g:0", "has_images")
+    assert "1 image, and training has no pixels" in letter.detail
+
+
 def test_letters_of_the_queue_are_not_recorded_again() -> None:
     dead = DeadLetter(seq_id="g:1", reason="expired")
     unread = DeadLetter(seq_id="g:2", reason="malformed_result", state="dropped")
@@ -103,6 +110,7 @@ def test_advantages_compare_the_members_that_have_a_reward() -> None:
     members = [result(at, 4) for at in range(4)]
     samples, letters = rewarding(1.0, None, 0.0, 0.5).samples_of(group(*members))
     assert advantages(samples) == [0.5, None, -0.5, 0.0]
+    assert [(one.index, one.group_rewards) for one in samples] == [(0, 3), (1, 0), (2, 3), (3, 3)]
     assert letters == []
     assert advantages(rewarding(None, None).samples_of(group(*members[:2]))[0]) == [None, None]
 
@@ -127,6 +135,7 @@ def test_an_incomplete_group_is_compared_over_who_is_there() -> None:
 def test_an_advantage_of_the_task_stays() -> None:
     samples, _ = rewarding(1.0, 0.0, advantage=3.0).samples_of(group(result(0, 2), result(1, 2)))
     assert advantages(samples) == [3.0, 3.0]
+    assert [sample.group_rewards for sample in samples] == [0, 0], "nothing to compute them again from"
 
 
 @pytest.mark.parametrize("reward", [nan, inf, -inf, 1e31, "1"])
@@ -153,6 +162,7 @@ def test_the_parts_of_an_index_have_its_one_advantage() -> None:
     samples, letters = rewarding(1.0, 0.0).samples_of(group(*members, size=2))
     assert letters == []
     assert advantages(samples) == [0.5, 0.5, 0.5, -0.5], "three parts weigh no more than one"
+    assert [(one.index, one.group_rewards) for one in samples] == [(0, 2), (0, 2), (0, 2), (1, 2)]
 
 
 def test_the_first_part_that_gives_a_sample_speaks_for_its_index() -> None:

@@ -9,7 +9,7 @@ import pytest
 from consumers.detection.layout import truth_only
 from consumers.detection.target import check_options
 from consumers.segments import Segment
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, TaskError
 from pipeline.messages import TrainingSample
 from pipeline.metrics import reduce
 from pipeline.tokens import Runs
@@ -163,3 +163,67 @@ def test_the_closing_brace_is_supervised_after_a_false_positive(kind: str) -> No
     assert codec.decode(sample.token_ids[-2:]) == "}<|im_end|>"
     assert list(sample.weights[-2:]) == [1.0, 1.0]
     assert sum(sample.weights) == 2.0
+
+
+POLY = {"desc": "nine", "poly": [600, 600, 800, 600, 700, 800]}
+
+
+def _response(sample: TrainingSample, codec: Any) -> str:
+    return codec.decode(list(sample.token_ids)[sample.prompt_len :])
+
+
+def test_the_list_grammar_is_completed_in_the_order_of_the_row() -> None:
+    codec = tiny_codec()
+    truths = [
+        TRUTHS[0],
+        {"bbox_2d": [1, 2, 3, 4], "desc": "two"},
+        {"poly": [[1, 2], [3, 4], [5, 6]], "desc": "x"},
+        POLY,
+    ]
+    text = 'Here:\n{"objects": [{"bbox_2d": [100, 100, 300, 310], "desc": "zero"}]}\n```'
+    matched, sample = run(text, truths, context(codec, grammar="objects"))
+    assert matched.value.truth_of == {0: 0}
+    assert _response(sample, codec) == (
+        'Here:\n{"objects": [{"bbox_2d": [100, 100, 300, 310], "desc": "zero"}, '
+        '{"bbox_2d": [1, 2, 3, 4], "desc": "two"}, {"poly": [[1, 2], [3, 4], [5, 6]], "desc": "x"}, '
+        '{"desc": "nine", "poly": [600, 600, 800, 600, 700, 800]}]}'
+        "<|im_end|>"
+    )
+    _, plain = run("nothing", truths[:1], context(codec, grammar="objects"))
+    assert _response(plain, codec) == answer(truths[:1], codec, grammar="objects") + "<|im_end|>"
+
+
+def test_a_polygon_is_labelled_point_by_point_with_a_truth_of_its_form() -> None:
+    codec = tiny_codec("coords")
+    said = {"desc": "nine", "poly": [600, 610, 800, 600, 700, 790]}
+    _, sample = run(answer([said], codec, grammar="objects"), [POLY], context(codec, grammar="objects"))
+    coords = [
+        codec.coord_token_ids.index(label)
+        for label, code in zip(sample.labels, sample.segments, strict=True)
+        if code == Segment.matched_coord
+    ]
+    assert coords == POLY["poly"]
+    assert not sample.geometry, "boxes alone are regressed"
+
+
+def test_a_geometry_of_another_form_leads_to_the_truth_s_and_is_off_after_it() -> None:
+    codec = tiny_codec("coords")
+    said = {"desc": "nine", "bbox_2d": [600, 600, 800, 800]}
+    _, sample = run(answer([said], codec, grammar="objects"), [POLY], context(codec, grammar="objects"))
+    found = [
+        (token, label, weight)
+        for token, label, weight, code in zip(
+            sample.token_ids, sample.labels, sample.weights, sample.segments, strict=True
+        )
+        if code == Segment.matched_coord
+    ]
+    changed = [at for at, (token, label, weight) in enumerate(found) if weight and label != token]
+    assert len(changed) == 1, "the token that begins the truth's key"
+    assert "poly".startswith(codec.decode([found[changed[0]][1]]).strip(' "'))
+    assert not any(weight for _, _, weight in found[changed[0] + 1 :])
+
+
+def test_a_truth_that_is_a_polygon_is_refused_where_boxes_are_regressed() -> None:
+    ctx = context(tiny_codec("coords"), grammar="objects", matched_supervision="geometry")
+    with pytest.raises(TaskError, match=r"truth\[0\] is a polygon, and matched_supervision: geometry"):
+        run('{"objects": []}', [POLY], ctx)

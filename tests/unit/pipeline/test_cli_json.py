@@ -41,6 +41,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory, broker_config: BrokerConfig)
     dead = asyncio.run(bury_three(broker_config, Keys(run)))
     named = [*where, "--set", f"model.path={model}", "--set", f"data.path={rows}"]
     return {
+        "bench truth": (["GPT-2", "--quick"], 0),
         "config check": ([str(bad), "configs/text.yaml"], 2),
         "config show": (where, 0),
         "dlq drop": ([dead[0], *where, "--yes"], 0),

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config import load_config
 from pipeline.errors import MessageError, UnknownSchema
 from pipeline.messages import (
     SCHEMA,
     DeadLetter,
     DecodeJob,
+    SamplingParams,
     SequenceResult,
     TokenDelta,
     TrainingBatch,
@@ -24,6 +26,7 @@ from pipeline.messages import (
 )
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result, training_sample
+from workers.generate.settings import make_settings
 
 MESSAGES: list[Wire] = [
     decode_job("r:1", n=3, truth=[{"desc": "x"}]),
@@ -117,3 +120,14 @@ def test_a_damaged_message_is_read_or_refused_never_worse(data: st.DataObject) -
         decode(SequenceResult, bytes(raw))
     except MessageError:
         return
+
+
+def test_minus_one_and_zero_are_one_way_to_say_no_top_k() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
+    assert msgspec.convert({"top_k": -1}, SamplingParams).top_k == 0
+    assert msgspec.structs.replace(SamplingParams(top_k=5), top_k=-1).top_k == 0
+    with pytest.raises(ValueError, match="top_k must be >= -1"):
+        SamplingParams(top_k=-2)
+    assert load_config(None, ["sampling.top_k=-1"], environ={}).sampling.top_k == 0
+    settings = [make_settings(options={"top_k": k}, model={"path": "m"}, source="a", out="-") for k in (-1, 0)]
+    assert settings[0].identity() == settings[1].identity()

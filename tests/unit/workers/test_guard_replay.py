@@ -92,6 +92,16 @@ def test_object_keys_are_counted_by_the_tokenizer_of_the_model(tmp_path: Path) -
         make_trials(None, counted, model=str(tmp_path))
 
 
+def test_periods_that_do_not_divide_the_block_are_compared(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.jsonl", [answer(0, [5, 6, 7] * 8, "length"), answer(1, LOOP, "length")])
+    off, on = replay(path, make_trials(None, RULES, ["any_period=false,true"])).trials
+    assert (off.name, on.name) == ("any_period=false", "any_period=true")
+    assert (dict(off.by_rule), dict(on.by_rule)) == ({"ngram": 1}, {"any_period": 1, "ngram": 1})
+    assert on.others[0].at_token == 16
+    with pytest.raises(ConfigError, match="any_period looks at the last"):
+        make_trials(None, ["ngram_size=0"], ["any_period=true"])
+
+
 def test_thresholds_come_from_the_file_and_single_keys_win(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("custom: {extra: {rollout_matching: {repeat_terminate: {ngram_size: 8, ngram_repeats: 3}}}}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.consumers.audit.clean_run import Versions
 from tests.unit.consumers.audit.stored_run import write_rollouts, write_weights
 
 
@@ -25,6 +26,18 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("audit") / "whole"
     write_rollouts(directory / "rollouts", write_weights(directory))
     return directory
+
+
+@pytest.fixture(scope="session")
+def four_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`v000000` to `v000003`; never changed."""
+    return write_weights(tmp_path_factory.mktemp("versions"), seeds=(0, 1, 2, 3))
+
+
+@pytest.fixture(scope="session")
+def versions(four_versions: Path) -> Versions:
+    """Their logprobs."""
+    return Versions(four_versions)
 
 
 @pytest.fixture

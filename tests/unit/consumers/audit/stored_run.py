@@ -44,10 +44,10 @@ class Policy:
     def __init__(self, directory: Path) -> None:
         self._model: Any = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
 
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Of every token given those before it; 0 for the first."""
         with torch.inference_mode():
-            table = self._model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+            table = (self._model(torch.tensor([token_ids])).logits[0] / temperature).log_softmax(-1)
         return [0.0] + [float(table[at - 1, token_ids[at]]) for at in range(1, len(token_ids))]
 
 
@@ -92,13 +92,14 @@ def _write(directory: Path, step: int, samples: list[TrainingSample]) -> None:
 
 
 def change(run: Path, seq_id: str, edit: Callable[[dict[str, list[Any]]], None]) -> None:
-    """Rewrite one stored sample: `edit` gets its five rollout arrays as lists, by field name."""
+    """Rewrite one stored sample: `edit` gets its rollout arrays as lists, by field name."""
     kinds: dict[str, Callable[..., Any]] = {
         "logprobs": FloatArray,
         "versions": Runs.of,
         "proximal_logprobs": FloatArray,
         "proximal_versions": Runs.of,
         "response_mask": Runs.of,
+        "left_out": Runs.of,
     }
     for file in (run / "rollouts").glob("step-*.msgpack"):
         samples = decode(TrainingBatch, file.read_bytes()).samples

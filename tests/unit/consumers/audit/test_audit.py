@@ -11,6 +11,7 @@ import pytest
 
 from consumers.audit.report import Report
 from consumers.audit.run import audit_run
+from consumers.segments import LeftOut
 from pipeline.config.types import Config, ModelConfig
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change, write_rollouts, write_weights
 
@@ -33,6 +34,16 @@ def put(field: str, offset: int, value: Any) -> Callable[[Arrays], None]:
 def add(field: str, offset: int, value: float) -> Callable[[Arrays], None]:
     def edit(arrays: Arrays) -> None:
         arrays[field][PROMPT + offset] += value
+
+    return edit
+
+
+def unscored(offset: int) -> Callable[[Arrays], None]:
+    """Marked as not scored, as the wire has it."""
+
+    def edit(arrays: Arrays) -> None:
+        arrays["proximal_versions"][PROMPT + offset] = -1
+        arrays["proximal_logprobs"][PROMPT + offset] = arrays["logprobs"][PROMPT + offset]
 
     return edit
 
@@ -114,6 +125,7 @@ def test_tokens_rescored_at_every_update_are_wrong(run: Path) -> None:
 
 def test_a_token_that_the_trainer_masked_is_audited(run: Path) -> None:
     def mask(arrays: Arrays) -> None:
+        arrays["left_out"] = [LeftOut.stale if version >= 0 else LeftOut.no for version in arrays["versions"]]
         arrays["response_mask"] = [0] * len(arrays["response_mask"])
 
     change(run, "one", mask)
@@ -127,7 +139,7 @@ def test_a_score_that_was_never_made_is_marked(run: Path) -> None:
         arrays["proximal_logprobs"], arrays["proximal_versions"] = [], []
 
     change(run, "one", drop)
-    change(run, "two", put("proximal_versions", 0, -1))
+    change(run, "two", unscored(0))
     found = look(run)
     assert (found.marked, found.right, found.wrong) == (MARKED + 5, TOKENS - MARKED - 5, 0)
 

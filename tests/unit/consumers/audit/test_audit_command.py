@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from consumers.segments import LeftOut
 from pipeline.cli import main as cli
+from pipeline.messages import TrainingBatch, decode, encode
+from pipeline.tokens import Runs
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change
 
 
@@ -56,6 +60,33 @@ def test_people_see_shares_and_the_worst_tokens(run: Path, capsys: pytest.Captur
     assert "docs/audit.md" in said, "the stored configuration does not say that the engines were fp32"
     assert call(run, "--set", "model.dtype=float32") == 1
     assert "docs/audit.md" not in capsys.readouterr().out
+
+
+def test_what_was_not_checked_is_said_in_words(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "weights" / "v000000")
+    assert call(run) == 0
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "what was not checked" in said
+    assert "9 4 a version that their logprobs need is not there any more" in said
+    assert "22 6 against what was handed to the trainer: the history does not hold these sequences" in said
+    assert call(run, "--json") == 0
+    kinds = json.loads(capsys.readouterr().out)["not_checked"]
+    assert {"what": "version_gone", "sequences": 4, "tokens": 9} in kinds
+
+
+def test_an_advantage_of_a_sequence_without_trained_tokens_fails_the_check(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mask of the whole sequence was cleared, as stale: no token is wrong, the number is."""
+    file = run / "rollouts/step-000003.msgpack"
+    batch = decode(TrainingBatch, file.read_bytes())
+    fields: dict[str, Any] = {"index": 0, "group_rewards": 1, "reward": 1.0, "advantage": 5.0}
+    [one, *others] = batch.samples
+    why = Runs.of(LeftOut.stale if version >= 0 else LeftOut.no for version in one.versions)
+    one = replace(one, left_out=why, response_mask=Runs.of([0] * len(one.token_ids)), **fields)
+    file.write_bytes(encode(replace(batch, samples=[one, *others])))
+    assert call(run) == 1
+    assert "advantages of sequences: 0 right, 1 wrong, 0 not checked" in capsys.readouterr().out
 
 
 def test_retired_versions_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

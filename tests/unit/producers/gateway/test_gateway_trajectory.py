@@ -107,7 +107,9 @@ def test_a_turns_own_mask_and_proximal_scores_are_kept() -> None:
     turns = [turn(0, -1, 1, 2, response_mask=Runs.of([1, 0]), **scored), turn(1, 0, 1, 1)]
     [result] = trajectories(rollout(turns), Verdict())
     assert result.response_mask.expand() == [1, 0, 0, 1]
-    assert (list(result.proximal_logprobs), result.proximal_versions.expand()) == ([-1, -2, 0, 0], [1, 1, -1, -1])
+    of_the_marked = turns[1].result.logprobs[0]
+    assert list(result.proximal_logprobs) == [-1, -2, 0, of_the_marked], "marked: the behaviour logprob"
+    assert result.proximal_versions.expand() == [1, 1, -1, -1]
     [plain] = trajectories(rollout([turn(0, -1, 1, 2)]), Verdict())
     assert (len(plain.proximal_logprobs), len(plain.proximal_versions)) == (0, 0)
 

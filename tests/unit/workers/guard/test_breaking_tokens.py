@@ -6,10 +6,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.types import RepeatTerminateConfig
+from workers.guard.object_keys import ObjectKeys
 from workers.guard.probe import breaking_tokens
 from workers.guard.rules import GuardRules
 
-ORDER = ("object_keys", "consecutive", "ngram")
+ORDER = ("object_keys", "consecutive", "ngram", "any_period")
+ANSWER = (0, 3, 1, 2)
+PIECES = ((b"key", b"", b"x", b"{"), (b"k", b"ey", b"x", b""), (b"kkk", b"ey", b"xkeykey", b"kke"))
+"""ANSWER has a key in one token, a key in several, and more than one key in a token."""
 
 
 @st.composite
@@ -21,10 +25,11 @@ def rules(draw: st.DrawFn) -> GuardRules:
         max_consecutive_token_repeats=draw(st.one_of(st.none(), st.integers(0, 12))),
         ngram_size=draw(st.one_of(st.none(), st.integers(0, 9))),
         ngram_repeats=draw(st.integers(1, 4)),
+        any_period=draw(st.booleans()),
         max_object_keys=keys,
     )
-    pattern = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
-    return GuardRules(config, tuple(pattern) if keys else ())
+    pieces = draw(st.sampled_from(PIECES))
+    return GuardRules(config, ObjectKeys.of(b"key", pieces, ANSWER) if keys else None)
 
 
 @given(rules())
@@ -39,9 +44,10 @@ def test_every_rule_that_is_on_is_broken_by_its_tokens(drawn: GuardRules) -> Non
         assert trigger is not None
         assert trigger.at_token == len(tokens) >= least
         assert ORDER.index(trigger.rule) <= ORDER.index(rule)
-        run = drawn.config.max_consecutive_token_repeats
-        if rule != "ngram" or not run or run < 0 or (run > 1 and drawn.config.ngram_size != 1):
-            assert trigger.rule == rule
+        run, size = drawn.config.max_consecutive_token_repeats or 0, drawn.config.ngram_size or 0
+        alone = {"ngram": size > 1 or run < 1, "any_period": size > 2}  # else the block is a run, or one of its periods
+        if run != 1 or rule in ("object_keys", "consecutive"):
+            assert trigger.rule == rule or not alone[rule]
 
 
 @given(rules())

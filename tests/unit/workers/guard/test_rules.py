@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import ConfigError
 from tests.tiny_models import build_tokenizer
+from workers.guard.object_keys import ObjectKeys
 from workers.guard.repeat import RepeatTrigger
 from workers.guard.rules import GuardRules
 
@@ -22,6 +23,7 @@ UNLIKE_ANY_DEFAULT = RepeatTerminateConfig(
     max_consecutive_token_repeats=None,
     ngram_size=5,
     ngram_repeats=3,
+    any_period=True,
     max_object_keys=11,
     object_key_prefix="<box>",
 )
@@ -36,21 +38,25 @@ THRESHOLDS = st.one_of(st.none(), st.integers(-2, 300))
         max_consecutive_token_repeats=THRESHOLDS,
         ngram_size=THRESHOLDS,
         ngram_repeats=st.integers(-2, 9),
+        any_period=st.booleans(),
         max_object_keys=st.one_of(st.none(), st.integers(1, 99)),
         object_key_prefix=st.text(),
     ),
-    st.lists(st.integers(0, 2**31)),
+    st.binary(min_size=1, max_size=6),
+    st.lists(st.binary(max_size=4), max_size=20),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_full_subtree_comes_through_json(config: RepeatTerminateConfig, pattern: list[int]) -> None:
-    rules = GuardRules(config, tuple(pattern))
+def test_the_full_subtree_comes_through_json(
+    config: RepeatTerminateConfig, pattern: bytes, pieces: list[bytes]
+) -> None:
+    rules = GuardRules(config, ObjectKeys.of(pattern, pieces, answer=range(len(pieces))))
     plain = json.loads(json.dumps(rules.plain()))
     assert set(plain["config"]) == {field.name for field in msgspec.structs.fields(RepeatTerminateConfig)}
     assert GuardRules.from_plain(plain) == rules
 
 
 def test_no_value_is_left_to_a_default() -> None:
-    defaults, plain = msgspec.to_builtins(RepeatTerminateConfig()), GuardRules(UNLIKE_ANY_DEFAULT, (1,)).plain()
+    defaults, plain = msgspec.to_builtins(RepeatTerminateConfig()), GuardRules(UNLIKE_ANY_DEFAULT).plain()
     assert all(plain["config"][key] != value for key, value in defaults.items())
 
 
@@ -59,30 +65,19 @@ def test_no_value_is_left_to_a_default() -> None:
     [
         {},
         {"config": {"enabled": True}},
-        {"key_pattern": []},
-        {"config": {"min_tokens": 3}, "key_pattern": []},
-        {"config": {"min_new_tokens": "3"}, "key_pattern": []},
-        {"config": None, "key_pattern": []},
-        {"config": {}, "key_pattern": None},
-        {"config": {}, "key_pattern": ["a"]},
-        {"config": {}, "key_pattern": [], "more": 1},
+        {"keys": None},
+        {"config": {"min_tokens": 3}, "keys": None},
+        {"config": {"min_new_tokens": "3"}, "keys": None},
+        {"config": None, "keys": None},
+        {"config": {}, "keys": []},
+        {"config": {}, "keys": {"moves": [], "known": 1}},
+        {"config": {}, "keys": {"moves": [[[[0]], [3]]], "known": 1, "answer": []}},
+        {"config": {}, "keys": None, "more": 1},
     ],
 )
 def test_anything_else_is_refused(plain: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         GuardRules.from_plain(plain)
-
-
-def test_the_key_pattern_is_the_tokens_of_the_text_alone() -> None:
-    tokenizer: Any = build_tokenizer()
-    rules = GuardRules.of(RepeatTerminateConfig(max_object_keys=2), tokenizer)
-    assert tokenizer.decode(list(rules.key_pattern)) == '"object_'
-    assert GuardRules.of(RepeatTerminateConfig(), tokenizer).key_pattern == ()
-
-
-def test_a_text_without_tokens_cannot_be_counted() -> None:
-    with pytest.raises(ConfigError, match=r"object_key_prefix '' has no tokens.*max_object_keys"):
-        GuardRules.of(RepeatTerminateConfig(max_object_keys=1, object_key_prefix=""), build_tokenizer())
 
 
 def test_an_engine_without_an_end_cannot_be_guarded() -> None:
@@ -94,8 +89,11 @@ def test_an_engine_without_an_end_cannot_be_guarded() -> None:
 
 
 def test_tokens_needed_names_the_rules_that_are_on() -> None:
-    needed = GuardRules(UNLIKE_ANY_DEFAULT, (1, 2)).tokens_needed()
-    assert needed == {"object_keys": 22, "ngram": 15}
+    pairs = ObjectKeys.of(b"a", [b"", b"aa", b"ba"])  # eleven keys take six tokens, and nothing triggers before seven
+    needed = GuardRules(UNLIKE_ANY_DEFAULT, pairs).tokens_needed()
+    assert needed == {"object_keys": 7, "ngram": 15, "any_period": 16}
+    single = ObjectKeys.of(b"ab", [b"a", b"b"])
+    assert GuardRules(UNLIKE_ANY_DEFAULT, single).tokens_needed()["object_keys"] == 11
     config = RepeatTerminateConfig(min_new_tokens=20, max_consecutive_token_repeats=3, ngram_size=2, ngram_repeats=1)
     assert GuardRules(config).tokens_needed() == {"consecutive": 20}
     for off in (None, 0, -1):

@@ -16,8 +16,9 @@ TREE: dict[str, Any] = {
     "enabled": True,
     "min_new_tokens": 7,
     "max_consecutive_token_repeats": 5,
-    "ngram_size": None,
+    "ngram_size": 6,
     "ngram_repeats": 4,
+    "any_period": True,
     "max_object_keys": 9,
     "object_key_prefix": '"box_',
 }
@@ -123,10 +124,11 @@ def test_a_misspelt_key_is_named_with_the_nearest(key: str) -> None:
     [(key, value) for key in sorted(TREE) for value in ("1", 1, 1.5, True, None, [1], {}) if value != TREE[key]],
 )
 def test_a_value_of_the_wrong_type_is_named(key: str, value: object) -> None:
-    right = {"enabled": bool, "object_key_prefix": str}.get(key, int)
+    right = {"enabled": bool, "any_period": bool, "object_key_prefix": str}.get(key, int)
     nullable = key in {"max_consecutive_token_repeats", "ngram_size", "max_object_keys"}
     if type(value) is right or (value is None and nullable):
-        assert getattr(subtree({**TREE, key: value}, "here.json"), key) == value
+        periods = {"any_period": False} if key in {"ngram_size", "ngram_repeats"} else {}  # it needs both
+        assert getattr(subtree({**TREE, **periods, key: value}, "here.json"), key) == value
         return
     with pytest.raises(ConfigError, match=rf"here\.json: repeat_terminate\.{key}: Expected"):
         subtree({**TREE, key: value}, "here.json")
@@ -138,7 +140,14 @@ def test_a_value_of_the_wrong_type_is_named(key: str, value: object) -> None:
         ({"min_new_tokens": -1}, "min_new_tokens must be >= 0"),
         ({"max_object_keys": 0}, "max_object_keys must be >= 1"),
         ({"object_key_prefix": ""}, "object_key_prefix is empty"),
-        ({"max_consecutive_token_repeats": 0, "max_object_keys": None}, "every rule is off"),
+        ({"object_key_prefix": "\ud800"}, "object_key_prefix .* surrogate"),
+        ({"ngram_size": 0}, "any_period looks at the last .* set ngram_size >= 1"),
+        ({"ngram_size": None}, "any_period looks at the last"),
+        ({"ngram_repeats": 1}, "any_period looks at the last .* ngram_repeats >= 2"),
+        (
+            {"max_consecutive_token_repeats": 0, "ngram_size": 0, "any_period": False, "max_object_keys": None},
+            "every rule is off",
+        ),
     ],
 )
 def test_thresholds_that_no_guard_can_have_are_refused(changed: dict[str, Any], names: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import ConfigError, EngineError
-from tests.loop_models import LoopModel, save_loop_model
+from tests.loop_models import LoopModel, in_lower_case, save_loop_model
+from tests.merged_tokenizers import qwen_like
 from tests.unit.workers.guard.slots import Request, changed_rows, context, request_state
 from workers.guard.arguments import ADDITIONAL, EXTRA, GuardArguments
+from workers.guard.object_keys import ObjectKeys
 from workers.guard.repeat import RepeatTrigger
 from workers.guard.rules import GuardRules
 from workers.guard.settings import JSON, SWITCH
@@ -90,6 +93,50 @@ def test_a_stock_server_ends_a_loop_by_the_models_own_end(runner: str, config: A
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
+def test_a_stock_server_counts_keys_by_its_own_tokenizer(
+    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate
+
+    tokenizer = qwen_like()
+    loops = save_loop_model(tmp_path, context=64, tokenizer=tokenizer)
+    guard = {"enabled": True, "min_new_tokens": 1, "max_object_keys": 4}
+    monkeypatch.setenv("COORDEXP_" + SWITCH, "1")
+    monkeypatch.setenv("COORDEXP_" + JSON, json.dumps(guard))
+    state, config = request_state(), engine_config(loops)
+    loaded = load(runner, STOCK, config, state)
+    few, many = (
+        tokenizer.encode(json.dumps({f"object_{at}": 1 for at in range(count)}), add_special_tokens=False)
+        for count in (3, 4)
+    )
+    logits = torch.zeros(2, len(tokenizer))
+    before = logits.clone()
+    if runner == "V1":
+        added = [(row, SamplingParams(), many, tokens) for row, tokens in enumerate((few, many))]
+        loaded.update_state(BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
+        loaded.apply(logits)
+    else:
+        requests = [Request(state, row, [1], tokens) for row, tokens in enumerate((few, many))]
+        for one in requests:
+            loaded.add_request(one.slot, SamplingParams())
+        loaded.apply(logits, context(state, [(item.slot, item.visible) for item in requests]))
+    assert changed_rows(before, logits) == {1: loops.eos}
+
+
+def test_a_stock_server_whose_tokenizer_does_not_write_the_prefix_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = save_loop_model(tmp_path, context=64)
+    in_lower_case(tmp_path)
+    monkeypatch.setenv("COORDEXP_" + SWITCH, "1")
+    guard = {"enabled": True, "max_object_keys": 4, "object_key_prefix": '"Object_'}
+    monkeypatch.setenv("COORDEXP_" + JSON, json.dumps(guard))
+    with pytest.raises(ConfigError, match=r"Object_' stands 4 times in an answer, and 0 times in the tokens"):
+        load("V1", STOCK, engine_config(loops))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_a_stock_server_without_the_switch_is_left_alone(
     runner: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +157,7 @@ def test_a_stock_server_that_is_told_nonsense_does_not_start(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_our_backend_brings_rules_whole_and_asks_for_the_trigger(runner: str, loops: LoopModel) -> None:
-    rules = GuardRules(CONFIG, (3,))
+    rules = GuardRules(CONFIG, ObjectKeys.of(b"key", [b"k", b"e", b"y", b"key"], answer=[3]))
     config = engine_config(loops, additional_config={ADDITIONAL: rules.plain()})
     loaded, forced = rows_forced(runner, OURS, config, GuardArguments(key="a", forced=8).plain())
     assert forced == {1: 8}

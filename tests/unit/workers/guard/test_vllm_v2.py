@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.config.types import RepeatTerminateConfig
 from tests.unit.workers.guard.slots import MAX_REQS, VOCAB, Request, changed_rows, context, request_state
 from workers.guard.arguments import GuardArguments
+from workers.guard.object_keys import ObjectKeys
 from workers.guard.repeat import RepeatTrigger
 from workers.guard.requests import GuardRequests
 from workers.guard.rules import GuardRules
@@ -24,7 +25,7 @@ RULES = GuardRules(
     RepeatTerminateConfig(
         enabled=True, min_new_tokens=2, max_consecutive_token_repeats=3, ngram_size=2, max_object_keys=4
     ),
-    (1, 0),
+    ObjectKeys.of(b"key", [b"ey", b"k", b"."]),
 )
 
 

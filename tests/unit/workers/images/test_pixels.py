@@ -13,7 +13,7 @@ from PIL import Image
 from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
 from tests.pictures import encoded, huge_png, huge_webp, png, wide_gif
-from workers.images import open_image
+from workers.images.pixels import open_image
 
 LIMITS = ImagesConfig(max_pixels=10_000)
 
@@ -74,7 +74,12 @@ def test_the_first_frame_of_an_animation_is_taken(kind: str) -> None:
     assert looks(open_image(data, LIMITS, "x")) == "red"
 
 
-@pytest.mark.parametrize("data", [huge_png(), huge_webp(), wide_gif(), png(width=101, height=100)])
+JUNK_BEFORE_ITS_FRAME = wide_gif().replace(b"!\xfe", bytes(1000) + b"!\xfe", 1)
+
+
+@pytest.mark.parametrize(
+    "data", [huge_png(), huge_webp(), wide_gif(), JUNK_BEFORE_ITS_FRAME, png(width=101, height=100)]
+)
 def test_a_bomb_is_refused_by_its_header_without_a_warning(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

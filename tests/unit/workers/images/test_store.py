@@ -16,7 +16,7 @@ from pipeline.errors import RequestError
 from pipeline.messages import ImageRef
 from tests.image_site import Site
 from tests.pictures import huge_png, png
-from workers.images import ImageStore
+from workers.images.store import ImageStore
 
 RED = hashlib.sha256(png()).hexdigest()
 OTHER = "0" * 64

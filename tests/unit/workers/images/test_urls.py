@@ -13,6 +13,7 @@ from aiohttp import web
 from pipeline.config.image_types import ImagesConfig
 from pipeline.errors import RequestError
 from tests.image_site import Handler, Site
+from tests.integration.http.names import Names
 from tests.pictures import png
 from workers.images.urls import PAUSES_S, UrlFetcher
 
@@ -57,6 +58,28 @@ async def test_an_address_that_leads_here_by_a_detour_is_refused_though_it_is_li
         with pytest.raises(RequestError, match=r"^x: its host is at .*unspecified address"):
             await urls.fetch(site.url("/a.png", host), "x")
     assert not site.asked
+
+
+async def test_a_listed_name_does_not_lead_to_this_host(site: Site) -> None:
+    site.routes["/a.png"] = png()
+    names = Names(here_example=["127.0.0.1"])
+    urls = UrlFetcher(ImagesConfig(hosts=("here.example:*",)), names)
+    try:
+        with pytest.raises(RequestError, match=r"^x: its host is at 127\.0\.0\.1, this host itself, and images\.hosts"):
+            await urls.fetch(site.url("/a.png", "here.example"), "x")
+    finally:
+        await urls.close()
+    assert not site.asked
+
+
+async def test_this_host_is_asked_where_the_list_names_it_with_the_port(site: Site) -> None:
+    site.routes["/a.png"] = png()
+    hosts = ("here.example:*", f"127.0.0.1:{site.port}")
+    urls = UrlFetcher(ImagesConfig(hosts=hosts), Names(here_example=["127.0.0.1"]))
+    try:
+        assert await urls.fetch(site.url("/a.png", "here.example"), "x") == png()
+    finally:
+        await urls.close()
 
 
 async def test_no_cookie_comes_back(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""The running batch's key/value cache: one buffer per layer, of which a window of columns is in use.
+"""The running batch's cache: for attention one buffer per layer, of which a window of columns is in use.
 
 ```
  column   0 ......... start ................ end ......... capacity
@@ -9,7 +9,8 @@
 - `start` follows the longest row. The window moves, or the buffer doubles, only when an edge is reached.
 - Unused cells are 0, never uninitialised: a masked NaN would still poison the attention sum.
 - A row's next position is its length and an offset: an image may take fewer positions than tokens.
-- Every layer keeps all positions; models with sliding windows get them by their mask.
+- Every attention layer keeps all positions; sliding windows and chunks come with the masks of the model's own code.
+- Layers that keep a state (convolutions, linear attention) have one state a row, updated in place by that code.
 """
 
 from __future__ import annotations
@@ -19,9 +20,38 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from pipeline.errors import ModelError
 
 _MIN_COLUMNS = 128
+_STATES = ("conv_states", "recurrent_states")
+
+
+class PrefillCache(DynamicCache):
+    """What a prefill fills: transformers' own layers for this model, with all positions kept in each."""
+
+    def __init__(self, config: Any) -> None:
+        """Raises ModelError for a model with layers that `DecodeCache` has no buffers for."""
+        super().__init__(config=config)
+        self.layers = [_whole(layer) for layer in self.layers]
+
+
+def _whole(layer: Any) -> Any:
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        return DynamicLayer()
+    if isinstance(layer, LinearAttentionLayer):
+        has_attention = isinstance(layer, DynamicLayer)
+        kind = LinearAttentionAndFullAttentionLayer if has_attention else LinearAttentionLayer
+        return kind(layer.number_of_states)
+    raise ModelError(f"the hf backend has no buffers for this model's layers: transformers keeps {layer!r} of them")
 
 
 class Window:
@@ -39,16 +69,16 @@ class Window:
 
 
 class WindowLayer(CacheLayerMixin):
-    """One layer's buffers, (row capacity, kv_heads, column capacity, head_dim)."""
+    """One attention layer's buffers, (row capacity, kv_heads, column capacity, head_dim)."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, window: Window, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, window: Window, like: Any) -> None:
+        """`like`: a layer that a prefill filled."""
         super().__init__()
         self._window = window
-        self.keys = keys
-        self.values = values
+        self.keys, self.values = like.keys[:0], like.values[:0]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -73,11 +103,111 @@ class WindowLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def admit(self, prefilled: Any, pick: torch.Tensor, rows: slice, columns: slice) -> None:
+        """Take rows `pick` of a prefilled layer, from its right edge."""
+        here, width = pick.to(prefilled.keys.device), columns.stop - columns.start
+        self.keys[rows, :, columns] = prefilled.keys[here, :, -width:]
+        self.values[rows, :, columns] = prefilled.values[here, :, -width:]
+
+    def move_row(self, source: int, target: int) -> None:
+        """Put one row in the place of another."""
+        used = slice(self._window.start, self._window.end)
+        self.keys[target, :, used] = self.keys[source, :, used]
+        self.values[target, :, used] = self.values[source, :, used]
+
+    def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
+        """New buffers; the window's columns go to `place`."""
+        window = self._window
+        rows, used = slice(0, window.num_rows), slice(window.start, window.end)
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(row_capacity, old.shape[1], capacity, old.shape[3])
+            new[rows, :, place] = old[rows, :, used]
+            setattr(self, name, new)
+
+    def show_rows(self) -> None:
+        """The number of rows has changed."""
+
+
+class StateLayer(LinearAttentionLayer):
+    """One layer's states, (row capacity, ...); the model's code sees the running rows and updates them in place."""
+
+    def __init__(self, window: Window, like: Any) -> None:
+        """`like`: a layer that a prefill filled."""
+        LinearAttentionCacheLayerMixin.__init__(self, like.number_of_states)
+        self._window = window
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self.device, self.dtype = like.device, like.dtype
+        for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+            setattr(self, name, dict(getattr(like, name)))
+        self.conv_kernel_size = dict(like.conv_kernel_size)
+        for name in _STATES:
+            for number, state in getattr(like, name).items():
+                if state is not None:
+                    self._buffers[name, number] = state.new_zeros(0, *state.shape[1:])
+
+    def admit(self, prefilled: Any, pick: torch.Tensor, rows: slice, columns: slice) -> None:
+        """Take rows `pick` of a prefilled layer."""
+        for (name, number), buffer in self._buffers.items():
+            state = getattr(prefilled, name)[number]
+            buffer[rows] = state[pick.to(state.device)]
+
+    def move_row(self, source: int, target: int) -> None:
+        """Put one row in the place of another."""
+        for buffer in self._buffers.values():
+            buffer[target] = buffer[source]
+
+    def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
+        """New buffers."""
+        rows = slice(0, self._window.num_rows)
+        for key, old in self._buffers.items():
+            self._buffers[key] = old.new_zeros(row_capacity, *old.shape[1:])
+            self._buffers[key][rows] = old[rows]
+
+    def show_rows(self) -> None:
+        """The number of rows has changed."""
+        for (name, number), buffer in self._buffers.items():
+            getattr(self, name)[number] = buffer[: self._window.num_rows]
+
+
+class HybridLayer(StateLayer, WindowLayer):
+    """A layer with attention and a state side by side."""
+
+    def __init__(self, window: Window, like: Any) -> None:
+        StateLayer.__init__(self, window, like)
+        self.keys, self.values = like.keys[:0], like.values[:0]
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """The buffers come with the first rows."""
+
+    def admit(self, prefilled: Any, pick: torch.Tensor, rows: slice, columns: slice) -> None:
+        """Both parts."""
+        WindowLayer.admit(self, prefilled, pick, rows, columns)
+        StateLayer.admit(self, prefilled, pick, rows, columns)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Both parts."""
+        WindowLayer.move_row(self, source, target)
+        StateLayer.move_row(self, source, target)
+
+    def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
+        """Both parts."""
+        WindowLayer.resize(self, row_capacity, capacity, place)
+        StateLayer.resize(self, row_capacity, capacity, place)
+
+
+def _running(window: Window, prefilled: Any) -> WindowLayer | StateLayer:
+    has_state = isinstance(prefilled, LinearAttentionCacheLayerMixin)
+    if isinstance(prefilled, CacheLayerMixin):
+        return HybridLayer(window, prefilled) if has_state else WindowLayer(window, prefilled)
+    return StateLayer(window, prefilled)
+
 
 class DecodeCache(Cache):
-    """Keys, values, padding mask and positions of the running rows."""
+    """Layers, padding mask and positions of the running rows."""
 
-    layers: list[Any]  # of WindowLayer
+    layers: list[Any]  # of WindowLayer, StateLayer or HybridLayer
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(layers=[])
@@ -92,7 +222,7 @@ class DecodeCache(Cache):
         """Rows running."""
         return self._window.num_rows
 
-    def admit(self, prefilled: DynamicCache, pick: Sequence[int], lengths: Sequence[int], offset: int = 0) -> None:
+    def admit(self, prefilled: PrefillCache, pick: Sequence[int], lengths: Sequence[int], offset: int = 0) -> None:
         """Append rows: row i is row `pick[i]` of a left-padded prefill, with `lengths[i]` real tokens.
 
         The position of their next token is the length + `offset`.
@@ -100,17 +230,15 @@ class DecodeCache(Cache):
         width = max(lengths)
         fresh: list[Any] = prefilled.layers
         if not self.layers:
-            self.layers = [WindowLayer(self._window, layer.keys[:0], layer.values[:0]) for layer in fresh]
+            self.layers = [_running(self._window, layer) for layer in fresh]
         self._reserve(rows=self.num_rows + len(pick), width=max(width, self._window.width))
         window, begin = self._window, self.num_rows
         index = torch.tensor(pick, device=self._mask.device)
         rows, columns = slice(begin, begin + len(pick)), slice(window.end - width, window.end)
         for mine, theirs in zip(self.layers, fresh, strict=True):
-            here = index.to(theirs.keys.device)  # layers may lie on several devices
-            mine.keys[rows, :, columns] = theirs.keys[here, :, -width:]
-            mine.values[rows, :, columns] = theirs.values[here, :, -width:]
+            mine.admit(theirs, index, rows, columns)
         window.start = min(window.start, window.end - width)
-        window.num_rows += len(pick)
+        self._set_rows(begin + len(pick))
         self._lengths.extend(lengths)
         self._offsets.extend([offset] * len(lengths))
         new = torch.tensor(lengths, device=self._mask.device)
@@ -139,19 +267,22 @@ class DecodeCache(Cache):
         holes = sorted(row for row in gone if row < remaining)
         movers = [row for row in range(remaining, self.num_rows) if row not in gone]
         moves = list(zip(movers, holes, strict=True))
-        used = slice(self._window.start, self._window.end)
         for source, target in moves:
             for layer in self.layers:
-                layer.keys[target, :, used] = layer.keys[source, :, used]
-                layer.values[target, :, used] = layer.values[source, :, used]
+                layer.move_row(source, target)
             self._mask[target] = self._mask[source]
             self._lengths[target], self._offsets[target] = self._lengths[source], self._offsets[source]
         del self._lengths[remaining:], self._offsets[remaining:]
         positions = [length + offset for length, offset in zip(self._lengths, self._offsets, strict=True)]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=self._mask.device)
-        self._window.num_rows = remaining
+        self._set_rows(remaining)
         self._window.start = self._window.end - max(self._lengths, default=0)
         return moves
+
+    def _set_rows(self, num_rows: int) -> None:
+        self._window.num_rows = num_rows
+        for layer in self.layers:
+            layer.show_rows()
 
     def _reserve(self, rows: int, width: int) -> None:
         """Room for `rows` rows, `width` columns that end at `end`, and one column after it."""
@@ -171,11 +302,8 @@ class DecodeCache(Cache):
         used, rows = slice(window.start, window.end), slice(0, window.num_rows)
         place = slice(start, start + window.width)
         for layer in self.layers:
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                new = old.new_zeros(row_capacity, old.shape[1], capacity, old.shape[3])
-                new[rows, :, place] = old[rows, :, used]
-                setattr(layer, name, new)
+            layer.resize(row_capacity, capacity, place)
+            layer.show_rows()
         mask = self._mask.new_zeros(row_capacity, capacity)
         mask[rows, place] = self._mask[rows, used]
         self._mask = mask

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from pipeline.errors import ModelError
 from workers.generation.backends.hf import attention
+from workers.generation.backends.hf.cache import PrefillCache
 from workers.generation.contracts import EngineFacts
 from workers.generation.model_files import check_directory, eos_token_ids, has_vision
 from workers.generation.preprocess import VisionProcessor
@@ -28,7 +29,6 @@ from workers.generation.tokenizer import load_tokenizer
 from workers.guard.rules import GuardRules
 
 NO_GUARD = RepeatTerminateConfig()
-_CACHEABLE = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +160,14 @@ def _group_attention(config: ModelConfig, module: Any) -> None:
 
 
 def _check_layers(module: Any, path: str) -> None:
-    text = module.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if module.config.is_encoder_decoder or kinds - _CACHEABLE:
-        what = ", ".join(sorted(kinds - _CACHEABLE)) or "an encoder"
-        raise ModelError(f"{path}: the hf backend decodes attention-only decoders; this model has {what}")
+    if module.config.is_encoder_decoder:
+        raise ModelError(f"{path}: the hf backend decodes decoders alone; this model has an encoder")
+    try:
+        PrefillCache(module.config)
+    except (ModelError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{path}: {type(module).__name__}: {error}; use worker.backend=vllm or another model"
+        ) from error
 
 
 def _eos_sources(module: Any, tokenizer: Any) -> list[Any]:

@@ -62,7 +62,9 @@ def forward_scored(
     columns = inputs.shape[1]
     before = mask.shape[1] - columns
     begin = columns - 1 if first is None else first - 1  # the logits of a column are at the one before it
-    size = max(1, SCORED_LOGITS // (inputs.shape[0] * model.facts.vocab_size))
+    # Two at least: for a single column transformers takes no padding out of layers that keep a state. The last column
+    # of a row is never padding.
+    size = max(2, SCORED_LOGITS // (inputs.shape[0] * model.facts.vocab_size))
     start, scores = 0, [inputs.new_empty((inputs.shape[0], 0), dtype=torch.float32)]
     while True:
         end = min(begin + size, columns)

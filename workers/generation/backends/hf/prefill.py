@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache
 
 from pipeline.errors import EngineError, RequestError
+from workers.generation.backends.hf.cache import PrefillCache
 from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.passes import forward_scored
 from workers.generation.backends.hf.rows import Row
@@ -26,7 +26,7 @@ PREFILL_TOKENS = 8192
 class Prefilled:
     """What one pass gave; row i of the group is row `pick[i]` of it."""
 
-    cache: DynamicCache
+    cache: PrefillCache
     logits: torch.Tensor  # float32 (contexts, vocab), after the last token
     offset: int  # next position - length
     pick: list[int]
@@ -87,7 +87,7 @@ def _pass(
     unique: dict[tuple[tuple[int, ...], float], int] = {}
     pick = [unique.setdefault((tuple(row.context), row.logprob_temperature), len(unique)) for row in rows]
     inputs, mask = _left_padded([context for context, _ in unique], rows[0].pad_token_id, model)
-    width, cache = inputs.shape[1], DynamicCache()
+    width, cache = inputs.shape[1], PrefillCache(model.module.config)
     zeros = [width - len(row.tokens) for row in rows]  # column of token 0; contexts end at the last column
     first = min((zero + tokens[0] for zero, tokens in zip(zeros, unscored, strict=True) if tokens), default=None)
     positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
@@ -98,7 +98,7 @@ def _pass(
 def _image_pass(
     model: LoadedModel, rows: Sequence[Row], unscored: Sequence[list[int]]
 ) -> tuple[Prefilled, _Scores, list[int]]:
-    vision, cache = rows[0].vision, DynamicCache()
+    vision, cache = rows[0].vision, PrefillCache(model.module.config)
     assert vision is not None
     first = min((tokens[0] for tokens in unscored if tokens), default=None)
     logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first, rows[0].logprob_temperature)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers import DynamicCache
 
+from workers.generation.backends.hf.cache import PrefillCache
 from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.passes import forward_scored
 
@@ -49,7 +49,7 @@ def _pass(
     positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
     columns = [start + first for start, first in zip(starts, firsts, strict=True)]
     first = min(columns)
-    _, scores = forward_scored(model, inputs, mask, positions, DynamicCache(), first, temperatures)
+    _, scores = forward_scored(model, inputs, mask, positions, PrefillCache(model.module.config), first, temperatures)
     return scores.tolist(), [column - first for column in columns]
 
 

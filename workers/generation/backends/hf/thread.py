@@ -28,6 +28,7 @@ import torch
 from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
 from workers.generation.backends.hf.loop import Decoder, Ended
 from workers.generation.backends.hf.model import LoadedModel
+from workers.generation.backends.hf.proof import prove
 from workers.generation.backends.hf.rows import Row
 from workers.generation.backends.hf.swap import Weights
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, WeightsProbe
@@ -114,7 +115,9 @@ class DecodeThread:
         cause: Exception | None = None
         try:
             with torch.inference_mode():
-                decoder = Decoder(self._load_model(), self.version, self.guard_cost)
+                model = self._load_model()
+                prove(model)
+                decoder = Decoder(model, self.version, self.guard_cost)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
                 self._weights = Weights(decoder.model.module, self._directory, decoder.score)
                 self.ready.set_result(decoder.model.facts)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache
 
 from pipeline.errors import RequestError
 from workers.generation.backends.hf.model import LoadedModel
@@ -24,7 +24,7 @@ def prefill_image(
     model: LoadedModel,
     vision: VisionInputs,
     tokens: Sequence[int],
-    cache: DynamicCache,
+    cache: Cache,
     first: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:

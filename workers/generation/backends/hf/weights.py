@@ -1,4 +1,4 @@
-"""A directory of safetensors -> the running model, in place.
+"""A directory of safetensors -> the running model, in place, through transformers' own conversions.
 
 Everything is checked from the file headers before the first byte is copied; float tensors are cast to the model's.
 """
@@ -12,22 +12,26 @@ import torch
 from safetensors import SafetensorError
 
 from pipeline.errors import TornWeights
-from workers.generation.weight_files import check_weights, module_targets, open_weights
+from workers.generation.weight_files import Layout, open_weights
 
 
 def load_weights(module: torch.nn.Module, directory: Path) -> None:
-    """Copy the directory's tensors into the module.
+    """Copy the directory's tensors into the module, and look at each that it arrived.
 
     Raises WeightsError with the module untouched, or TornWeights once a byte may have been copied.
     """
     with ExitStack() as stack:
         sources = open_weights(directory, stack)
-        targets = module_targets(module, sources)
-        check_weights(directory, sources, targets)
+        layout = Layout(module)
+        pieces = layout.check(directory, sources)
         try:
-            for name, file in sources.items():
-                targets[name].copy_(file.get_tensor(name))
-        except (OSError, RuntimeError, SafetensorError) as error:
+            for piece in pieces:
+                for name, value in piece.tensors(module, lambda source: sources[source].get_tensor(source)).items():
+                    target = layout.own[name]
+                    target.copy_(value)
+                    if not torch.equal(target, value.to(target)):  # NaN is refused
+                        raise TornWeights(f"{directory}: {name} is not what was copied into it; load a version again")
+        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
             raise TornWeights(
                 f"{directory}: copying the weights failed halfway: {error}; load a version again"
             ) from error

@@ -6,12 +6,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 
 from pipeline.config.engine_types import ModelConfig
 from pipeline.errors import ModelError, WeightsError
-from workers.generation.weight_files import check_weights, module_targets, open_weights, tied
+from workers.generation.model_files import has_vision
+from workers.generation.weight_files import Layout, Piece, open_weights, tied
 
 
 class Checkpoint:
@@ -19,51 +21,68 @@ class Checkpoint:
 
     def __init__(self, model: ModelConfig) -> None:
         """Raises ModelError for a directory whose safetensors leave a part of the model unfilled."""
-        self._targets, self._unknown = _targets(model)
-        self._names: set[str] = set()
+        self._layout, self._unknown = _layout(model)
+        self._one_name: dict[str, str] = {}  # tensor of the model -> the first of the names that it has
+        self._start: dict[str, Piece] = {}  # tensor of the model -> what vLLM was started with for it
         directory = Path(model.path)
-        if any(directory.glob("*.safetensors")):
-            try:
-                with ExitStack() as stack:
-                    self._names = set(open_weights(directory, stack))
-            except WeightsError as error:
-                raise ModelError(str(error)) from error
-            self._check_start(model.path)
+        if self._layout is None:
+            return
+        self._one_name = {name: names[0] for names in tied(self._layout.own) for name in names}
+        if not any(directory.glob("*.safetensors")):
+            return
+        try:
+            with ExitStack() as stack:
+                sources = open_weights(directory, stack)
+                pieces, unknown = self._layout.pieces(sources)
+                self._start = {self._one_name[piece.target]: piece for piece in reversed(pieces)}
+                if not unknown:  # a checkpoint with names of its own is left to vLLM, which renames
+                    self._check_start(model.path, self._layout.filled(directory, pieces, sources))
+        except WeightsError as error:
+            raise ModelError(str(error)) from error
 
     def names_for(self, directory: Path) -> dict[str, str]:
         """Name in the directory -> the name by which vLLM is to load it; one for each tensor.
 
-        Raises WeightsError unless the directory fills the model exactly.
+        Raises WeightsError unless the directory fills the model exactly, in the layout that vLLM was started with.
         """
-        if self._targets is None:
+        if self._layout is None:
             raise WeightsError(f"{directory}: the weights cannot be checked against the model: {self._unknown}")
         with ExitStack() as stack:
-            sources = open_weights(directory, stack)
-            check_weights(directory, sources, self._targets)
-            names: dict[str, str] = {}
-            for group in tied(self._targets):
-                given = next(name for name in group if name in sources)
-                names[given] = next((name for name in group if name in self._names), given)
-            return names
+            pieces = self._layout.check(directory, open_weights(directory, stack))
+        names: dict[str, str] = {}
+        done: set[str] = set()
+        for piece in pieces:
+            tensor = self._one_name[piece.target]
+            if tensor in done:
+                continue  # the same under another name
+            done.add(tensor)
+            start = self._start.get(tensor, piece)
+            if piece.sources.keys() == start.sources.keys():
+                names |= {name: name for name in piece.sources}
+            elif piece.converter is None and start.converter is None:
+                names[next(iter(piece.sources))] = next(iter(start.sources))
+            else:
+                raise WeightsError(
+                    f"{directory}: {next(iter(piece.sources))} is laid out otherwise than {next(iter(start.sources))}, "
+                    "with which vLLM was started; publish it as save_pretrained writes it"
+                )
+        return names
 
-    def _check_start(self, path: str) -> None:
-        """A checkpoint with names of its own is left to vLLM, which renames."""
-        if self._targets is None or self._names - self._targets.keys():
-            return
-        for group in tied(self._targets):
-            if self._names.isdisjoint(group):
-                raise ModelError(f"{path}: the weights do not fill the model, e.g. {group[0]}; export it again")
+    def _check_start(self, path: str, filled: set[str]) -> None:
+        for names in tied(self._layout.own if self._layout else {}):
+            if filled.isdisjoint(names):
+                raise ModelError(f"{path}: the weights do not fill the model, e.g. {names[0]}; export it again")
 
 
-def _targets(model: ModelConfig) -> tuple[dict[str, torch.Tensor] | None, str]:
-    """(tensors on the meta device, "") or (None, why there are none): vLLM knows models that transformers does not."""
+def _layout(model: ModelConfig) -> tuple[Layout | None, str]:
+    """(layout, "") or (None, why there is none): vLLM knows models that transformers does not."""
     try:
         config: Any = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        sees = has_vision(msgspec.structs.replace(model, variant="auto"), config)
         kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
         with torch.device("meta"):
             module: Any = kind.from_config(config, trust_remote_code=model.trust_remote_code)
         module.tie_weights()
-        return module_targets(module), ""
+        return Layout(module), ""
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, AttributeError) as error:
         return None, f"{type(error).__name__}: {error}"

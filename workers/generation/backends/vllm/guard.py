@@ -54,14 +54,14 @@ class CoreGuard:
         return None
 
     async def attempt(self, token_ids: Sequence[int]) -> GuardTrial:
-        """See `contracts.Backend.try_guard`; every worker must have it loaded, with the same rules."""
+        """See `contracts.Backend.try_guard`; every worker must have it loaded, with the rules that it was sent."""
         answers = await self._call("sluice_guard_try", list(token_ids))
         if any(answer != answers[0] or answer is None for answer in answers):
             raise GuardRefused(f"vLLM's workers do not have one repeat guard: {answers!r:.300}")
-        trigger = answers[0]["trigger"]
-        return GuardTrial(
-            GuardRules.from_plain(answers[0]["rules"]), None if trigger is None else RepeatTrigger(*trigger)
-        )
+        rules, trigger = GuardRules.from_plain(answers[0]["rules"]), answers[0]["trigger"]
+        if rules != self.rules:  # its object keys were proved on the tokenizer here, not there
+            raise GuardRefused(f"vLLM's core has other rules than it was sent: {rules!r:.300}")
+        return GuardTrial(rules, None if trigger is None else RepeatTrigger(*trigger))
 
     async def cost(self) -> GuardCost:
         """Of the first worker's steps since the last call."""

@@ -1,17 +1,20 @@
 """Weights into the running engine, called inside vLLM's workers by `collective_rpc`.
 
-- vLLM's own reload packs linear layers anew; on CPUs it forgets a head that is tied to the embedding, whose packed
-  copy stays the old one. That is done here.
+- vLLM's own reload only logs a layer that got a part of its weights, or none; here it is an error.
+- It packs linear layers anew; on CPUs it forgets two: a head that is tied to the embedding, whose packed copy stays the
+  old one, and experts, whose new weights stay unpacked. That is done here.
 - Names, shapes and ties were checked before; what fails here leaves the model torn.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import TornWeights
 from workers.generation.weight_files import open_weights
 
 
@@ -21,7 +24,14 @@ class WeightLoader:
     model_runner: Any
 
     def sluice_load_weights(self, directory: str, names: dict[str, str]) -> None:
-        """Load each tensor of the directory's safetensors under the name that `names` gives it."""
+        """Load each tensor of the directory's safetensors under the name that `names` gives it.
+
+        Raises TornWeights, after all layers are usable again, where a layer was not filled.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model, runner = self.model_runner.get_model(), self.model_runner
+        wanted = _elements(model)
         with ExitStack() as stack:
             sources = open_weights(Path(directory), stack)
 
@@ -29,12 +39,67 @@ class WeightLoader:
                 for source, name in names.items():
                     yield name, sources[source].get_tensor(source)
 
-            self.model_runner.reload_weights(weights_iterator=tensors())
-        self._pack_embeddings()
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(tensors())
+                unfilled = _unfilled(model, wanted)
+            finally:
+                finalize_layerwise_reload(model, runner.model_config)
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+        self._pack_on_cpu()
+        if unfilled:
+            first = next(iter(unfilled))
+            raise TornWeights(
+                f"{directory}: vLLM took {unfilled[first]} of {wanted[first]} elements of {first}, and {len(unfilled)} "
+                "layers were not filled; does it read this model's names?"
+            )
 
-    def _pack_embeddings(self) -> None:
+    def _pack_on_cpu(self) -> None:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         for module in self.model_runner.get_model().modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            experts = getattr(kernel, "fused_experts", None)
+            if isinstance(experts, CPUUnquantizedExperts):
+                experts.process_weights_after_loading(module)
+
+
+def _elements(model: Any) -> dict[str, int]:
+    """Layer -> elements that a load has to bring: those of its own parameters, without padding and second names."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    owners = Counter(id(one) for layer in model.modules() for one in layer.parameters(recurse=False))
+    counted: set[int] = set()
+    found: dict[str, int] = {}
+    for name, layer in model.named_modules():
+        own = [one for one in layer.parameters(recurse=False) if id(one) not in counted]
+        counted.update(id(one) for one in own if owners[id(one)] > 1)
+        total = sum(one.numel() for one in own)
+        if own and isinstance(layer, VocabParallelEmbedding):
+            shard = layer.shard_indices
+            rows = shard.num_org_elements + shard.num_added_elements
+            total = total * rows // layer.num_embeddings_per_partition
+        if total:
+            found[name] = total
+    return found
+
+
+def _unfilled(model: Any, wanted: dict[str, int]) -> dict[str, int]:
+    """Layers that got fewer elements than they have -> how many; asked before vLLM ends the load.
+
+    A layer that is full by then is processed already, and no longer counts.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    found: dict[str, int] = {}
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not is_deferred_attention_layer(layer) and info.load_numel < wanted.get(name, 0):
+            found[name] = info.load_numel
+    return found

@@ -1,0 +1,305 @@
+"""The matrix of architectures: a tiny model of each, random and whole, with windows and chunks of `WINDOW` tokens.
+
+- Weights are wide, so that a lost window, a mixed sample or a stale state moves a logprob by nats and not by noise.
+- All speak the same byte-level tokenizer; special tokens come last.
+- Those with a vision part are whole multimodal checkpoints, used for text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+WINDOW = 8
+CONTEXT = 512
+_SPECIALS = ("<|pad|>", "<|image|>", "<|video|>", "<|vision_start|>", "<|vision_end|>", "<|end|>")
+_VOCABULARY = 256 + len(_SPECIALS)
+_PAD, _IMAGE, _VIDEO, _VISION_START, _VISION_END, _END = range(256, _VOCABULARY)
+_STD = 0.2
+_STD_STATES = 0.07  # wider, recurrent and chunked kernels differ by more than 1e-4 in float32 in transformers itself
+
+Config = Any  # transformers.PreTrainedConfig
+hf: Any = transformers  # its configurations do not declare all that they take
+
+
+def _text(**own: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,  # heads of 32, which vLLM's attention on CPUs knows
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": None,
+        "eos_token_id": _END,
+        "pad_token_id": _PAD,
+        "tie_word_embeddings": False,
+        **own,
+    }
+
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_LLAMA4 = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": WINDOW,
+    "no_rope_layers": [1, 1, 1, 0],
+    "moe_layers": [1, 3],
+}
+_GEMMA3 = {"head_dim": 32, "sliding_window": WINDOW, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
+_MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_chunk_size": WINDOW}
+_QWEN_TOKENS = {
+    "image_token_id": _IMAGE,
+    "video_token_id": _VIDEO,
+    "vision_start_token_id": _VISION_START,
+    "vision_end_token_id": _VISION_END,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 128,
+}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def _llava() -> Config:
+    return hf.LlavaConfig(
+        text_config=hf.Qwen3Config(**_text(head_dim=32)),
+        vision_config=hf.CLIPVisionConfig(projection_dim=32, **_SIGLIP),
+        image_token_index=_IMAGE,
+        image_seq_length=16,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+
+
+def _qwen_2_5_vl() -> Config:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    return hf.Qwen2_5_VLConfig(
+        text_config=_text(rope_parameters=rope),
+        vision_config={**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+        tie_word_embeddings=False,
+        **_QWEN_TOKENS,
+    )
+
+
+def _qwen_3_vl() -> Config:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+    return hf.Qwen3VLConfig(
+        text_config=_text(head_dim=32, rope_parameters=rope),
+        vision_config={**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        tie_word_embeddings=False,
+        **_QWEN_TOKENS,
+    )
+
+
+def _qwen_3_5_vl() -> Config:
+    return hf.Qwen3_5Config(
+        text_config=_text(**_DELTA_NET),
+        vision_config={**_QWEN_VISION, "num_position_embeddings": 16},
+        tie_word_embeddings=False,
+        **_QWEN_TOKENS,
+    )
+
+
+def _gemma_3_vl() -> Config:
+    return hf.Gemma3Config(
+        text_config=_text(**_GEMMA3),
+        vision_config=_SIGLIP,
+        mm_tokens_per_image=4,
+        image_token_index=_IMAGE,
+        boi_token_index=_VISION_START,
+        eoi_token_index=_VISION_END,
+        eos_token_id=_END,
+        tie_word_embeddings=False,
+    )
+
+
+def _llama_4_vl() -> Config:
+    return hf.Llama4Config(
+        text_config=_text(**_LLAMA4),
+        vision_config={
+            **_SIGLIP,
+            "intermediate_size": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+            "pixel_shuffle_ratio": 0.5,
+        },
+        image_token_index=_IMAGE,
+        tie_word_embeddings=False,
+    )
+
+
+def _idefics_3() -> Config:
+    return hf.Idefics3Config(
+        text_config=hf.LlamaConfig(**_text()),
+        vision_config=_SIGLIP,
+        image_token_id=_IMAGE,
+        scale_factor=2,
+        pad_token_id=_PAD,
+        tie_word_embeddings=False,
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[], Config]] = {
+    "Qwen2": lambda: hf.Qwen2Config(**_text()),
+    "Qwen2 (window)": lambda: hf.Qwen2Config(
+        **_text(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3)
+    ),
+    "Qwen3": lambda: hf.Qwen3Config(**_text(head_dim=32)),
+    "Qwen3-MoE": lambda: hf.Qwen3MoeConfig(**_text(head_dim=32, **_EXPERTS)),
+    "Qwen3-Next": lambda: hf.Qwen3NextConfig(**_text(shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA_NET)),
+    "Qwen3.5": lambda: hf.Qwen3_5TextConfig(**_text(**_DELTA_NET)),
+    "Qwen3.5-MoE": lambda: hf.Qwen3_5MoeTextConfig(
+        **_text(shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA_NET)
+    ),
+    "Llama": lambda: hf.LlamaConfig(**_text()),
+    "Llama4": lambda: hf.Llama4TextConfig(**_text(**_LLAMA4)),
+    "Mistral (window)": lambda: hf.MistralConfig(**_text(sliding_window=WINDOW)),
+    "Mixtral": lambda: hf.MixtralConfig(**_text(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
+    "Gemma2": lambda: hf.Gemma2Config(**_text(head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32)),
+    "Gemma3": lambda: hf.Gemma3TextConfig(**_text(**_GEMMA3)),
+    "Phi3": lambda: hf.Phi3Config(**_text(sliding_window=WINDOW)),
+    "OLMo3": lambda: hf.Olmo3Config(**_text(sliding_window=WINDOW, num_hidden_layers=4)),
+    "Cohere2": lambda: hf.Cohere2Config(**_text(sliding_window=WINDOW, num_hidden_layers=4)),
+    "GLM4-MoE": lambda: hf.Glm4MoeConfig(
+        **_text(
+            head_dim=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+        )
+    ),
+    "GPT-2": lambda: hf.GPT2Config(
+        vocab_size=_VOCABULARY,
+        n_embd=128,
+        n_layer=2,
+        n_head=4,
+        n_positions=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=_END,
+        pad_token_id=_PAD,
+    ),
+    "SmolLM3": lambda: hf.SmolLM3Config(**_text(num_hidden_layers=4)),
+    "LFM2": lambda: hf.Lfm2Config(**_text(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])),
+    "Falcon-H1": lambda: hf.FalconH1Config(
+        **_text(head_dim=32, mamba_d_ssm=64, mamba_n_heads=4, mamba_expand=1, **_MAMBA)
+    ),
+    "Granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
+        **_text(
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=32,
+            mamba_n_heads=8,
+            mamba_expand=1,
+            **_MAMBA,
+        )
+    ),
+    "DeepSeek-V3": lambda: hf.DeepseekV3Config(
+        **_text(
+            num_key_value_heads=4,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        )
+    ),
+    "GPT-OSS": lambda: hf.GptOssConfig(
+        **_text(head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW)
+    ),
+    "LLaVA": _llava,
+    "Qwen2.5-VL": _qwen_2_5_vl,
+    "Qwen3-VL": _qwen_3_vl,
+    "Qwen3.5 (multimodal)": _qwen_3_5_vl,
+    "Gemma3 (multimodal)": _gemma_3_vl,
+    "Llama4 (multimodal)": _llama_4_vl,
+    "Idefics3": _idefics_3,
+}
+
+
+def build(name: str, *, seed: int = 0) -> Any:
+    """The model of this name in float32, evaluation mode; its class is the one that its checkpoints are loaded with."""
+    config = ARCHITECTURES[name]()
+    sees = getattr(config, "vision_config", None) is not None
+    kind = hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = kind.from_config(config).float().eval()
+        text = config.get_text_config()
+        has_states = hasattr(text, "linear_conv_kernel_dim") or hasattr(text, "mamba_d_state")
+        deviation = _STD_STATES if has_states else _STD
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, deviation)
+    return model
+
+
+def save(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write the model of this name as a directory, with its tokenizer."""
+    model = build(name, seed=seed)
+    model.generation_config = hf.GenerationConfig(do_sample=False, eos_token_id=_END, pad_token_id=_PAD)
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+def tokenizer() -> Any:
+    """256 bytes and the special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(_SPECIALS))
+    found = hf.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=_SPECIALS[-1],
+        pad_token=_SPECIALS[0],
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+    )
+    found.chat_template = (
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    return found

@@ -1,0 +1,179 @@
+"""One architecture: what decodes it, what trains it, and every token that is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.truth.architectures import CONTEXT, WINDOW, save
+from bench.truth.oracle import generate, plain_logprobs
+from consumers.training.model import load_policy
+from consumers.training.step import TrainStep
+from pipeline.config.types import ModelConfig, TrainerConfig
+from pipeline.errors import EngineError, ModelError
+from pipeline.messages import SamplingParams, TrainingSample
+from pipeline.tokens import FloatArray, Runs, TokenArray
+from workers.generation.backends.hf import HfBackend
+from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
+
+MakeBackend = Callable[[Path, int], Backend]
+_BATCH = 4
+TOLERANCE = 1e-4
+"""Nats that a logprob may be off; greedy tokens may differ where the two best are nearer to each other."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Counts, and lengths in tokens; the same for every architecture."""
+
+    prompts: int = 12
+    alone: int = 3  # of these, decoded once more with one row at a time
+    longest_prompt: int = 5 * WINDOW
+    new_tokens: int = 3 * WINDOW
+    row_tokens: int = 16 * WINDOW
+
+
+@dataclass
+class Judged:
+    """Tokens against the oracles; differences in nats."""
+
+    checked: int = 0
+    wrong: int = 0
+    difference: float = 0.0
+
+    def count(self, gaps: torch.Tensor) -> None:
+        """Differences of tokens, (n,)."""
+        self.checked += len(gaps)
+        self.wrong += int((~(gaps <= TOLERANCE)).sum())  # NaN is wrong
+        self.difference = float(torch.cat([gaps, gaps.new_tensor([self.difference])]).max())  # NaN stays
+
+
+@dataclass
+class Finding:
+    """What became of one architecture."""
+
+    name: str
+    decoding: Judged | None = None  # None: refused
+    training: Judged | None = None
+    layout: str | None = None  # of training rows
+    packed_difference: float | None = None  # nats; what packed rows would be off by
+    reasons: list[str] = field(default_factory=list)  # of refusals
+
+    @property
+    def checked(self) -> int:
+        """Tokens."""
+        return sum(part.checked for part in (self.decoding, self.training) if part)
+
+    @property
+    def wrong(self) -> int:
+        """Tokens."""
+        return sum(part.wrong for part in (self.decoding, self.training) if part)
+
+
+def hf_backend(directory: Path, max_batch: int) -> Backend:
+    """Not started; text alone."""
+    return HfBackend(ModelConfig(path=str(directory), variant="text", dtype="float32"), max_batch=max_batch)
+
+
+def check(
+    name: str, home: Path, sizes: Sizes, make_backend: MakeBackend = hf_backend, *, train: bool = True
+) -> Finding:
+    """Build the model in `home`, decode with it, and score what was decoded in training rows."""
+    directory = save(name, home)
+    finding = Finding(name)
+    policy: Any = load_policy(directory, ModelConfig(path=str(directory), device="cpu"))
+    policy.eval()
+    sequences = [[*prompt, *_random(count, at)] for at, (prompt, count) in enumerate(_asks(sizes))]
+    try:
+        finding.decoding = asyncio.run(_decode(policy, directory, sizes, make_backend))
+    except (ModelError, EngineError) as error:
+        finding.reasons.append(f"decoding: {error}")
+    if train:
+        _train(finding, policy.train(), sequences, sizes)
+    return finding
+
+
+def _asks(sizes: Sizes) -> list[tuple[list[int], int]]:
+    """(prompt, new tokens): shorter and longer than the window; rows leave a batch at different times."""
+    drawn = random.Random(16)
+    longest = min(sizes.longest_prompt, CONTEXT - sizes.new_tokens)
+    lengths = [1, longest, WINDOW, *(drawn.randint(1, longest) for _ in range(sizes.prompts - 3))]
+    return [
+        (_random(length, at), sizes.new_tokens if at % 3 else drawn.randint(1, sizes.new_tokens))
+        for at, length in enumerate(lengths[: sizes.prompts])
+    ]
+
+
+def _random(count: int, seed: int) -> list[int]:
+    drawn = random.Random(f"truth/{seed}")
+    return [drawn.randrange(256) for _ in range(count)]
+
+
+async def _decode(policy: Any, directory: Path, sizes: Sizes, make_backend: MakeBackend) -> Judged:
+    judged = Judged()
+    asks = _asks(sizes)
+    batched = await _outputs(make_backend(directory, _BATCH), asks)
+    alone = await _outputs(make_backend(directory, 1), asks[: sizes.alone]) if sizes.alone else []
+    for output, (prompt, count) in [*zip(batched, asks, strict=True), *zip(alone, asks, strict=False)]:
+        _judge(judged, policy, prompt, count, output)
+    return judged
+
+
+async def _outputs(backend: Backend, asks: Sequence[tuple[list[int], int]]) -> list[SequenceOutput]:
+    try:
+        await backend.start()
+        requests = [
+            SequenceRequest(f"s{at}", tuple(prompt), SamplingParams(temperature=0.0, max_new_tokens=count))
+            for at, (prompt, count) in enumerate(asks)
+        ]
+        return list(await asyncio.gather(*(backend.decode(one) for one in requests)))
+    finally:
+        await backend.close()
+
+
+def _judge(judged: Judged, policy: Any, prompt: list[int], count: int, output: SequenceOutput) -> None:
+    theirs = generate(policy, prompt, count)
+    ours = torch.tensor(output.logprobs)
+    same = 0
+    for token, expected, margin in zip(output.token_ids, theirs.token_ids, theirs.margins.tolist(), strict=False):
+        if token != expected:
+            judged.wrong += margin > TOLERANCE
+            break  # from here on the contexts differ
+        same += 1
+    gaps = (ours - plain_logprobs(policy, [*prompt, *output.token_ids])[len(prompt) - 1 :]).abs()
+    gaps[:same] = torch.maximum(gaps[:same], (ours[:same] - theirs.logprobs[:same]).abs())
+    judged.count(gaps)
+
+
+def _train(finding: Finding, policy: Any, sequences: Sequence[list[int]], sizes: Sizes) -> None:
+    step = TrainStep(policy, TrainerConfig(), pad_id=0, row_tokens=sizes.row_tokens)
+    try:
+        proof = step.prove()
+    except ModelError as error:
+        finding.reasons.append(f"training: {error}")
+        return
+    finding.layout, finding.packed_difference = str(proof.layout), next(iter(proof.differences.values()))
+    finding.training = Judged()
+    scores = step.score([_sample(at, ids) for at, ids in enumerate(sequences)])
+    policy.eval()
+    for ids, found in zip(sequences, scores, strict=True):
+        finding.training.count((torch.tensor(found[1:]) - plain_logprobs(policy, ids)).abs())
+
+
+def _sample(at: int, token_ids: list[int]) -> TrainingSample:
+    return TrainingSample(
+        seq_id=f"truth:{at}",
+        group_id="truth",
+        task="truth",
+        token_ids=TokenArray(token_ids),
+        labels=TokenArray(token_ids),
+        weights=FloatArray([1.0] * len(token_ids)),
+        segments=Runs([(0, len(token_ids))]),
+        prompt_len=0,
+    )
