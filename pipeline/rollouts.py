@@ -7,13 +7,15 @@
 - All that it holds counts in `bytes`; at its end that leaves, and what its results hold comes.
 - Whoever comes after the end is told `closed` for `keep_s` seconds.
 - Every call may be repeated: a lost answer changes nothing twice.
+- A process reads a turn once: what it has seen of an open rollout it keeps, and asks only for what came since.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from msgspec.structs import replace
 from redis.asyncio import Redis
@@ -27,9 +29,46 @@ from pipeline.rollout_types import Rollout, RolloutHead, Turn, Word
 
 __all__ = ["Rollout", "RolloutHead", "Rollouts", "Turn", "Word"]
 
+Added = Literal["ok", "dup", "closed", "unknown"]
+
 _SWEPT = 100  # rollouts at a time
 _PAGE = 500
 _DETAIL_CHARS = 2000
+_SEEN_BYTES = 64 << 20  # of encoded turns that a process keeps
+
+
+class Seen(NamedTuple):
+    """An open rollout as of the last look; it has at least one turn."""
+
+    rollout: Rollout
+    newest: bytes  # its last turn, encoded
+    size: int  # bytes
+
+
+class SeenRollouts:
+    """Those that were looked at last, up to `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._size = most, 0
+        self._seen: OrderedDict[str, Seen] = OrderedDict()
+
+    def get(self, rollout_id: str) -> Seen | None:
+        """None: read all of it."""
+        return self._seen.get(rollout_id)
+
+    def put(self, rollout: Rollout, newest: bytes, size: int) -> None:
+        """`size`: of what it holds, encoded."""
+        rollout_id = rollout.head.rollout_id
+        self.forget(rollout_id)
+        self._seen[rollout_id] = Seen(rollout, newest, size)
+        self._size += size
+        while self._size > self._most:
+            self.forget(next(iter(self._seen)))
+
+    def forget(self, rollout_id: str) -> None:
+        """It has ended, or has another history."""
+        if seen := self._seen.pop(rollout_id, None):
+            self._size -= seen.size
 
 
 class Rollouts:
@@ -39,6 +78,7 @@ class Rollouts:
         self._client: Any = client
         self._keys, self._scripts = keys, Scripts(client)
         self._partitions, self._ttl_s = partitions, ttl_s
+        self._seen = SeenRollouts(_SEEN_BYTES)
         self._script_keys = [keys.counts, keys.dropped, keys.latest, keys.source, keys.rollouts]
         self._script_args: list[Any] = [keys.rollout, int(ttl_s * 1000), int(keep_s * 1000)]
 
@@ -63,6 +103,9 @@ class Rollouts:
 
     async def load(self, rollout_id: str) -> Rollout | None:
         """All of it, as of one moment; None when there is none. Raises UnknownSchema for one of a newer release."""
+        if (seen := self._seen.get(rollout_id)) and (grown := await self._grown(rollout_id, seen)):
+            return grown
+        self._seen.forget(rollout_id)
         found = cast("dict[bytes, bytes]", await self._client.hgetall(f"{self._keys.rollout}{rollout_id}"))
         if not found:
             return None
@@ -70,13 +113,47 @@ class Rollouts:
             group, size, index = found[b"g"].decode(), int(found[b"n"]), int(found[b"i"])
             head = RolloutHead(rollout_id=rollout_id, group_id=group, group_size=size, index=index, task="")
             return Rollout(head=head, turns=[], state="closed")
-        turns = [decode(Turn, found[b"turn:%d" % place]) for place in range(int(found[b"turns"]))]
-        return Rollout(head=decode(RolloutHead, found[b"head"]), turns=turns, state="open")
+        raw = [found[b"turn:%d" % place] for place in range(int(found[b"turns"]))]
+        rollout = Rollout(
+            head=decode(RolloutHead, found[b"head"]), turns=[decode(Turn, one) for one in raw], state="open"
+        )
+        if raw:
+            self._seen.put(rollout, raw[-1], len(found[b"head"]) + sum(map(len, raw)))
+        return rollout
 
-    async def add(self, rollout_id: str, turn: Turn) -> tuple[Literal["ok", "dup", "closed", "unknown"], int]:
+    async def _grown(self, rollout_id: str, seen: Seen) -> Rollout | None:
+        """What was seen, with the turns that came since; None where the broker has another history.
+
+        The broker may have lost its newest part, and the rollout grew anew: its last turn tells, bytes for bytes, as it
+        says when it was decoded. The head changes with the group alone (rollout_open.lua).
+        """
+        key, known = f"{self._keys.rollout}{rollout_id}", seen.rollout
+        count = len(known.turns)
+        names = ["state", "g", "turns", f"turn:{count - 1}", f"turn:{count}"]
+        state, group, stored, newest, following = await self._client.hmget(key, names)
+        if state != b"open" or group != known.head.group_id.encode() or newest != seen.newest:
+            return None
+        raw: list[bytes | None] = [following] if int(stored) > count else []
+        if int(stored) > count + 1:
+            raw += await self._client.hmget(key, [f"turn:{place}" for place in range(count + 1, int(stored))])
+        came = [one for one in raw if one is not None]
+        if len(came) < len(raw):  # closed meanwhile
+            return None
+        return self._remember(seen, [decode(Turn, one) for one in came], came)
+
+    def _remember(self, seen: Seen, turns: Sequence[Turn], raw: Sequence[bytes]) -> Rollout:
+        known = seen.rollout
+        rollout = Rollout(head=known.head, turns=[*known.turns, *turns], state="open")
+        self._seen.put(rollout, raw[-1] if raw else seen.newest, seen.size + sum(map(len, raw)))
+        return rollout
+
+    async def add(self, rollout_id: str, turn: Turn) -> tuple[Added, int]:
         """One more turn, and its number; `dup` is a turn whose key is known. -1 where there is no open rollout."""
-        word, place = await self._run("add", [rollout_id, turn.key, encode(turn)])
-        return word.decode(), int(place)
+        raw = encode(turn)
+        word, place = await self._run("add", [rollout_id, turn.key, raw])
+        if word == b"ok" and (seen := self._seen.get(rollout_id)) and len(seen.rollout.turns) == int(place):
+            self._remember(seen, [turn], [raw])
+        return cast(Added, word.decode()), int(place)
 
     async def publish(self, rollout_id: str, results: Sequence[SequenceResult], num_turns: int) -> Word:
         """Put its trajectories out as results and close it; `changed` when it does not have `num_turns` turns.

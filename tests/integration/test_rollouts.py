@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pipeline.errors import MessageError
 from pipeline.jobs import Credit, SourceRewound
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, SequenceResult, decode, encode
-from pipeline.rollouts import RolloutHead, Rollouts
+from pipeline.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
 from pipeline.status import snapshot
 from tests.roles import eventually
 from tests.rollout_state import counts, entries, head, held, trajectory, turn
@@ -43,6 +45,62 @@ async def test_a_rollout_grows_and_is_read_whole(client: Any, keys: Keys, rollou
     size = sum(map(len, map(encode, [found.head, *found.turns])))
     assert await counts(client, keys) == {"enqueued": 1, "bytes": size}
     assert (await snapshot(client, keys)).open_rollouts == 1
+
+
+async def _read_by(client: Any, call: Awaitable[Any]) -> int:
+    """Bytes that the broker sent for it; its own answer to INFO is counted out."""
+
+    async def sent() -> int:
+        return int((await client.info("stats"))["total_net_output_bytes"])
+
+    before = await sent()
+    asking = await sent() - before
+    await call
+    return await sent() - before - 2 * asking
+
+
+@pytest.mark.parametrize("adds", ["this gateway", "another one"])
+async def test_what_a_turn_reads_does_not_grow_with_the_turns(
+    client: Any, keys: Keys, rollouts: Rollouts, adds: str
+) -> None:
+    writer = rollouts if adds == "this gateway" else Rollouts(client, keys, partitions=1, ttl_s=600)
+    await rollouts.open([head("r")])
+    read: list[int] = []
+    for place in range(200):
+        read.append(await _read_by(client, rollouts.load("r")))
+        assert await writer.add("r", turn(f"k{place:03}", place - 1)) == ("ok", place)
+    assert read[199] <= read[10] + 64
+    assert read[199] <= 3 * len(encode(turn("k000"))) + 64
+    found = await rollouts.load("r")
+    fresh = await Rollouts(client, keys, partitions=1, ttl_s=600).load("r")
+    assert found == fresh
+    assert found is not None
+    assert [one.key for one in found.turns] == [f"k{place:03}" for place in range(200)]
+
+
+async def test_a_rollout_that_the_broker_lost_and_grew_anew_is_read_anew(
+    client: Any, keys: Keys, rollouts: Rollouts
+) -> None:
+    await rollouts.open([head("r")])
+    for place in range(3):
+        await rollouts.add("r", turn(f"k{place}", place - 1))
+    assert await rollouts.load("r") is not None
+    await client.delete(keys.rollout + "r")
+    other = Rollouts(client, keys, partitions=1, ttl_s=600)
+    await other.open([head("r")])
+    for place, key in enumerate(["k0", "other", "k2", "k3"]):
+        await other.add("r", turn(key, place - 1))
+    await client.hset(keys.rollout + "r", "turn:2", encode(replace(turn("k2", 1), history="anew")))
+    found = await rollouts.load("r")
+    assert found is not None
+    assert [one.key for one in found.turns] == ["k0", "other", "k2", "k3"]
+
+
+def test_what_a_process_keeps_of_rollouts_is_bounded() -> None:
+    seen = SeenRollouts(most=3 * len(encode(turn())))
+    for number in range(9):
+        seen.put(Rollout(head=head(f"r{number}"), turns=[turn()], state="open"), encode(turn()), len(encode(turn())))
+    assert [number for number in range(9) if seen.get(f"r{number}")] == [6, 7, 8]
 
 
 async def test_nobody_knows_what_was_never_opened(client: Any, keys: Keys, rollouts: Rollouts) -> None:
