@@ -27,9 +27,10 @@ from redis.sentinel import Sentinel
 from pipeline import lua
 from pipeline.config.load import hide_password
 from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError
+from pipeline.errors import BrokerError, BrokerRefused
+from pipeline.keys import type_of
 from pipeline.logs import get_logger
-from pipeline.patience import TRANSIENT, PatientPool, PatientSentinelPool, UntilRetry
+from pipeline.patience import TRANSIENT, PatientPool, PatientSentinelPool, UntilRetry, may_pass
 
 _HEALTH_CHECK_S = 15
 _ASK_AGAIN_S = 0.5
@@ -156,7 +157,22 @@ class Scripts:
             except NoScriptError:  # EVAL runs and keeps it in one step: nothing can be forgotten in between
                 return await cast("Awaitable[Any]", self._client.eval(text, len(keys), *keys, *args))
         except ResponseError as error:
-            raise BrokerError(f"script {name} was refused: {error}") from error
+            if may_pass(error):
+                raise BrokerError(f"script {name} was refused: {error}") from error
+            raise BrokerRefused(f"script {name} was refused: {error}{await self._odd_types(keys)}") from error
+
+    async def _odd_types(self, keys: Sequence[str]) -> str:
+        """Redis does not say which key it was that has another type than ours."""
+        pipe = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipe.type(key)
+        found = zip(keys, await pipe.execute(raise_on_error=False), strict=True)
+        odd = [
+            f"; {key} is a {kind.decode()} and must be a {ours}: delete or rename it"
+            for key, kind in found
+            if isinstance(kind, bytes) and (ours := type_of(key)) and kind.decode() not in (ours, "none")
+        ]
+        return "".join(odd)
 
 
 def _timeouts(config: BrokerConfig) -> dict[str, Any]:

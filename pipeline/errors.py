@@ -33,6 +33,10 @@ class BrokerError(SluiceError):
     exit_code = 4
 
 
+class BrokerRefused(BrokerError):
+    """Redis answers and refuses: a key of the wrong type, a right that is missing. To ask again changes nothing."""
+
+
 class ModelError(SluiceError):
     """A model directory cannot be loaded."""
 

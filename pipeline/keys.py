@@ -15,6 +15,21 @@ RESULT_GROUP = "consumers"
 BATCH_GROUP = "trainer"
 SCORE_GROUP = "scorers"
 
+_TYPES = {
+    "zset": ("jobs", "leases", "alone", "rollouts"),
+    "hash": ("counts", "versions", "source", "processes"),
+    "stream": ("results", "batches", "dlq", "dropped", "score:jobs"),
+    "string": ("latest", "metrics", "owner", "state", "alone:turn"),
+    "list": ("wake", "score:answers"),
+}
+
+
+def type_of(key: str) -> str | None:
+    """The type that Redis must say of a key of ours; None where it is not known."""
+    rest = key.split(":", 2)[-1]
+    found = [(name, kind) for kind, names in _TYPES.items() for name in names if f"{rest}:".startswith(f"{name}:")]
+    return max(found, key=lambda each: len(each[0]))[1] if found else None
+
 
 class Keys:
     """The names of one run."""

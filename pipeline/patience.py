@@ -87,8 +87,13 @@ class UntilRetry(Retry):
         if isinstance(error, self._supported_errors):
             with contextlib.suppress(redis.TimeoutError):  # the other side does not even take the end
                 await fail(cast(Any, error))
-        elif not any(word in str(error) for word in _FOR_NOW):
+        elif not may_pass(error):
             raise error
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a server that refuses with this may take the same later."""
+    return any(word in str(error) for word in _FOR_NOW)
 
 
 class _Heedful(AbstractConnection):

@@ -19,9 +19,11 @@ from typing import Any, Literal, NamedTuple, cast
 
 from msgspec.structs import replace
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from pipeline.broker import Scripts
-from pipeline.errors import MessageError
+from pipeline.decoding import Unreadable, integer, integer_or, shown
+from pipeline.errors import MessageError, UnknownSchema
 from pipeline.jobs.types import NO_LIMIT, Credit, Outcome, SourceRewound
 from pipeline.keys import Keys
 from pipeline.messages import SequenceResult, decode, encode
@@ -33,6 +35,7 @@ Added = Literal["ok", "dup", "closed", "unknown"]
 
 _SWEPT = 100  # rollouts at a time
 _PAGE = 500
+_MOST_AT_ONCE = 10_000  # turns that are asked for by name
 _DETAIL_CHARS = 2000
 _SEEN_BYTES = 64 << 20  # of encoded turns that a process keeps
 
@@ -79,6 +82,7 @@ class Rollouts:
         self._keys, self._scripts = keys, Scripts(client)
         self._partitions, self._ttl_s = partitions, ttl_s
         self._seen = SeenRollouts(_SEEN_BYTES)
+        self.unreadable = Unreadable()
         self._script_keys = [keys.counts, keys.dropped, keys.latest, keys.source, keys.rollouts]
         self._script_args: list[Any] = [keys.rollout, int(ttl_s * 1000), int(keep_s * 1000)]
 
@@ -102,44 +106,54 @@ class Rollouts:
         return cast("list[Outcome]", answer)
 
     async def load(self, rollout_id: str) -> Rollout | None:
-        """All of it, as of one moment; None when there is none. Raises UnknownSchema for one of a newer release."""
-        if (seen := self._seen.get(rollout_id)) and (grown := await self._grown(rollout_id, seen)):
+        """All of it, as of one moment; None when there is none.
+
+        Raises UnknownSchema for one of a newer release, MessageError for one that is damaged.
+        """
+        key = f"{self._keys.rollout}{rollout_id}"
+        try:
+            return await self._load(rollout_id, key)
+        except UnknownSchema:
+            raise
+        except (MessageError, ResponseError) as error:  # of Redis: the key is of another type
+            self._seen.forget(rollout_id)
+            raise MessageError(
+                f"rollout {rollout_id}: damaged in the broker ({error}); delete the key {key}"
+            ) from error
+
+    async def _load(self, rollout_id: str, key: str) -> Rollout | None:
+        if (seen := self._seen.get(rollout_id)) and (grown := await self._grown(key, seen)):
             return grown
         self._seen.forget(rollout_id)
-        found = cast("dict[bytes, bytes]", await self._client.hgetall(f"{self._keys.rollout}{rollout_id}"))
-        if not found:
-            return None
-        if found[b"state"] != b"open":
-            group, size, index = found[b"g"].decode(), int(found[b"n"]), int(found[b"i"])
-            head = RolloutHead(rollout_id=rollout_id, group_id=group, group_size=size, index=index, task="")
-            return Rollout(head=head, turns=[], state="closed")
-        raw = [found[b"turn:%d" % place] for place in range(int(found[b"turns"]))]
-        rollout = Rollout(
-            head=decode(RolloutHead, found[b"head"]), turns=[decode(Turn, one) for one in raw], state="open"
-        )
-        if raw:
-            self._seen.put(rollout, raw[-1], len(found[b"head"]) + sum(map(len, raw)))
+        found = cast("dict[bytes, bytes]", await self._client.hgetall(key))
+        rollout = _read(rollout_id, found) if found else None
+        if rollout and rollout.turns:
+            sizes = (len(found[b"turn:%d" % at]) for at in range(len(rollout.turns)))
+            newest = found[b"turn:%d" % (len(rollout.turns) - 1)]
+            self._seen.put(rollout, newest, len(found[b"head"]) + sum(sizes))
         return rollout
 
-    async def _grown(self, rollout_id: str, seen: Seen) -> Rollout | None:
+    async def _grown(self, key: str, seen: Seen) -> Rollout | None:
         """What was seen, with the turns that came since; None where the broker has another history.
 
         The broker may have lost its newest part, and the rollout grew anew: its last turn tells, bytes for bytes, as it
         says when it was decoded. The head changes with the group alone (rollout_open.lua).
         """
-        key, known = f"{self._keys.rollout}{rollout_id}", seen.rollout
-        count = len(known.turns)
+        known, count = seen.rollout, len(seen.rollout.turns)
         names = ["state", "g", "turns", f"turn:{count - 1}", f"turn:{count}"]
-        state, group, stored, newest, following = await self._client.hmget(key, names)
+        state, group, num_turns, newest, following = await self._client.hmget(key, names)
         if state != b"open" or group != known.head.group_id.encode() or newest != seen.newest:
             return None
-        raw: list[bytes | None] = [following] if int(stored) > count else []
-        if int(stored) > count + 1:
-            raw += await self._client.hmget(key, [f"turn:{place}" for place in range(count + 1, int(stored))])
+        stored = integer_or(num_turns, -1, most=count + _MOST_AT_ONCE)
+        if stored < count:  # fewer than were seen, many more, or no number
+            return None
+        raw: list[bytes | None] = [following] if stored > count else []
+        if stored > count + 1:
+            raw += await self._client.hmget(key, [f"turn:{place}" for place in range(count + 1, stored)])
         came = [one for one in raw if one is not None]
         if len(came) < len(raw):  # closed meanwhile
             return None
-        return self._remember(seen, [decode(Turn, one) for one in came], came)
+        return self._remember(seen, [_turn(count + at, one) for at, one in enumerate(came)], came)
 
     def _remember(self, seen: Seen, turns: Sequence[Turn], raw: Sequence[bytes]) -> Rollout:
         known = seen.rollout
@@ -182,8 +196,47 @@ class Rollouts:
             pipe: Any = self._client.pipeline(transaction=False)
             for rollout_id in ids[start : start + _PAGE]:
                 pipe.hget(self._keys.rollout.encode() + rollout_id, "head")
-            heads += [decode(RolloutHead, raw) for raw in await pipe.execute() if raw]  # None: it ended meanwhile
+            found = cast("list[bytes | Exception | None]", await pipe.execute(raise_on_error=False))
+            for rollout_id, raw in zip(ids[start : start + _PAGE], found, strict=True):
+                if raw is None:  # it ended meanwhile
+                    continue
+                try:
+                    heads.append(_head(rollout_id.decode(errors="replace"), raw))
+                except (MessageError, ResponseError) as error:
+                    self.unreadable.skip(self._keys.rollout, rollout_id, error)
         return heads
 
     async def _run(self, name: str, args: Sequence[Any]) -> Any:
         return await self._scripts.run(f"rollout_{name}", self._script_keys, [*self._script_args, *args])
+
+
+def _read(rollout_id: str, found: dict[bytes, bytes]) -> Rollout:
+    """Of the hash's fields; raises MessageError."""
+    if (state := found.get(b"state", b"")) not in (b"open", b"closed"):
+        raise MessageError(f"its field state is {shown(state)!r}, neither open nor closed")
+    if state == b"closed":
+        group = found.get(b"g", b"").decode(errors="replace")
+        size, index = (integer(found.get(name), f"its field {name.decode()}") for name in (b"n", b"i"))
+        head = RolloutHead(rollout_id=rollout_id, group_id=group, group_size=size, index=index, task="")
+        return Rollout(head=head, turns=[], state="closed")
+    head = _head(rollout_id, found.get(b"head", b""))
+    turns = [_turn(at, found.get(b"turn:%d" % at)) for at in range(integer(found.get(b"turns"), "its field turns"))]
+    return Rollout(head=head, turns=turns, state="open")
+
+
+def _head(rollout_id: str, raw: bytes | Exception) -> RolloutHead:
+    if isinstance(raw, Exception):
+        raise raw
+    head = decode(RolloutHead, raw)
+    if head.rollout_id != rollout_id:
+        raise MessageError(f"its head is that of rollout {head.rollout_id!r:.80}")
+    return head
+
+
+def _turn(at: int, raw: bytes | None) -> Turn:
+    if raw is None:
+        raise MessageError(f"turn {at} is missing")
+    turn = decode(Turn, raw)
+    if not -1 <= turn.parent < at:
+        raise MessageError(f"turn {at} follows turn {turn.parent}, which is not before it")
+    return turn

@@ -21,6 +21,8 @@ else:
     _Ints = _Floats = array
 
 _SWAP = sys.byteorder == "big"
+_MOST_ITEMS = 2**31 - 1  # of one sequence
+_MOST_VALUE = 2**62
 
 
 class TokenArray(_Ints):
@@ -58,9 +60,11 @@ class Runs:
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         self.runs = tuple((int(value), int(count)) for value, count in runs)
-        if any(count < 1 for _, count in self.runs):
-            raise MessageError(f"run lengths must be >= 1, got {self.runs[:4]}")
+        if any(not 1 <= count <= _MOST_ITEMS or not -_MOST_VALUE <= value <= _MOST_VALUE for value, count in self.runs):
+            raise MessageError(f"runs need lengths in 1..{_MOST_ITEMS} and values of 63 bits, got {self.runs[:4]}")
         self._length = sum(count for _, count in self.runs)
+        if self._length > _MOST_ITEMS:
+            raise MessageError(f"runs stand for {self._length} items; at most {_MOST_ITEMS} make sense")
 
     @classmethod
     def of(cls, values: Iterable[int]) -> Runs:

@@ -5,10 +5,10 @@
 local id, key, turn = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
 local rollout = rollout_of .. id
 local f = redis.call('HMGET', rollout, 'state', 'turns', 't:' .. key)
-if f[1] ~= 'open' then return { f[1] and 'closed' or 'unknown', -1 } end
+local place = tonumber(f[2] or '')
+if f[1] ~= 'open' or not place then return { f[1] == 'closed' and 'closed' or 'unknown', -1 } end
 redis.call('ZADD', open, now_ms() + ttl_ms, id)
 if f[3] then return { 'dup', tonumber(f[3]) } end
-local place = tonumber(f[2])
 redis.call('HSET', rollout, 't:' .. key, place, 'turn:' .. place, turn, 'turns', place + 1)
 redis.call('HINCRBY', rollout, 'bytes', #turn)
 count('bytes', #turn)

@@ -5,17 +5,17 @@ local PLACE = { 'state', 'stream', 'g', 'i', 'n', 'bytes' }
 
 -- word: nil while the rollout is open
 local function look(id)
-  local f = redis.call('HMGET', rollout_of .. id, unpack(PLACE))
-  if not f[1] then return 'unknown' end
+  local f = redis.pcall('HMGET', rollout_of .. id, unpack(PLACE)) -- an error: it is no hash
+  if f.err or not f[1] then return 'unknown' end
   return f[1] ~= 'open' and 'closed' or nil, f
 end
 
 local function close(id, f)
   redis.call('DEL', rollout_of .. id)
-  redis.call('HSET', rollout_of .. id, 'state', 'closed', 'g', f[3], 'i', f[4], 'n', f[5])
+  redis.call('HSET', rollout_of .. id, 'state', 'closed', 'g', f[3] or id, 'i', f[4] or 0, 'n', f[5] or 1)
   redis.call('PEXPIRE', rollout_of .. id, keep_ms)
   redis.call('ZREM', open, id)
-  count('bytes', -tonumber(f[6]))
+  count('bytes', -(tonumber(f[6]) or 0))
 end
 
 -- Its letter among the dropped ones, and a tombstone in the result stream, so that its group completes.
@@ -28,8 +28,10 @@ local function drop_rollout(id, reason, detail)
     at = now_ms() / 1000,
   })
   drop(counts, dropped, reason, letter)
-  redis.call('XADD', f[2], '*', 'd', letter, 'g', f[3], 'i', f[4], 'n', f[5])
-  count('bytes', #letter)
+  if f[2] and f[3] and f[4] and f[5] then -- of a damaged one nobody knows the place in its group
+    redis.call('XADD', f[2], '*', 'd', letter, 'g', f[3], 'i', f[4], 'n', f[5])
+    count('bytes', #letter)
+  end
   close(id, f)
   return 'ok'
 end

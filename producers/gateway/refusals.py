@@ -18,12 +18,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from redis import RedisError
+from redis.exceptions import ResponseError
 
-from pipeline.errors import BrokerError, RequestError, SluiceError
+from pipeline.errors import (
+    BrokerError,
+    BrokerRefused,
+    DeadlineExceeded,
+    LeaseLost,
+    RequestError,
+    ResultsLost,
+    SluiceError,
+)
 from pipeline.http.errors import problem
 from pipeline.messages import DeadLetter
 
 _THEIRS = ("invalid_request",)
+_MAY_PASS = (DeadlineExceeded, ResultsLost, LeaseLost)  # all else would come again
 
 
 class Refusal(SluiceError):
@@ -54,6 +64,8 @@ def refusal_of(error: Exception) -> Refusal:
     """The same as an answer."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, BrokerRefused) or type(error) is ResponseError:  # it would say the same again
+        return Refusal(500, f"the broker refused: {error}", final=True)
     if isinstance(error, BrokerError | RedisError | OSError):
         return Refusal(503, "the broker does not answer; try again later, and look at `sluice status`")
     if isinstance(error, RequestError):
@@ -61,8 +73,8 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, RecursionError):
         return Refusal(400, "the request is nested too deeply; send a flatter one")
     if isinstance(error, SluiceError):
-        return Refusal(500, str(error))
-    return Refusal(500, f"a fault of the gateway ({type(error).__name__}); its log says more")
+        return Refusal(500, str(error), final=not isinstance(error, _MAY_PASS))
+    return Refusal(500, f"a fault of the gateway ({type(error).__name__}); its log says more", final=True)
 
 
 def of_schema(problems: Sequence[Any]) -> Refusal:

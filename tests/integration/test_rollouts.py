@@ -283,3 +283,39 @@ def test_a_head_without_a_place_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(MessageError, match="rollout"):
         head(**changes)
     assert RolloutHead.alone("r", "t") == RolloutHead(rollout_id="r", group_id="r", task="t")
+
+
+DAMAGE: dict[str, dict[str, Any] | None] = {
+    "no head": {"head": None},
+    "a head that is junk": {"head": b"\xc1\x00"},
+    "the head of another one": {"head": encode(head("other"))},
+    "turns that are no number": {"turns": "two"},
+    "turns beyond 64 bits": {"turns": 2**63},
+    "a turn that is missing": {"turn:0": None},
+    "more turns than there are": {"turns": 2**40},
+    "a turn that is cut": {"turn:1": encode(turn("b", 0))[:-3]},
+    "a turn that follows itself": {"turn:1": encode(turn("b", 1))},
+    "a turn that follows a later one": {"turn:0": encode(turn("a", 1))},
+    "a turn before the first": {"turn:0": encode(turn("a", -2))},
+    "no state, and no place": {"state": None},
+    "closed, at no place": {"state": "closed", "n": "x"},
+    "another type": None,
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+async def test_a_damaged_rollout_is_named_and_costs_no_other(
+    client: Any, keys: Keys, rollouts: Rollouts, name: str
+) -> None:
+    await rollouts.open([head("r"), head("whole")])
+    await rollouts.add("r", turn("a"))
+    await rollouts.add("r", turn("b", 0))
+    key, fields = keys.rollout + "r", DAMAGE[name]
+    if fields is None:
+        await client.set(key, "text", keepttl=False)
+    for field, value in (fields or {}).items():
+        await (client.hdel(key, field) if value is None else client.hset(key, field, value))
+    with pytest.raises(MessageError, match=f"rollout r: .*{key}"):
+        await rollouts.load("r")
+    assert [one.rollout_id for one in await rollouts.still_open() if one.rollout_id != "r"] == ["whole"]
+    assert await rollouts.load("whole") is not None

@@ -1,0 +1,142 @@
+"""What others wrote, read totally: whatever the bytes, a value within bounds or a MessageError, never anything else.
+
+Redis and a run's directory hold what anybody may have written: another release, a torn write, a hand. So each reader
+
+- takes integers of 64 bits, JSON that nests at most `MAX_DEPTH` levels, and text that is Unicode;
+- says what it read, where, and what to do. Its caller loses that one entry, and goes on.
+
+`Unreadable` counts the entries that were skipped, and tells each of them once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from pipeline.errors import MessageError
+from pipeline.logs import get_logger
+from pipeline.surrogates import lone_surrogate, lone_surrogate_in_json
+
+MAX_DEPTH = 200
+LEAST, MOST = -(2**63), 2**63 - 1
+_INTEGER = re.compile(rb"-?[0-9]{1,19}")
+_LONG = re.compile(rb"[0-9]{19}")
+_SHOWN_CHARS = 60
+_TOLD = 1000
+_T = TypeVar("_T")
+
+
+def integer(raw: bytes | str | None, what: str, *, least: int = 0, most: int = MOST) -> int:
+    """A decimal number as Redis and file names hold it. Raises MessageError outside least..most."""
+    text = raw.encode(errors="replace") if isinstance(raw, str) else raw
+    if text is None:
+        raise MessageError(f"{what} is missing")
+    value = int(text) if _INTEGER.fullmatch(text) else None
+    if value is None or not least <= value <= most:
+        raise MessageError(f"{what} is {shown(text)!r}, and must be an integer from {least} to {most}")
+    return value
+
+
+def integer_or(raw: bytes | str | None, default: _T, *, least: int = 0, most: int = MOST) -> int | _T:
+    """The same; `default` for what is missing or no such number."""
+    try:
+        return integer(raw, "", least=least, most=most)
+    except MessageError:
+        return default
+
+
+def numbered(name: str, prefix: str) -> int | None:
+    """12 of `v000012`; None for a name of another kind."""
+    digits = name.removeprefix(prefix)
+    return None if digits == name or not digits.isdecimal() else integer_or(digits, None)
+
+
+def shown(raw: bytes) -> str:
+    """Any bytes for people, shortened."""
+    return raw[:_SHOWN_CHARS].decode(errors="backslashreplace") + ("…" if len(raw) > _SHOWN_CHARS else "")
+
+
+def read_json(raw: bytes, kind: type[_T], what: str) -> _T:
+    """JSON as a value of `kind`. Raises MessageError, which begins with `what`."""
+    try:
+        value = msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MessageError) as error:
+        problem = lone_surrogate_in_json(raw, "it") or ("it is nested too deeply" if _is_depth(error) else error)
+        raise MessageError(f"{what} cannot be read: {problem}") from error
+    may_be_odd = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _LONG.search(raw)
+    if may_be_odd and (problem := no_plain_value(msgspec.to_builtins(value), "")):
+        raise MessageError(f"{what} cannot be read: {problem}")
+    return value
+
+
+def too_deep(value: Any, where: str) -> str | None:
+    """Says so of mappings and lists that nest deeper than `MAX_DEPTH`: what one stack reads, a deeper one cannot."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for one in level for inner in _children(one) if isinstance(inner, dict | list | tuple)]
+        if not level:
+            return None
+    return f"{where or 'it'} is nested deeper than {MAX_DEPTH} levels; flatten it"
+
+
+def no_plain_value(value: Any, where: str) -> str | None:
+    """Why a value of mappings, lists, text and numbers cannot travel; None when it can.
+
+    msgpack has no integer beyond 64 bits and no half of a character.
+    """
+    if problem := too_deep(value, where):
+        return problem
+    try:
+        msgspec.msgpack.encode(value)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        return lone_surrogate(value, where) or _too_long(value, where) or f"{where}: {error}"
+    return None
+
+
+class Unreadable:
+    """The entries that one reader skipped; each is told once, as long as it stays what it is."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._told: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+
+    def skip(self, key: str, entry: str | bytes, problem: object) -> str:
+        """One more; returns the sentence."""
+        name = shown(entry) if isinstance(entry, bytes) else entry
+        told = (key, name, str(problem))
+        self.count += 1
+        if told not in self._told:
+            self._told[told] = None
+            get_logger().warning("an entry cannot be read and is skipped", key=key, entry=name, problem=str(problem))
+            if len(self._told) > _TOLD:
+                self._told.popitem(last=False)
+        self._told.move_to_end(told)
+        return f"{key} {name}: {problem}"
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, dict):
+        return cast("dict[Any, Any]", value).values()
+    return cast("list[Any]", value) if isinstance(value, list | tuple) else ()
+
+
+def _too_long(value: Any, where: str) -> str | None:
+    """Names an integer that 64 bits do not hold."""
+    rest: list[tuple[str, Any]] = [(where, value)]
+    while rest:
+        place, one = rest.pop()
+        if isinstance(one, int) and not LEAST <= one < 2**64:
+            return f"{place} is an integer beyond 64 bits; write it as text"
+        if isinstance(one, Mapping):
+            rest += [(f"{place}.{key}" if place else str(key), item) for key, item in cast(Any, one).items()]
+        elif isinstance(one, list | tuple):
+            rest += [(f"{place}[{at}]", item) for at, item in enumerate(cast("list[Any]", one))]
+    return None
+
+
+def _is_depth(error: BaseException) -> bool:
+    return isinstance(error, RecursionError)
