@@ -42,6 +42,7 @@ class Keys:
         self.alone = f"{self.prefix}alone"  # zset: jobs that run alone; + :turn → the worker whose turn it is
         self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
+        self.watch = f"{self.prefix}watch"  # string: the worker that looks for what rings no bell, expires
         # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
         # excused, shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress),
         # log (job_log.py)

@@ -64,7 +64,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     checkpoint_tokens: int = 256  # a running sequence is stored this often; 0 = never
     keep_result_s: float = 3600.0  # how long an ended job's id is known, and arq's Job.result answers
     drain_s: float = 20.0  # time to finish on SIGTERM before jobs are handed back
-    poll_s: float = 0.05  # how often an idle worker looks, when nothing wakes it
+    poll_s: float = 0.05  # how often a worker looks, when nothing wakes it; of many idle ones one does
     torch_threads: int = 1  # 0 = torch's own choice
     claim_gpu: bool = True  # lock one free GPU of the host, where there are GPUs
 

@@ -49,9 +49,9 @@ class JobQueue:
         self._scripts = Scripts(client)
         self.keys, self.worker = keys, worker
         self.owner = secrets.token_hex(8)
-        self._num_claims = 0
+        self._num_claims, self._latest = 0, b""
         self.script_keys = [keys.jobs, keys.alone, keys.counts, keys.dead, keys.dropped]
-        self.script_keys += [keys.wake, ARQ_ABORT, keys.latest, keys.source, keys.leases]
+        self.script_keys += [keys.wake, ARQ_ABORT, keys.latest, keys.source, keys.leases, keys.watch]
         self.script_args: list[Any] = [keys.job_state, keys.progress, keys.results, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING]
         self.script_args += [keys.claim]
         self._keep_ms = int(keep_result_s * 1000)
@@ -82,11 +82,17 @@ class JobQueue:
             args += [int((call.deadline_s or 0) * 1000), "", call.function, ""]
         return await self._enqueue(args, NO_LIMIT, "")
 
-    async def claim(self, capacity: int, lease_s: float, max_attempts: int, held: int = 0) -> Claimed:
-        """Lease ready jobs worth about `capacity` sequences (the last one may go over); `held` jobs are ours now."""
+    async def claim(
+        self, capacity: int, lease_s: float, max_attempts: int, held: int = 0, *, watch_s: float = 0.0
+    ) -> Claimed:
+        """Lease ready jobs worth about `capacity` sequences (the last one may go over); `held` jobs are ours now.
+
+        `watch_s`: how long this worker answers for what rings no bell, if nobody else does; 0 = never.
+        """
         self._num_claims += 1
         args = [self.owner, self.worker, int(lease_s * 1000), capacity, max_attempts, held, self._num_claims]
-        rows, cancelled, more, busy, latest, over = await self._run("claim", args)
+        args += [self._latest, int(watch_s * 1000)]
+        rows, cancelled, more, busy, self._latest, over, again_ms = await self._run("claim", args)
         odd = [row for row in rows if not _is_text(row[0])]
         for row in odd:
             await self._bury_unreadable_id(row[0], int(row[2]))
@@ -99,8 +105,9 @@ class JobQueue:
             cancelled=[job_id.decode(errors="replace") for job_id in cancelled],
             more=bool(more),
             must_drain=bool(busy),
-            latest=int(latest) if latest else None,
+            latest=int(self._latest) if self._latest else None,
             over=int(over) + len(gone) + len(odd),
+            again_s=int(again_ms) / 1000,
         )
 
     async def _settle(self, foreign: Sequence[Claim]) -> set[str]:
@@ -189,6 +196,10 @@ class JobQueue:
     async def forget(self, job_id: str, n: int = 1) -> None:
         """Remove the replies of an ended job, and that it was there: its id may be enqueued again."""
         await self._run("forget", [job_id, n])
+
+    async def stand_down(self) -> None:
+        """This worker looks for nothing any more; another one is told, so that it need not find out."""
+        await self._run("stand_down", [self.owner])
 
     async def reap(self, owner: str, max_attempts: int = 3) -> int:
         """End the leases of a process that is known to be dead; returns how many jobs it held."""

@@ -82,6 +82,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     more: bool  # more jobs are ready
     must_drain: bool  # a job waits that runs alone, and it is this worker's turn: finish what is held first
     latest: int | None  # newest weight version
+    again_s: float = 0.0  # until then another worker looks for what rings no bell; 0 = nobody else does
     over: int = 0  # jobs that ended without being started: expired, cancelled, without payload
 
 

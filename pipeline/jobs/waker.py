@@ -1,7 +1,8 @@
 """Wakes an idle worker the moment a job comes: a blocking pop on the run's wake list.
 
 - Listens only while its worker is idle: a busy one would take the signal from one that sleeps.
-- Jobs of arq's own enqueue_job, deferred ones and leases that run out ring no bell; the worker's poll finds them.
+- Jobs of arq's own enqueue_job, deferred ones and leases that run out ring no bell: one worker polls for them, and the
+  others find out within `_WATCH_POLLS` polls when it is gone (watch.lua).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-_BLOCK_S = 1.0
+_BLOCK_S = 5.0
 
 
 class Waker:

@@ -43,6 +43,8 @@ from pipeline.logs import get_logger
 
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
 _BEAT_S = 0.5
+_WATCH_POLLS = 40  # a worker that looks for what rings no bell answers for it for so many polls
+_STAND_DOWN_S = 1.0
 
 
 class LeasedWorker(Worker):
@@ -86,6 +88,7 @@ class LeasedWorker(Worker):
         self._alone = ""  # the job that has this worker for itself
         self._pulse = Pulse(min(_BEAT_S, settings.stall_timeout_s / 4))
         self._recorded = float("-inf")
+        self._look_at = float("-inf")  # monotonic seconds
 
     def progress(self) -> float:
         """Monotonic seconds of the last sign of life of whatever does the work."""
@@ -159,23 +162,33 @@ class LeasedWorker(Worker):
                 await asyncio.to_thread(self.keeper.stop)
 
     async def _turn(self) -> bool:
-        """One claim; True when it brought something or another one is worth while at once."""
+        """One claim, if one is due; True when it brought something or another one is worth while at once."""
         self.check_health()
         self._calls.end_overdue()
         if time.monotonic() - self._recorded >= _BEAT_S:
             self._recorded = time.monotonic()
             await self.heart_beat()
         claims = await self.before_claim()
+        if time.monotonic() < self._look_at:
+            self.report()
+            return False
         room = self.room() if claims and not self.draining_for_one() else 0
         if self.burst and self.max_burst_jobs >= 0:
             room = min(room, self.max_burst_jobs - self._num_done() - self.num_held())
         got = await self._claim(max(0, room))
         self.report()
-        return bool(got.claims or got.more) and self._has_room()
+        if (got.claims or got.more) and self._has_room():
+            return True
+        pause_s = got.again_s or (self.poll_delay_s if self._has_room() else _FULL_POLL_S)
+        self._look_at = time.monotonic() + pause_s
+        return False
 
     async def _claim(self, room: int) -> Claimed:
         settings = self.settings
-        got = await self.queue.claim(room, settings.lease_s, settings.max_attempts, self.num_held())
+        watch_s = _WATCH_POLLS * self.poll_delay_s
+        got = await self.queue.claim(
+            room, settings.lease_s, settings.max_attempts, self.num_held(), watch_s=0 if self.burst else watch_s
+        )
         self.after_claim(got)
         self.jobs_failed += got.over
         self.more = got.more
@@ -203,13 +216,15 @@ class LeasedWorker(Worker):
         """What else the answer says."""
 
     async def _pause(self) -> None:
-        """Until something ends, a job comes, or a poll is due."""
-        has_room = self._has_room()
-        self._waker.listen(has_room)
+        """Until something ends, a job comes, or a look or a beat is due."""
+        self._waker.listen(self._has_room())
+        due = min(self._look_at, self._recorded + _BEAT_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.poll_delay_s if has_room else _FULL_POLL_S):
+            async with asyncio.timeout(max(0.0, due - time.monotonic())):
                 await self.wake.wait()
-        self.wake.clear()
+        if self.wake.is_set():
+            self._look_at = float("-inf")
+            self.wake.clear()
 
     async def _is_done(self) -> bool:
         """In burst mode: the queue is empty, or enough jobs were done."""
@@ -259,6 +274,9 @@ class LeasedWorker(Worker):
         await self.queue.release(back)
 
     async def _drain(self) -> None:
+        with contextlib.suppress(TimeoutError, RedisError, OSError):  # its time runs out by itself
+            async with asyncio.timeout(_STAND_DOWN_S):
+                await self.queue.stand_down()
         await self.put_back()
         until = time.monotonic() + self.settings.drain_s
         while self.num_held() and self.broken is None and (left := until - time.monotonic()) > 0:

@@ -1,14 +1,17 @@
--- needs: names log adopt finish reply bury blame cancel
+-- needs: names log adopt finish reply bury blame cancel watch
 -- Take up to `capacity` sequences' worth of ready jobs: highest priority first, oldest first.
 -- A leased job stays in the queue, with its lease's end as score; one that ran out goes back to its old place first.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)
--- Returns {jobs, cancelled ids of ours, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that were over}
+--      version that the owner knows of, watch_ms (0: it does not look again by itself; see watch.lua)
+-- Returns {jobs, cancelled ids of ours, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that were over,
+--          ms until it has to look again}
 -- Per job: {id, payload, attempt, enqueued_ms, ms to its deadline or '', alone, "i,j,…" committed, {index, progress, …},
 --          foreign: its payload is still to be read (settle.lua), attempts that count for nothing}
 local owner, worker, lease = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local capacity, most = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4])
 local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
 local call, now, out, given, more, over = ARGV[FIRST + 6], now_ms(), {}, {}, 0, 0
+local watch_ms = tonumber(ARGV[FIRST + 8])
 local last_call = claims_of .. owner
 
 -- Indices that need no decoding, and the stored progress of the others.
@@ -120,20 +123,32 @@ local function remember()
 end
 
 local version = redis.call('GET', latest) or ''
+if version ~= ARGV[FIRST + 7] then ring() end -- who learns of a new one wakes the next that sleeps
 local cancelled, ended = cancel(owner, now)
 over = over + ended
-if give_again() then return { out, cancelled, 0, 0, version, over } end
+
+local function answer_with(jobs_given, finish_first)
+  local again = 0
+  if capacity <= 0 then
+    stand_down(owner)
+  elseif watch_ms > 0 then
+    again = look_again(owner, held + #given > 0, watch_ms)
+  end
+  return { jobs_given, cancelled, more, finish_first, version, over, again }
+end
+
+if give_again() then return answer_with(out, 0) end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, MOST_AT_ONCE)) do expire(id) end
 local first = redis.call('ZRANGEBYSCORE', alone, '-inf', now, 'LIMIT', 0, 1)[1]
 if first then
   local turn = redis.call('GET', alone .. ':turn')
   if not turn or turn == owner then
     redis.call('SET', alone .. ':turn', owner, 'PX', lease)
-    if held > 0 or capacity <= 0 then return { {}, cancelled, 0, held, version, over } end
+    if held > 0 or capacity <= 0 then return answer_with({}, held) end
     redis.call('ZREM', alone, first)
     take(first)
     remember()
-    return { out, cancelled, 0, 0, version, over }
+    return answer_with(out, 0)
   end
 end
 if capacity > 0 then
@@ -147,4 +162,4 @@ if capacity > 0 then
   if more == 1 then ring() end
   remember()
 end
-return { out, cancelled, more, 0, version, over }
+return answer_with(out, 0)

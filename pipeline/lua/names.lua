@@ -1,6 +1,7 @@
 -- What every script of the job queue is given first (JobQueue in pipeline/jobs/queue.py fills it in), and the clock.
 local jobs, alone, counts, dead, dropped = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local wake, aborts, latest, source, leases = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local watch = KEYS[11]
 local state_of, progress_of, results_of = ARGV[1], ARGV[2], ARGV[3]
 local payload_of, answer_of, running_of = ARGV[4], ARGV[5], ARGV[6] -- arq's own: job, result, in-progress
 local claims_of, partitions, keep_ms = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9])

@@ -1,4 +1,4 @@
--- needs: names log finish reply bury blame
+-- needs: names log finish reply bury blame watch
 -- A worker process is known to be dead: end its leases now.
 -- ARGV owner max_deaths
 -- Returns the number of jobs that it held.
@@ -10,4 +10,5 @@ for _, id in ipairs(redis.call('ZRANGE', leases, 0, -1)) do
   end
 end
 if redis.call('GET', alone .. ':turn') == owner then redis.call('DEL', alone .. ':turn') end
+stand_down(owner)
 return reaped

@@ -1,0 +1,115 @@
+"""Idle workers: one looks for what rings no bell, the others sleep until they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from arq.connections import ArqRedis
+
+from pipeline.jobs import Call, JobQueue, LeasedWorker, func
+from pipeline.keys import Keys
+from tests.integration.arq.conftest import MakeWorker
+from tests.integration.arq.serving import ANSWER_S, serving, until
+
+POLL_S = 0.02
+WATCH_S = 40 * POLL_S
+
+
+async def started(ctx: dict[Any, Any]) -> float:
+    """When it was started."""
+    return time.time()
+
+
+@pytest.fixture
+def idle(make_worker: MakeWorker) -> list[LeasedWorker]:
+    call = func(started, name="started")
+    return [make_worker(call, name=f"w{number}", settings={"poll_s": POLL_S}, max_jobs=2) for number in range(6)]
+
+
+async def watcher(client: Any, keys: Keys) -> str:
+    return (await client.get(keys.watch) or b"").decode()
+
+
+async def _other_than(owner: str, client: Any, keys: Keys) -> bool:
+    return await watcher(client, keys) not in ("", owner)
+
+
+async def calls_of_scripts(client: Any) -> int:
+    return int((await client.info("commandstats"))["cmdstat_evalsha"]["calls"])
+
+
+async def test_one_of_many_idle_workers_polls(client: Any, keys: Keys, idle: list[LeasedWorker]) -> None:
+    async with serving(*idle):
+        await until(lambda: watcher(client, keys), "a worker to look")
+        before, began = await calls_of_scripts(client), time.monotonic()
+        await asyncio.sleep(1.5 * WATCH_S)
+        calls, seconds = await calls_of_scripts(client) - before, time.monotonic() - began
+        alone = seconds / POLL_S
+        assert calls <= 1.1 * alone + len(idle) * (seconds / WATCH_S + 2)
+        assert await watcher(client, keys) in {worker.queue.owner for worker in idle}
+
+
+async def test_a_job_that_rings_no_bell_starts_within_a_poll(
+    client: Any, keys: Keys, idle: list[LeasedWorker], foreign: ArqRedis
+) -> None:
+    async with serving(*idle):
+        await until(lambda: watcher(client, keys), "a worker to look")
+        waits = []
+        for number in range(12):
+            at = time.time()
+            job = await foreign.enqueue_job("started", _job_id=f"{keys.run}:{number}")
+            assert job is not None
+            waits.append(await job.result(timeout=ANSWER_S, poll_delay=0.005) - at)
+        assert sorted(waits)[len(waits) // 2] <= 2 * POLL_S  # none of them waited for the claim of another to run out
+
+
+async def test_the_dead_ones_part_is_taken_within_its_time(
+    client: Any, keys: Keys, idle: list[LeasedWorker], foreign: ArqRedis
+) -> None:
+    dead = JobQueue(client, keys, worker="dead")
+    at = time.monotonic()
+    assert (await dead.claim(1, 10, 3, watch_s=WATCH_S)).again_s == 0
+    async with serving(*idle):
+        await until(lambda: _other_than(dead.owner, client, keys), "another worker to look")
+        assert time.monotonic() - at <= WATCH_S + 1
+        job = await foreign.enqueue_job("started", _job_id=f"{keys.run}:0")
+        assert job is not None
+        await job.result(timeout=ANSWER_S, poll_delay=0.005)
+
+
+async def test_who_is_busy_or_stops_gives_the_part_away(client: Any, keys: Keys) -> None:
+    one, other = JobQueue(client, keys, worker="one"), JobQueue(client, keys, worker="other")
+    assert (await one.claim(2, 10, 3, watch_s=60)).again_s == 0
+    assert 59 < (await other.claim(2, 10, 3, watch_s=60)).again_s <= 60
+    await client.delete(keys.wake)
+    await one.enqueue_calls([Call(job_id=f"{keys.run}:1", function="f")])
+    await client.delete(keys.wake)
+    assert len((await one.claim(2, 10, 3, watch_s=60)).claims) == 1
+    assert await client.llen(keys.wake) == 1, "an idle one is woken"
+    assert await watcher(client, keys) == f"busy:{one.owner}", "until one comes"
+    assert (await other.claim(2, 10, 3, watch_s=60)).again_s == 0
+    assert await watcher(client, keys) == other.owner
+    assert (await one.claim(1, 10, 3, 1, watch_s=60)).again_s == 0, "whoever holds jobs looks as often as ever"
+    await client.delete(keys.wake)
+    await other.claim(0, 10, 3, 1, watch_s=60)
+    assert (await watcher(client, keys), await client.llen(keys.wake)) == ("", 1), "no room, so another one is woken"
+    await one.claim(1, 10, 3, 0, watch_s=60)
+    await one.stand_down()
+    assert await watcher(client, keys) == ""
+    await one.claim(1, 10, 3, 0, watch_s=60)
+    await other.reap(one.owner)
+    assert await watcher(client, keys) == ""
+
+
+async def test_who_learns_of_new_weights_wakes_the_next(client: Any, keys: Keys) -> None:
+    queue = JobQueue(client, keys, worker="one")
+    await queue.claim(1, 10, 3, watch_s=60)
+    await client.delete(keys.wake)
+    await client.set(keys.latest, 3)
+    assert (await queue.claim(1, 10, 3, watch_s=60)).latest == 3
+    assert await client.lpop(keys.wake) is not None
+    assert (await queue.claim(1, 10, 3, watch_s=60)).latest == 3
+    assert await client.lpop(keys.wake) is None
