@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import ConfigError, EngineError, ModelError, SluiceError
-from tests.contract.vllm_fixtures import cores, make_vllm
+from tests.contract.vllm_fixtures import cores, make_vllm, vllm_options
 from tests.tiny_models import save_tiny_model
 from workers.generation.backends.vllm import VllmBackend
+from workers.generation.backends.vllm.logs import EngineLog
+from workers.generation.backends.vllm.starting import start_engine
 
 
 @dataclass(frozen=True)
@@ -87,3 +94,38 @@ async def test_a_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         await VllmBackend(ModelConfig(path=str(model_dir))).start()
+
+
+def test_a_core_that_stands_still_while_it_starts_is_replaced_by_a_spawned_one(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM waits for its core without a deadline; a forked one may inherit a lock that nobody releases."""
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    before, log, over = cores(), EngineLog(), threading.Event()
+
+    def stop_the_first() -> None:
+        while not over.wait(0.005):
+            for core in cores() - before:
+                os.kill(core.pid, signal.SIGSTOP)
+                return
+
+    stopper = threading.Thread(target=stop_the_first)
+    stopper.start()
+
+    async def start() -> str:
+        model, options = ModelConfig(path=str(model_dir)), vllm_options()
+        engine = start_engine(model, options, 6, RepeatTerminateConfig(enabled=False), log, stall_s=4.0)
+        (core,) = cores() - before
+        engine.llm.shutdown(timeout=5)
+        return type(core).__name__
+
+    try:
+        with capture_logs() as logs:
+            assert asyncio.run(start()) == "SpawnProcess"
+    finally:
+        over.set()
+        stopper.join()
+        log.close()
+    seen = [entry for entry in logs if entry["event"] == "vLLM stood still at its start"]
+    assert [entry["start_method"] for entry in seen] == ["fork"]
+    assert cores() <= before

@@ -18,6 +18,7 @@ from workers.generation.contracts import Backend, SequenceOutput, SequenceReques
 
 TOLERANCE = 1e-4  # nats, fp32
 WAIT_S = 60.0
+ATTEMPTS = 5
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +105,21 @@ class Updates:
 def decode_amid(
     backend: Backend, versions: Versions, schedule: Sequence[tuple[int, int]], requests: Sequence[SequenceRequest]
 ) -> list[SequenceOutput]:
-    """From version 0 on, which is loaded first."""
+    """From version 0 on, which is loaded first.
+
+    Once more where the leader has tokens of less than all versions: vLLM's core, a process of its own, may decode far
+    ahead of this one when the machine is busy.
+    """
 
     async def whole() -> list[SequenceOutput]:
         await backend.load_weights(versions.directories[0], 0)
         return await Updates(backend, versions, schedule).decode(requests)
 
-    return asyncio.run(whole())
+    for _ in range(ATTEMPTS):
+        outputs = asyncio.run(whole())
+        if set(outputs[0].versions) >= {0, *(version for _, version in schedule)}:
+            break
+    return outputs
 
 
 def random_prompt(seed: int, longest: int = 30) -> list[int]:

@@ -1,7 +1,8 @@
 """The environment variables that vLLM is started with; what the user has set stays.
 
 - They hold while the engine starts and are taken back then: vLLM itself sets some that must not reach other children.
-- The core process is forked where nothing forbids it: it starts in seconds, and finds the imports done.
+- The core process is forked where nothing forbids it: it starts in seconds, and finds the imports done. One that then
+  stands still is spawned.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from workers.generation.backends.vllm.names import OWNER
 
-FORK = "VLLM_WORKER_MULTIPROC_METHOD"
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 @contextlib.contextmanager
@@ -43,6 +44,9 @@ def prepare_cpu(torch_threads: int) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def prefer_fork(chosen: str | None) -> None:
-    """After the configuration is made, for making it sets `spawn` on CPUs; `chosen` is the user's method."""
-    os.environ[FORK] = chosen or "fork"
+def start_methods(chosen: str | None) -> tuple[str, ...]:
+    """How to start the core, in order; `chosen` is the user's method.
+
+    A forked core starts in seconds, but may inherit a lock that a thread of this process held; `spawn` cannot.
+    """
+    return (chosen,) if chosen else ("fork", "spawn")

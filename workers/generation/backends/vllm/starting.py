@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,9 +13,10 @@ from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngine
 from pipeline.errors import ConfigError, EngineError, ModelError
 from pipeline.logs import get_logger
 from workers.generation.backends.vllm.checkpoint import Checkpoint
-from workers.generation.backends.vllm.environment import FORK, engine_environment, prefer_fork, prepare_cpu
+from workers.generation.backends.vllm.environment import START_METHOD, engine_environment, prepare_cpu, start_methods
 from workers.generation.backends.vllm.images import Vision
 from workers.generation.backends.vllm.logs import EngineLog
+from workers.generation.backends.vllm.start_watch import LIMIT_S, StartWatch
 from workers.generation.contracts import EngineFacts
 from workers.generation.model_files import check_directory, eos_token_ids
 from workers.generation.tokenizer import load_tokenizer
@@ -40,10 +42,12 @@ def start_engine(
     max_batch: int,
     repeat_terminate: RepeatTerminateConfig,
     log: EngineLog,
+    stall_s: float = LIMIT_S,
 ) -> StartedEngine:
     """Start vLLM from within the event loop that is to serve it; blocks for seconds to minutes.
 
-    Raises ModelError, ConfigError, or EngineError if the core died without saying why or the guard cannot be loaded.
+    Raises ModelError, ConfigError, or EngineError if the core died without saying why, stood still for `stall_s`, or
+    the guard cannot be loaded.
     """
     check_directory(model.path)
     if model.attn_implementation is not None:
@@ -52,10 +56,9 @@ def start_engine(
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     checkpoint = Checkpoint(model)
     guard = GuardRules.of(repeat_terminate, tokenizer) if repeat_terminate.enabled else None
-    chosen = os.environ.get(FORK)
+    chosen = os.environ.get(START_METHOD)
     with engine_environment(log.folder):
         from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         from workers.generation.backends.vllm.arguments import engine_arguments
 
@@ -73,14 +76,30 @@ def start_engine(
             ) from error
         if guard is not None:
             check_end(model.path, eos_token_ids(_eos_sources(config.model_config, tokenizer)))
-        prefer_fork(chosen)
-        try:
-            llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        except (RuntimeError, ValueError, OSError, TimeoutError) as error:
-            raise _start_error(model.path, error, log) from error
+        llm = _start_core(model.path, config, start_methods(chosen), log, stall_s)
         vision = _taken(model, config, vision)
         facts = _facts(model, config, tokenizer, supports_vlm=vision is not None, guarded=guard is not None)
         return StartedEngine(llm, tokenizer, facts, checkpoint, vision, guard)
+
+
+def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, stall_s: float) -> Any:
+    """The `AsyncLLM`, by the first of the `methods` under which its core does not stand still while it starts."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    failed: Exception | None = None
+    seen = ""
+    for method in methods:
+        os.environ[START_METHOD] = method
+        with StartWatch(log.folder, stall_s) as watch:
+            try:
+                return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+                failed = error
+        if watch.stalled is None:
+            raise _start_error(path, failed, log) from failed
+        seen = watch.stalled
+        get_logger().warning("vLLM stood still at its start", model=path, start_method=method, seen=seen)
+    raise EngineError(f"{path}: vLLM did not start: {seen}") from failed
 
 
 def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | None:
