@@ -108,11 +108,14 @@ def test_no_text_contains(pattern: str, what: str) -> None:
     assert_none([f"{p}:{n}: {what}: {line.strip()[:90]}" for p, n, line in lines if found.search(line)])
 
 
+IMPORTED_EXTRAS = ("data", "accelerate", "wandb", "vllm")
+
+
 def test_every_import_is_a_declared_dependency() -> None:
     """What the packages import is the standard library, the project, or named in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    requires = project["dependencies"] + sum((extras[name] for name in ("data", "accelerate", "wandb", "vllm")), [])
+    requires = [*project["dependencies"], *(line for name in IMPORTED_EXTRAS for line in extras[name])]
     declared = {re.split(r"[\s\[<>=!~;(]", line)[0].lower().replace("_", "-") for line in requires}
     optional = {"vllm", "triton", "trackio"}  # other builds have other names; triton comes with torch on GPUs
     owners = metadata.packages_distributions()
