@@ -37,7 +37,7 @@ class Keys:
     def __init__(self, run: str) -> None:
         self.run = run
         self.prefix = f"sluice:{run}:"
-        self.jobs = f"{self.prefix}jobs"  # zset: job id → ms; in the future while leased
+        self.jobs = f"{self.prefix}jobs"  # zset: job id → place in the line, or ms of a lease's or a delay's end
         self.leases = f"{self.prefix}leases"  # zset: job id → ms of its lease's end
         self.alone = f"{self.prefix}alone"  # zset: jobs that run alone; + :turn → the worker whose turn it is
         self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids
@@ -50,7 +50,7 @@ class Keys:
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by
         # the trainer from steps that made a version); also bytes (in flight), tokens, called, replied, redelivered,
-        # replays, last:<stream>
+        # replays, places (numbers that were given out), last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream

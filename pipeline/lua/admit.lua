@@ -1,5 +1,4 @@
 -- A job enters the queue: payload, state, place in the line.
-local LANE_MS = 1e9 -- a job of one priority higher goes before those that wait up to 11 days longer
 
 -- Returns the bytes that it holds until its end.
 -- mailbox: '' = its results are to be trained on

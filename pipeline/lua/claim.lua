@@ -1,5 +1,5 @@
--- needs: names log adopt finish reply bury blame cancel watch
--- Take up to `capacity` sequences' worth of ready jobs: highest priority first, oldest first.
+-- needs: names log line adopt finish reply bury blame cancel watch
+-- Take up to `capacity` sequences' worth of ready jobs: highest priority first, then in the order of their places.
 -- A leased job stays in the queue, with its lease's end as score; one that ran out goes back to its old place first.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)
 --      version that the owner knows of, watch_ms (0: it does not look again by itself; see watch.lua)
@@ -139,7 +139,9 @@ end
 
 if give_again() then return answer_with(out, 0) end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, MOST_AT_ONCE)) do expire(id) end
-local first = redis.call('ZRANGEBYSCORE', alone, '-inf', now, 'LIMIT', 0, 1)[1]
+come_due(jobs, now)
+come_due(alone, now)
+local first = redis.call('ZRANGEBYSCORE', alone, '-inf', PLACES, 'LIMIT', 0, 1)[1]
 if first then
   local turn = redis.call('GET', alone .. ':turn')
   if not turn or turn == owner then
@@ -154,7 +156,7 @@ end
 if capacity > 0 then
   some_apart = redis.call('ZCARD', alone) > 0
   local limit = math.min(capacity, MOST_AT_ONCE)
-  local ready = redis.call('ZRANGEBYSCORE', jobs, '-inf', now, 'LIMIT', 0, limit + 1)
+  local ready = redis.call('ZRANGEBYSCORE', jobs, '-inf', PLACES, 'LIMIT', 0, limit + 1)
   for k, id in ipairs(ready) do
     if capacity <= 0 or k > limit then more = 1 break end
     if is_free(id) then capacity = capacity - take(id) end

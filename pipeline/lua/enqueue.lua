@@ -1,4 +1,4 @@
--- needs: names admit credit
+-- needs: names line admit credit
 -- Admit jobs in order until the credit is used up.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)
@@ -13,6 +13,7 @@ local credit = credit_of(counts, latest, tonumber(ARGV[FIRST]), tonumber(ARGV[FI
   tonumber(ARGV[FIRST + 3]))
 local now, total = now_ms(), (#ARGV - FIRST - 4) / PER_JOB
 local out, full, cursor = {}, false, ''
+come_due(jobs, now) -- who came before them goes before them
 for k = 1, total do
   local i = FIRST + 5 + (k - 1) * PER_JOB
   local id, payload, n = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
@@ -22,9 +23,7 @@ for k = 1, total do
   end
   if not outcome then
     local defer, deadline = tonumber(ARGV[i + 4]), tonumber(ARGV[i + 5])
-    -- A microsecond apart, so that the order of one call is kept.
-    local score = now - (total - k) / 1000 - tonumber(ARGV[i + 3]) * LANE_MS
-    if defer > 0 then score = now + defer end
+    local score = defer > 0 and now + defer or place(tonumber(ARGV[i + 3]))
     local expires = deadline > 0 and now + deadline or nil
     take_credit(credit, n, admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8]))
     outcome = 'enqueued'

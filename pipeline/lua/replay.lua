@@ -1,4 +1,4 @@
--- needs: names admit unbury
+-- needs: names line admit unbury
 -- Dead letters of one job go back to the queue as a new job. It counts as enqueued; credit does not hold it back.
 -- The new id was never given out before, so that a repeat of this call knows itself.
 -- ARGV id payload n priority deadline_ms(0 = none) call('' = decode, '?' = the worker will tell: settle.lua)
@@ -11,7 +11,7 @@ if known(id) then return dead_row(ARGV[FIRST + 8]) and 'taken' or 'ok' end
 local freed, now = unbury(FIRST + 7), now_ms()
 if not freed then return 'gone' end
 local expires = deadline > 0 and now + deadline or nil
-local held = admit(id, payload, n, now - priority * LANE_MS, math.floor(now), expires, call, ARGV[FIRST + 6])
+local held = admit(id, payload, n, place(priority), math.floor(now), expires, call, ARGV[FIRST + 6])
 if call == '?' then redis.call('HSET', state_of .. id, 'foreign', 1) end
 count('enqueued', n)
 count('replayed', n)

@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.jobs import Credit, Finished, JobQueue, arq_payload, arq_serializer
+from pipeline.jobs.envelope import arq_pool
 from pipeline.keys import ARQ_JOB, Keys
 from pipeline.messages import SequenceResult, decode
 from pipeline.status import snapshot
@@ -174,3 +175,35 @@ async def test_commit_needs_owner_and_attempt(client: Redis, keys: Keys, kind: s
         assert await queue.commit([finished]) == ["fenced"]
     else:
         assert await other.commit([finished]) == ["fenced"]
+
+
+async def step_back(client: Any, keys: Keys, seconds: float) -> None:
+    """The broker's clock goes back: every time that lies in the run is later than it was, seen from the new one."""
+    for line in (keys.jobs, keys.leases, keys.alone):
+        for job_id, score in await client.zrange(line, 0, -1, withscores=True):
+            if score > 1e12:
+                await client.zincrby(line, 1000 * seconds, job_id)
+
+
+async def test_a_clock_that_steps_back_holds_up_nobody_and_changes_no_order(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "a", "b")
+    await arq_pool(client, keys.jobs).enqueue_job("ping", _job_id=f"{keys.run}:foreign")
+    await enqueue(queue, "c")
+    [first] = await claim(queue, 1)
+    await queue.release([first])
+    await step_back(client, keys, 45)
+    await enqueue(queue, "later")
+    await enqueue(queue, "urgent", priority=1)
+    names = [one.job_id.rpartition(":")[2] for one in await claim(queue)]
+    assert names == ["urgent", "a", "b", "foreign", "c", "later"]
+
+
+async def test_what_was_delayed_goes_back_to_its_place(client: Redis, keys: Keys) -> None:
+    queue = queue_of(client, keys)
+    await enqueue(queue, "a", "b")
+    await queue.release(await claim(queue, 1), delay_s=0.05)
+    assert [one.job_id for one in await claim(queue, 1)] == [f"{keys.run}:b"]
+    await asyncio.sleep(0.06)
+    await enqueue(queue, "c")
+    assert [one.job_id for one in await claim(queue)] == [f"{keys.run}:a", f"{keys.run}:c"]

@@ -259,7 +259,7 @@ class TimeRules(QueueMachine):
     def delay_ends(self, k: int) -> None:
         job = self.model.jobs[self.pick(self.live("later", "apart_later"), k)]
         self.system.delay_ends(job.job_id, apart=job.where == "apart_later")
-        job.due = (0, self.model.stamp())
+        job.due = job.home
         if job.where == "later":
             job.where, job.hurried = "ready", False
         else:

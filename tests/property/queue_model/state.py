@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Where = Literal["ready", "later", "leased", "lapsed", "apart", "apart_later"]
-FIRST_OF_ALL = (float("-inf"), 0)
+FIRST_IN_LANE = (0, 0)  # where arq's abort moves a job
 
 
 class Entry(NamedTuple):
@@ -80,5 +80,5 @@ class Job:
 
     @property
     def place(self) -> tuple[float, int, str]:
-        lane, age = FIRST_OF_ALL if self.hurried else self.due
+        lane, age = FIRST_IN_LANE if self.hurried else self.due
         return lane, age, self.job_id
