@@ -25,11 +25,12 @@ from consumers.pack import pack_rows
 from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
 from pipeline import metrics
+from pipeline.decoding import integer
 from pipeline.errors import MessageError, ResultsLost
 from pipeline.keys import ARQ_RESULT
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
-from pipeline.messages import DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
+from pipeline.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.streams import Entry, hand_off, result_reader
@@ -94,15 +95,21 @@ class Consumer:
     async def _assemble(self, entry: Entry) -> Group | None:
         fields = entry.fields
         try:
-            group_id, size, index = fields[b"g"].decode(), int(fields[b"n"]), int(fields[b"i"])
-            part, parts = int(fields.get(b"k", 0)), int(fields.get(b"m", 1))
-        except (KeyError, ValueError) as error:
+            group_id, size = fields[b"g"].decode(), integer(fields.get(b"n"), "n", least=1, most=MAX_GROUP)
+            index = integer(fields.get(b"i"), "i", most=size - 1)
+            parts = integer(fields.get(b"m", b"1"), "m", least=1, most=MAX_GROUP)
+            part = integer(fields.get(b"k", b"0"), "k", most=parts - 1)
+        except (KeyError, ValueError, MessageError) as error:
             await self._discard(entry, error)
             return None
         self._history.log(group_id, fields.get(b"l", b""))
         try:
             if b"r" in fields:
-                return self._groups.add_result(entry.entry_id, decode(SequenceResult, fields[b"r"]))
+                result = decode(SequenceResult, fields[b"r"])
+                found = (result.group_id, result.group_size, result.index, result.part, result.parts)
+                if found != (group_id, size, index, part, parts):
+                    raise MessageError(f"it is that of another place: {found}, in the entry of {group_id}:{index}")
+                return self._groups.add_result(entry.entry_id, result)
             return self._groups.add_dead(entry.entry_id, group_id, size, index, decode(DeadLetter, fields[b"d"]))
         except (MessageError, KeyError) as error:
             if not await self._is_known(group_id):

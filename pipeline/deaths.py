@@ -8,11 +8,12 @@ import socket
 from collections.abc import Awaitable
 from typing import cast
 
-import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from pipeline.config.types import Config
-from pipeline.heartbeat import Heartbeat
+from pipeline.errors import MessageError
+from pipeline.heartbeat import Heartbeat, read_row
 from pipeline.jobs import JobQueue
 from pipeline.keys import Keys
 from pipeline.logs import get_logger
@@ -30,10 +31,14 @@ class Deaths:
 
     async def settle(self, child: Child, pid: int) -> None:
         """Waits for a broker that is away: whoever calls sets the deadline, as leases run out by themselves."""
-        raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.processes, child.name))
-        if raw is None:
+        try:
+            raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.processes, child.name))
+            if raw is None:
+                return
+            row = read_row(raw, Heartbeat)
+        except (MessageError, ResponseError) as error:  # its leases run out by themselves
+            get_logger().warning("the row of a dead process cannot be read", process=child.name, problem=str(error))
             return
-        row = msgspec.json.decode(raw, type=Heartbeat)
         if (row.pid, row.host) != (pid, socket.gethostname()):
             return  # its successor's
         owner = row.facts.get("owner")

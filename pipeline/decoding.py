@@ -22,6 +22,7 @@ from pipeline.logs import get_logger
 from pipeline.surrogates import lone_surrogate, lone_surrogate_in_json
 
 MAX_DEPTH = 200
+LAST_S = 1e11  # a Unix time beyond it (in the year 5138) is none
 LEAST, MOST = -(2**63), 2**63 - 1
 _INTEGER = re.compile(rb"-?[0-9]{1,19}")
 _LONG = re.compile(rb"[0-9]{19}")
@@ -47,6 +48,12 @@ def integer_or(raw: bytes | str | None, default: _T, *, least: int = 0, most: in
         return integer(raw, "", least=least, most=most)
     except MessageError:
         return default
+
+
+def check_time(at: float | None, what: str) -> None:
+    """Raises ValueError for what no calendar has: msgpack can say NaN, JSON any number."""
+    if at is not None and not 0 <= at <= LAST_S:
+        raise ValueError(f"{what} is {at!r}, and must be a Unix time in seconds")
 
 
 def numbered(name: str, prefix: str) -> int | None:

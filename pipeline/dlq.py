@@ -15,10 +15,12 @@ from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from pipeline.broker import Scripts
 from pipeline.config.types import Config
-from pipeline.errors import MessageError
+from pipeline.decoding import integer_or
+from pipeline.errors import BrokerRefused, MessageError
 from pipeline.jobs.envelope import Envelope, arq_payload, read_envelope
 from pipeline.jobs.queue import JobQueue
 from pipeline.keys import Keys
@@ -98,7 +100,7 @@ class DeadLetters:
         start = "-"
         while True:
             stream = self.keys.dropped if dropped else self.keys.dead
-            page = cast("list[Any]", await self._client.xrange(stream, start, until, count=_PAGE))
+            page = await self._page(self._client.xrange(stream, start, until, count=_PAGE), stream)
             for entry_id, fields in page:
                 yield _row(entry_id.decode(), fields)
             if len(page) < _PAGE:
@@ -109,8 +111,15 @@ class DeadLetters:
         """Newest first; `before` is the entry id of the last row of the page before."""
         end = before if before == "+" else f"({before}"
         stream = self.keys.dropped if dropped else self.keys.dead
-        page = cast("list[Any]", await self._client.xrevrange(stream, end, "-", count=count))
+        page = await self._page(self._client.xrevrange(stream, end, "-", count=count), stream)
         return [_row(entry_id.decode(), fields) for entry_id, fields in page]
+
+    async def _page(self, question: Awaitable[Any], stream: str) -> list[Any]:
+        """Raises BrokerRefused where the key is no stream."""
+        try:
+            return cast("list[Any]", await question)
+        except ResponseError as error:
+            raise BrokerRefused(f"{stream}: {error}; it must be a stream: rename or delete it") from error
 
     async def burials(self, until: str = "+") -> AsyncIterator[list[Row]]:
         """The rows of each burial."""
@@ -172,7 +181,7 @@ class DeadLetters:
         missing: dict[tuple[bytes, int, float], Row] = {}
         for again in range(_PASSES):
             changed = False
-            newest = cast("list[Any]", await self._client.xrevrange(self.keys.dead, count=1))
+            newest = await self._page(self._client.xrevrange(self.keys.dead, count=1), self.keys.dead)
             async for rows in self.burials(newest[0][0].decode() if newest else "+"):
                 chosen = [row for row in rows if (row.key in missing if again else selection.takes(row))]
                 outcome = await act(rows, chosen) if chosen else None
@@ -223,7 +232,7 @@ class DeadLetters:
 
 def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
     """Never raises: what cannot be read can still be dropped."""
-    job, index = fields.get(b"g", b""), int(fields.get(b"i", 0))
+    job, index = fields.get(b"g", b""), integer_or(fields.get(b"i"), 0)
     try:
         letter = decode(DeadLetter, fields.get(b"d", b""))
     except MessageError as error:
@@ -231,8 +240,8 @@ def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
         letter = DeadLetter(seq_id=seq_id, reason="unreadable_letter", detail=str(error))
     if not job:  # a dropped one
         name, _, number = letter.seq_id.rpartition(":")
-        job, index = name.encode(), int(number) if number.isdecimal() else 0
-    size, payload = int(fields.get(b"n", 0)), fields.get(b"p", b"")
+        job, index = name.encode(), integer_or(number, 0)
+    size, payload = integer_or(fields.get(b"n"), 0), fields.get(b"p", b"")
     return Row(entry_id=entry_id, letter=letter, job=job, index=index, n=size, payload=payload)
 
 

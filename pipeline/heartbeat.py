@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import socket
 import time
 from collections.abc import Awaitable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from pipeline import room
+from pipeline.decoding import MOST, Unreadable, check_time, read_json
+from pipeline.errors import MessageError
 from pipeline.keys import Keys
 from pipeline.logs import get_logger
 
@@ -24,8 +28,16 @@ FORGET_S = 3600.0  # a dead process is shown for this long
 _FORGET_EVERY_S = 600.0
 _LAST_S = 2.0  # a process that failed does not wait longer to say so
 _WORDS = 600  # characters
+_NUMBERS = frozenset((
+    "version", "refused_version", "running", "sequences", "tokens", "memory_bytes", "step", "samples", "handed",
+    "pending", "open_groups", "rollouts", "requests", "answered", "failed", "llm_calls", "scored",
+))  # fmt: skip
+_WORDS_OF = frozenset(("owner", "engine", "repeat_terminate", "metrics", "url"))
 # A script whose first write frees memory may write on where the broker is full: a row replaces itself.
 _PUT = "redis.call('HDEL', KEYS[1], ARGV[1]) return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+
+
+_RowT = TypeVar("_RowT", bound="Heartbeat")
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
@@ -44,12 +56,31 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     error_kind: str | None = None  # its class
     ended_at: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("started", "at", "waiting_since", "ended_at"):
+            check_time(getattr(self, name), name)
+        for name, value in self.facts.items():
+            if name in _NUMBERS and value is not None and not (type(value) is int and abs(value) <= MOST):
+                raise ValueError(f"its fact {name} is {value!r:.60}, and must be an integer")
+            if name in _WORDS_OF and not isinstance(value, str):
+                raise ValueError(f"its fact {name} is {value!r:.60}, and must be text")
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that it works with."""
+        return self.facts.get("version")
+
+
+def read_row(raw: bytes, kind: type[_RowT]) -> _RowT:
+    """A row of the hash of processes. Raises MessageError."""
+    return read_json(raw, kind, "the heartbeat")
+
 
 class StatusReporter:
     """Publishes this process's heartbeat; `waiting` is the named cause of every wait."""
 
     def __init__(self, client: Redis, keys: Keys, role: str, name: str) -> None:
-        self._client, self._keys = client, keys
+        self._client, self._keys, self._unreadable = client, keys, Unreadable()
         self.row = Heartbeat(
             role=role, name=name, pid=os.getpid(), host=socket.gethostname(), started=time.time(), facts={}
         )
@@ -91,20 +122,32 @@ class StatusReporter:
         """Publish until cancelled; now and then remove the rows of those that died long ago."""
         due = time.monotonic()
         while True:
-            await self.beat()
-            if time.monotonic() >= due:
-                due = time.monotonic() + _FORGET_EVERY_S
-                await forget_dead(self._client, self._keys)
+            try:
+                await self.beat()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + _FORGET_EVERY_S
+                    await forget_dead(self._client, self._keys)
+            except ResponseError as error:  # somebody made the key another one: work goes on unseen
+                self._unreadable.skip(self._keys.processes, self.row.name, error)
             await asyncio.sleep(BEAT_S)
 
     async def farewell(self) -> None:
         """Remove the row: this process ended in order."""
-        await cast("Awaitable[int]", self._client.hdel(self._keys.processes, self.row.name))
+        with contextlib.suppress(ResponseError):  # the key is another one: there is no row
+            await cast("Awaitable[int]", self._client.hdel(self._keys.processes, self.row.name))
 
 
 async def forget_dead(client: Redis, keys: Keys) -> int:
     """Remove the rows of processes that died more than `FORGET_S` ago; returns how many."""
     raw, oldest = cast(Any, client), time.time() - FORGET_S
     rows = cast("dict[bytes, bytes]", await raw.hgetall(keys.processes))
-    dead = [name for name, row in rows.items() if msgspec.json.decode(row, type=Heartbeat).at < oldest]
+    dead = [name for name, row in rows.items() if _last_beat(row) < oldest]
     return int(await raw.hdel(keys.processes, *dead)) if dead else 0
+
+
+def _last_beat(row: bytes) -> float:
+    """What cannot be read may be of a newer release: it stays, and a look at the run names it."""
+    try:
+        return read_row(row, Heartbeat).at
+    except MessageError:
+        return math.inf

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from pipeline.decoding import LAST_S, integer_or
+
 EventKind = Literal["enqueued", "claimed", "handed_back", "lost", "ended"]
 _KINDS: dict[str, EventKind] = {"e": "enqueued", "c": "claimed", "h": "handed_back", "l": "lost", "x": "ended"}
 
@@ -30,8 +32,8 @@ def parse_log(raw: bytes) -> list[JobEvent]:
     found: list[JobEvent] = []
     for line in raw.decode(errors="replace").split("\n"):
         parts = line.split("\t")
-        if len(parts) == 5 and parts[0].isdecimal() and parts[1] in _KINDS:
-            attempt = int(parts[2]) if parts[2].isdecimal() else 0
-            at, kind = int(parts[0]) / 1000, _KINDS[parts[1]]
+        at_ms = integer_or(parts[0], None, most=int(LAST_S * 1000))
+        if len(parts) == 5 and at_ms is not None and parts[1] in _KINDS:
+            at, kind, attempt = at_ms / 1000, _KINDS[parts[1]], integer_or(parts[2], 0)
             found.append(JobEvent(at=at, kind=kind, attempt=attempt, worker=parts[3], detail=parts[4]))
     return found

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import msgspec
 from redis.asyncio import Redis
 
+from pipeline.decoding import LAST_S, integer_or
 from pipeline.job_log import JobEvent, parse_log
 from pipeline.jobs.envelope import read_envelope
 from pipeline.keys import ARQ_JOB, Keys
@@ -83,12 +84,13 @@ async def live_job(client: Redis, keys: Keys, job_id: str) -> LiveJob | None:
     pipe.zscore(keys.jobs, job_id)
     pipe.hmget(keys.job_state + job_id, *_FIELDS)
     pipe.get(ARQ_JOB + job_id)
-    score, fields, payload = cast("tuple[Any, list[bytes | None], bytes | None]", await pipe.execute())
-    if score is None:
+    score, state, payload = cast("tuple[Any, Any, Any]", await pipe.execute(raise_on_error=False))
+    if not isinstance(score, float):
         return None
+    fields = _fields(state)
     row = _row(job_id.encode(), score, fields, now_ms)
     events = _events(row, fields[-1] or b"")
-    if payload is None:
+    if not isinstance(payload, bytes):
         return LiveJob(row=row, events=events, problem="its payload is gone")
     envelope = read_envelope(job_id, payload)
     return LiveJob(row=row, events=events, job=envelope.job, function=envelope.function, problem=envelope.problem)
@@ -126,9 +128,19 @@ async def _rows(client: Redis, keys: Keys, ids: list[bytes], now_ms: float) -> l
     for job_id in ids:
         pipe.zscore(keys.jobs, job_id)
         pipe.hmget(keys.job_state.encode() + job_id, *_FIELDS)
-    found = cast("list[Any]", await pipe.execute()) if ids else []
+    found = cast("list[Any]", await pipe.execute(raise_on_error=False)) if ids else []
     states = zip(ids, found[::2], found[1::2], strict=True)
-    return [_row(job_id, score, fields, now_ms) for job_id, score, fields in states if score is not None]
+    return [_row(job_id, score, _fields(state), now_ms) for job_id, score, state in states if isinstance(score, float)]
+
+
+def _fields(state: Any) -> list[bytes | None]:
+    """None for each where the key is of another type."""
+    return [None] * len(_FIELDS) if isinstance(state, Exception) else state
+
+
+def _seconds(ms: bytes | None) -> float | None:
+    at = integer_or(ms, None, most=int(LAST_S * 1000))
+    return None if at is None else at / 1000
 
 
 def _row(job_id: bytes, score: float, fields: list[bytes | None], now_ms: float) -> LiveRow:
@@ -137,11 +149,11 @@ def _row(job_id: bytes, score: float, fields: list[bytes | None], now_ms: float)
     return LiveRow(
         job_id=job_id.decode(errors="replace"),
         state="running" if owner else state,
-        attempt=int(attempt or 0),
+        attempt=integer_or(attempt, 0),
         worker=(worker or b"").decode(errors="replace"),
-        sequences=int(n or 1),
-        committed=int(ndone or 0),
-        enqueued_at=None if at is None else float(at) / 1000,
-        since=float(since) / 1000 if owner and since else None,
+        sequences=integer_or(n, 1),
+        committed=integer_or(ndone, 0),
+        enqueued_at=_seconds(at),
+        since=_seconds(since) if owner else None,
         ready_at=score / 1000 if state == "deferred" and not owner else None,
     )

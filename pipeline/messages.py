@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeline.decoding import check_time
 from pipeline.errors import MessageError
 from pipeline.surrogates import lone_surrogate
 from pipeline.tokens import FloatArray, Runs, TokenArray, check_lengths
@@ -23,6 +24,7 @@ MAX_PRIORITY = 1000
 MAX_DEADLINE_S = 1e9
 _COLDEST = 1e-5  # a lower one is greedy in effect, and the lowest make logits / temperature overflow
 MAX_GROUP = 65_536  # sequences of one prompt
+MOST_VERSION = 2**31 - 1  # of the weights
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
 Message = dict[str, Any]
@@ -298,6 +300,11 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     step: int = 0
     published_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_time(self.published_at, "published_at")
+        if not 0 <= self.version <= MOST_VERSION:
+            raise MessageError(f"version must be in 0..{MOST_VERSION}, got {self.version}")
+
 
 class DeadLetter(Wire, frozen=True, kw_only=True, tag="dead_letter"):
     """One sequence that ended without being trained. [Q] or [C]"""
@@ -310,3 +317,6 @@ class DeadLetter(Wire, frozen=True, kw_only=True, tag="dead_letter"):
     attempts: int = 0
     worker: str = ""  # the last one that held it
     at: float = 0.0  # Unix time
+
+    def __post_init__(self) -> None:
+        check_time(self.at, "at")

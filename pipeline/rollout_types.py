@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeline.decoding import check_time
 from pipeline.errors import MessageError
 from pipeline.messages import Message, SequenceResult, Wire
 from pipeline.tokens import TokenArray
@@ -46,6 +47,7 @@ class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
             raise MessageError(f"rollout_id must have 1..{MAX_ID} characters, not all blank: {self.rollout_id!r:.80}")
         if not 0 <= self.index < self.group_size:
             raise MessageError(f"rollout {self.rollout_id}: index {self.index} is outside 0..{self.group_size - 1}")
+        check_time(self.opened_at, "opened_at")
 
     @classmethod
     def alone(cls, rollout_id: str, task: str) -> RolloutHead:

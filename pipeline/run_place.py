@@ -12,9 +12,11 @@ import msgspec
 from pipeline import broker as connections
 from pipeline import checks
 from pipeline.config import Config
+from pipeline.decoding import integer_or, shown
 from pipeline.errors import BrokerError
 from pipeline.keys import Keys
 from pipeline.status import Snapshot, snapshot
+from pipeline.weights import newest_number
 
 _LOOK_S = 10.0
 Source = dict[bytes, bytes]
@@ -43,26 +45,33 @@ def place_of(config: Config) -> tuple[Place, Source]:
     return _by_broker(now, source), source
 
 
+def read_cursor(raw: bytes) -> tuple[int, int] | None:
+    """Epoch and row of a stored position, each -1 before the first; None for what is none."""
+    epoch, _, row = raw.partition(b":")
+    found = integer_or(epoch, None, least=-1), integer_or(row, None, least=-1)
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
 def unknown(says: str) -> Place:
     """Nobody can say it."""
     return Place(kind="unknown", says=says)
 
 
 def _by_broker(now: Snapshot, source: Source) -> Place:
-    cursor = source[b"cursor"].decode() if b"cursor" in source else None
+    cursor = source.get(b"cursor")
     if cursor is None and not now.enqueued:
         return Place(kind="fresh", says="a fresh run: the broker knows none of this name")
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
     counts = f"{version}; {now.enqueued:,} sequences enqueued, {now.trained:,} trained, {now.dead:,} dead"
-    epoch, _, row = (cursor or "0:-1").partition(":")
-    says = f"goes on behind row {int(row) + 1:,} of epoch {int(epoch) + 1}; {counts}"
+    epoch, row = read_cursor(cursor or b"0:-1") or (0, -1)
+    says = f"goes on behind row {row + 1:,} of epoch {epoch + 1}; {counts}"
     if now.complete:
         says = f"complete: nothing is left to do, and it would end at once; {counts}; --set run=NAME starts another"
     return Place(
         kind="complete" if now.complete else "goes_on",
         says=says,
         version=now.latest_version,
-        cursor=cursor,
+        cursor=None if cursor is None else shown(cursor),
         enqueued=now.enqueued,
         ended=now.ended,
     )
@@ -87,7 +96,7 @@ def _by_files(config: Config) -> Place:
             f"a broker has kept data in {data.parent}; whether they are of this run shows when it is started"
         )
     newest = ", ".join(paths[-1].name for paths in (steps, versions) if paths)
-    version = int(versions[-1].name[1:]) if versions and versions[-1].name[1:].isdigit() else None
+    version = newest_number(home / "weights") if versions else None
     kept = "the broker's data" if data.exists() else "NO data of a broker: the rows would be read from the first one on"
     return Place(kind="goes_on", says=f"goes on: {newest} in {home}, and {kept}", version=version)
 

@@ -12,6 +12,7 @@ OLD_S = 10.0  # a version that was published this long ago should be in use
 LAG_S = 10.0  # a result that is unread for this long is late
 _BLOCKS_S = 60.0
 _MIB = 1 << 20
+_SHOWN_ENTRIES = 3
 
 
 def broker_full(now: Snapshot) -> list[Stall]:
@@ -43,8 +44,8 @@ def _waits_for_room(row: Process) -> bool:
 def old_versions(now: Snapshot) -> list[Stall]:
     """Every live worker decodes with older weights than the newest, which has been there for a while."""
     latest, since = now.latest_version, now.latest_at
-    workers = [row for row in now.processes if row.role == "worker" and row.is_alive and "version" in row.facts]
-    held = [int(row.facts["version"]) for row in workers]
+    workers = [row for row in now.processes if row.role == "worker" and row.is_alive and row.version is not None]
+    held = [row.version for row in workers if row.version is not None]
     if latest is None or since is None or not held or max(held) >= latest or now.at - since < OLD_S:
         return []
     refused = [row.name for row in workers if row.facts.get("refused_version") == latest]
@@ -133,3 +134,18 @@ def runs_alone(now: Snapshot) -> list[Stall]:
     says = f"{jobs} over which workers died must run alone: a worker empties itself first"
     remedy = "it ends by itself; if workers die again, the job becomes a dead letter: `sluice dlq list`"
     return [Stall(kind="runs_alone", says=says, remedy=remedy, blocks=False)]
+
+
+def unreadable(now: Snapshot) -> list[Stall]:
+    """Entries of the run that no reader of this release can read."""
+    if not now.unreadable:
+        return []
+    some = "; ".join(now.unreadable[:_SHOWN_ENTRIES])
+    more = f"; and {len(now.unreadable) - _SHOWN_ENTRIES} more" if len(now.unreadable) > _SHOWN_ENTRIES else ""
+    number = counted(len(now.unreadable), "entry", "entries")
+    says = f"{number} of the run in the broker cannot be read and left out: {some}{more}"
+    remedy = (
+        "where a newer release writes it, upgrade this one; else delete the entry (HDEL, XDEL) or the key (DEL) with "
+        "redis-cli: its process, if it lives, writes it anew"
+    )
+    return [Stall(kind="unreadable", says=says, remedy=remedy, blocks=False)]

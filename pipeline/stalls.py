@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from pipeline.stall_flow import broker_full, consumer_lag, credit_used_up, old_versions, runs_alone
+from pipeline.stall_flow import broker_full, consumer_lag, credit_used_up, old_versions, runs_alone, unreadable
 from pipeline.stall_roles import failed, nobody
 from pipeline.status import Snapshot
 from pipeline.status_parts import Stall, StallKind
@@ -18,9 +18,9 @@ __all__ = ["Stall", "StallKind", "stalls"]
 
 def stalls(now: Snapshot) -> list[Stall]:
     """What keeps the run, of a close look (status_inspect.inspect)."""
-    if now.complete or not (now.enqueued or now.processes):
+    if now.complete or not (now.enqueued or now.processes or now.unreadable):
         return []
-    found = [*broker_full(now), *failed(now)]
+    found = [*broker_full(now), *unreadable(now), *failed(now)]
     if not any(row.is_alive and not row.is_onlooker for row in now.processes):
         return [*found, _no_process(now)]
     found += [*nobody(now), *old_versions(now), *consumer_lag(now)]

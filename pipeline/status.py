@@ -12,9 +12,14 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.heartbeat import ALIVE_S, FORGET_S
-from pipeline.keys import Keys
+from pipeline.decoding import LEAST, Unreadable, integer, read_json
+from pipeline.errors import MessageError
+from pipeline.heartbeat import ALIVE_S, FORGET_S, read_row
+from pipeline.keys import Keys, type_of
 from pipeline.status_parts import BrokerUse, CreditUse, Depth, Lag, Lease, Process, Stall
+
+_SOURCE_NUMBERS = (b"total", b"malformed", b"max_in_flight", b"max_bytes", b"per_version", b"staleness", b"group")
+_told = Unreadable()  # of this process
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -45,6 +50,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     reasons: dict[str, int] = {}
     metrics: dict[str, float] = {}
     processes: list[Process] = []
+    unreadable: list[str] = []  # entries that were skipped: key, entry, and why
     # Of a close look only:
     depth: Depth | None = None
     leases: list[Lease] = []  # the oldest ones
@@ -74,12 +80,12 @@ class Snapshot(msgspec.Struct, kw_only=True):
     @property
     def version_lag(self) -> int:
         """Versions between the newest and the oldest that a live worker decodes with."""
-        held = [int(row.facts["version"]) for row in self.alive("worker") if "version" in row.facts]
+        held = [row.version for row in self.alive("worker") if row.version is not None]
         return max(0, (self.latest_version or 0) - min(held)) if held else 0
 
 
 async def snapshot(client: Redis, keys: Keys) -> Snapshot:
-    """Read everything in one round trip."""
+    """Read everything in one round trip. What cannot be read is left out, and named in `unreadable`."""
     pipe: Any = client.pipeline(transaction=False)
     for key in (keys.counts, keys.source, keys.processes):
         pipe.hgetall(key)
@@ -90,16 +96,24 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
     pipe.xlen(keys.batches)
     pipe.xlen(keys.dead)
     pipe.time()
-    answer = cast("list[Any]", await pipe.execute())
-    counts, source, processes, latest, state, metrics, *sizes, (seconds, micros) = answer
-    jobs, rollouts, batches, dead = map(int, sizes)
-    number = {key.decode(): int(value) for key, value in counts.items() if b"last:" not in key}
-    names = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "replayed")
-    counted: dict[str, Any] = {name: number.get(name, 0) for name in names}
+    answers = cast("list[Any]", await pipe.execute(raise_on_error=False))
+    names = [keys.counts, keys.source, keys.processes, keys.latest, keys.state, keys.metrics]
+    names += [keys.jobs, keys.rollouts, keys.batches, keys.dead, "TIME"]
+    read = Reading()
+    found = list(map(read.answer, names, answers))
+    counts, source, processes, latest, state, metrics, *sizes, (seconds, micros) = found
+    jobs, rollouts, batches, dead = (int(size or 0) for size in sizes)
+    counts, source = cast("dict[bytes, bytes]", counts or {}), cast("dict[bytes, bytes]", source or {})
+    number = read.numbers(keys.counts, {name: raw for name, raw in counts.items() if b"last:" not in name})
+    held = read.numbers(keys.source, {name: source[name] for name in _SOURCE_NUMBERS if name in source})
+    sound = not read.skipped  # else nobody can say that the run is over
+    version = read.numbers(keys.latest, {b"latest": latest} if latest is not None else {}).get("latest")
+    sequences = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "replayed")
+    counted: dict[str, Any] = {name: number.get(name, 0) for name in sequences}
     at = seconds + micros / 1e6
     return Snapshot(
         run=keys.run,
-        state=(state or b"new").decode(),
+        state=(state or b"new").decode(errors="replace"),
         at=at,
         **counted,
         redelivered_jobs=number.get("redelivered", 0),
@@ -107,49 +121,86 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
         open_rollouts=rollouts,
         waiting_batches=batches,
         dead_letters=dead,
-        latest_version=None if latest is None else int(latest),
-        total=_number(source, b"total"),
-        exhausted=source.get(b"exhausted") == b"1",
-        malformed_rows=int(source.get(b"malformed", 0)),
+        latest_version=version,
+        total=held.get("total"),
+        exhausted=sound and source.get(b"exhausted") == b"1",
+        malformed_rows=held.get("malformed", 0),
         reasons={key: value for key, value in number.items() if ":" in key},
-        metrics=_numbers(msgspec.json.decode(metrics, type=dict[str, Any]) if metrics else {}),
-        processes=_processes(processes, at),
-        credit=_credit(number, source, int(latest or 0)),
+        metrics=read.metrics(keys.metrics, metrics),
+        processes=read.processes(keys.processes, processes or {}, at),
+        credit=_credit(number, held, version or 0),
+        unreadable=read.skipped,
     )
 
 
-def _credit(number: Mapping[str, int], source: dict[bytes, bytes], version: int) -> CreditUse:
+class Reading:
+    """One look's entries; `skipped` are those that cannot be read."""
+
+    def __init__(self, skipped: list[str] | None = None) -> None:
+        self.skipped: list[str] = [] if skipped is None else skipped
+
+    def answer(self, key: str, answer: Any) -> Any:
+        """None for a key of another type than ours; raises what else Redis refuses."""
+        if not isinstance(answer, Exception):
+            return answer
+        if "WRONGTYPE" not in str(answer):
+            raise answer
+        self.skip(key, "", f"it must be a {type_of(key)}")
+        return None
+
+    def numbers(self, key: str, table: dict[bytes, bytes]) -> dict[str, int]:
+        """Those that are numbers, by name."""
+        found: dict[str, int] = {}
+        for name, raw in table.items():
+            try:
+                found[name.decode(errors="replace")] = integer(raw, "it", least=LEAST)
+            except MessageError as error:
+                self.skip(key, name, error)
+        return found
+
+    def metrics(self, key: str, raw: bytes | None) -> dict[str, float]:
+        """JSON has no NaN: a loss that was not finite comes as null, and is left out, as is what is no number."""
+        try:
+            found = read_json(raw, dict[str, Any], "it") if raw else {}
+        except MessageError as error:
+            self.skip(key, "", error)
+            return {}
+        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+    def processes(self, key: str, table: dict[bytes, bytes], now: float) -> list[Process]:
+        """By name; those that died long ago are left out."""
+        rows: list[Process] = []
+        for name, raw in table.items():
+            try:
+                row = read_row(raw, Process)
+            except MessageError as error:
+                self.skip(key, name, error)
+                continue
+            row.age_s = round(max(0.0, now - row.at), 3)
+            row.waiting_s = None if row.waiting_since is None else round(max(0.0, now - row.waiting_since), 3)
+            if row.age_s < FORGET_S:
+                rows.append(row)
+        return sorted(rows, key=lambda row: row.name)
+
+    def skip(self, key: str, entry: bytes | str, problem: object) -> None:
+        """Leave one out, and say so once."""
+        self.skipped.append(_told.skip(key, entry, problem))
+
+
+def _credit(number: Mapping[str, int], held: Mapping[str, int], version: int) -> CreditUse:
     """As credit.lua reckons."""
     enqueued, trained, dead, dropped = (number.get(name, 0) for name in ("enqueued", "trained", "dead", "dropped"))
-    per_version, staleness = _number(source, b"per_version"), _number(source, b"staleness")
+    per_version, staleness = held.get("per_version"), held.get("staleness")
     max_ahead = None
     if per_version is not None and staleness is not None:
         max_ahead = (staleness + 1) * per_version
         max_ahead += max(version * per_version - number.get("thinned", 0), trained)
     return CreditUse(
         sequences=enqueued - trained - dead - dropped,
-        max_sequences=_number(source, b"max_in_flight") or None,
+        max_sequences=held.get("max_in_flight") or None,
         bytes=number.get("bytes", 0),
-        max_bytes=_number(source, b"max_bytes"),
+        max_bytes=held.get("max_bytes"),
         ahead=enqueued - dead - dropped,
         max_ahead=max_ahead,
-        group=_number(source, b"group") or 1,
+        group=held.get("group") or 1,
     )
-
-
-def _number(table: dict[bytes, bytes], field: bytes) -> int | None:
-    return int(table[field]) if field in table else None
-
-
-def _processes(table: dict[bytes, bytes], now: float) -> list[Process]:
-    """By name; those that died long ago are left out."""
-    rows = sorted((msgspec.json.decode(raw, type=Process) for raw in table.values()), key=lambda row: row.name)
-    for row in rows:
-        row.age_s = round(max(0.0, now - row.at), 3)
-        row.waiting_s = None if row.waiting_since is None else round(max(0.0, now - row.waiting_since), 3)
-    return [row for row in rows if row.age_s < FORGET_S]
-
-
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """JSON has no NaN: a loss that was not finite comes as null, and is left out; so is what is no number at all."""
-    return {key: value for key, value in metrics.items() if isinstance(value, int | float)}

@@ -12,10 +12,12 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from pipeline.decoding import integer_or, shown
+from pipeline.errors import MessageError
 from pipeline.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
 from pipeline.messages import WeightVersion, decode
 from pipeline.stalls import stalls
-from pipeline.status import Snapshot, snapshot
+from pipeline.status import Reading, Snapshot, snapshot
 from pipeline.status_parts import BrokerUse, Depth, Lag, Lease
 from pipeline.status_words import waits
 
@@ -28,18 +30,19 @@ _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "shared", "deaths",
 async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
     """A snapshot with all of its parts."""
     now = await snapshot(client, keys)
-    leases = await _look_at_queue(client, keys, now)
+    read = Reading(now.unreadable)
+    leases = await _look_at_queue(client, keys, now, read)
     now.leases = sorted(leases, key=lambda lease: -(lease.held_s or lease.age_s))[:_SHOWN]
     now.attempts = {str(key): count for key, count in sorted(Counter(lease.attempt for lease in leases).items())}
     now.deaths = sum(lease.deaths for lease in leases)
-    now.lag = await _look_at_streams(client, keys, partitions, now.at)
-    now.broker, now.latest_at = await _look_at_broker(client, keys, now.latest_version)
+    now.lag = await _look_at_streams(client, keys, partitions, now.at, read)
+    now.broker, now.latest_at = await _look_at_broker(client, keys, now.latest_version, read)
     now.stalls = stalls(now)
     now.waits = waits(now)
     return now
 
 
-async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease]:
+async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading) -> list[Lease]:
     """Sets the depth; returns the leases, of the first `_MOST` jobs that are not ready."""
     now_ms = now.at * 1000
     later, before = f"({now_ms}", f"({_FAR_MS}"
@@ -50,11 +53,20 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease
     pipe.zcard(keys.alone)
     pipe.zrangebyscore(keys.jobs, later, before, start=0, num=_MOST, withscores=True)
     pipe.zrangebyscore(keys.jobs, "-inf", now_ms, start=0, num=1, withscores=True)
-    ready, waiting, running, alone, members, first = cast("list[Any]", await pipe.execute())
+    names = [keys.jobs, keys.jobs, keys.leases, keys.alone, keys.jobs, keys.jobs]
+    answers = map(read.answer, names, cast("list[Any]", await pipe.execute(raise_on_error=False)))
+    *counts, members, first = answers
+    members, first = cast("list[Any]", members or []), cast("list[Any]", first or [])
+    ready, waiting, running, alone = (int(count or 0) for count in counts)
     pipe = client.pipeline(transaction=False)
     for job_id, _ in [*members, *first]:
         pipe.hmget(keys.job_state.encode() + job_id, *_FIELDS)
-    states = cast("list[list[bytes | None]]", await pipe.execute()) if members or first else []
+    found = cast("list[Any]", await pipe.execute(raise_on_error=False)) if members or first else []
+    nothing: list[bytes | None] = [None] * len(_FIELDS)
+    states = [
+        cast("list[bytes | None]", read.answer(keys.job_state + shown(job_id), state) or nothing)
+        for (job_id, _), state in zip([*members, *first], found, strict=True)
+    ]
     since = states.pop()[3] if first else None
     leases = [
         _lease(job_id, float(score), state, now_ms)
@@ -66,7 +78,7 @@ async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot) -> list[Lease
         running=int(running),
         deferred=max(0, int(waiting) - int(running)),
         alone=int(alone),
-        oldest_s=None if since is None else round((now_ms - float(since)) / 1000, 3),
+        oldest_s=_since(since, now_ms),
         seen_all=int(waiting) <= _MOST,
     )
     return leases
@@ -77,18 +89,24 @@ def _lease(job_id: bytes, score: float, state: list[bytes | None], now_ms: float
     return Lease(
         job_id=job_id.decode(errors="replace"),
         worker=(worker or b"").decode(errors="replace"),
-        attempt=int(attempt or 0),
-        age_s=round((now_ms - float(at or now_ms)) / 1000, 3),
-        held_s=None if since is None else round((now_ms - float(since)) / 1000, 3),
+        attempt=integer_or(attempt, 0),
+        age_s=_since(at, now_ms) or 0.0,
+        held_s=_since(since, now_ms),
         left_s=round((score - now_ms) / 1000, 3),
-        sequences=int(n or 1),
-        committed=int(ndone or 0),
-        deaths=int(shared or 0) + int(deaths or 0),
+        sequences=integer_or(n, 1),
+        committed=integer_or(ndone, 0),
+        deaths=integer_or(shared, 0) + integer_or(deaths, 0),
         alone=alone is not None,
     )
 
 
-async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: float) -> list[Lag]:
+def _since(at_ms: bytes | None, now_ms: float) -> float | None:
+    """Seconds; None where nobody can say."""
+    at = integer_or(at_ms, None)
+    return None if at is None else round((now_ms - at) / 1000, 3)
+
+
+async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: float, read: Reading) -> list[Lag]:
     streams = [(f"{keys.results}{number}", RESULT_GROUP) for number in range(partitions)]
     streams += [(keys.batches, BATCH_GROUP), (keys.score_jobs, SCORE_GROUP)]
     pipe: Any = client.pipeline(transaction=False)
@@ -101,9 +119,9 @@ async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: fl
     newest_taken: list[bytes] = []
     for i, (stream, _) in enumerate(streams):
         length, first, pending = answers[3 * i : 3 * i + 3]
-        for answer in (length, first):
-            if isinstance(answer, Exception):
-                raise answer
+        length, first = read.answer(stream, length), read.answer(stream, first)
+        if length is None:
+            continue
         if stream == keys.score_jobs and not length:  # only a policy loss has any
             continue
         if isinstance(pending, ResponseError):  # nobody has read from it yet
@@ -130,13 +148,19 @@ def _age(entries: Any, now_s: float) -> float | None:
     return round(now_s - int(entries[0][0].partition(b"-")[0]) / 1000, 3) if entries else None
 
 
-async def _look_at_broker(client: Redis, keys: Keys, version: int | None) -> tuple[BrokerUse, float | None]:
+async def _look_at_broker(
+    client: Redis, keys: Keys, version: int | None, read: Reading
+) -> tuple[BrokerUse, float | None]:
     """What it says of itself, and when the newest version was published."""
     pipe: Any = client.pipeline(transaction=False)
     for section in ("server", "memory", "persistence", "errorstats"):  # several in one call: Redis 7 only
         pipe.info(section)
     pipe.hget(keys.versions, str(version))
-    *facts, manifest = cast("list[Any]", await pipe.execute())
+    *facts, manifest = cast("list[Any]", await pipe.execute(raise_on_error=False))
+    for fact in facts:
+        if isinstance(fact, Exception):
+            raise fact
+    manifest = cast("bytes | None", read.answer(keys.versions, manifest))
     server, memory, persistence, errors = cast("list[dict[str, Any]]", facts)
     use = BrokerUse(
         used_bytes=int(memory.get("used_memory", 0)),
@@ -146,5 +170,9 @@ async def _look_at_broker(client: Redis, keys: Keys, version: int | None) -> tup
         version=str(server.get("redis_version", "")),
         refused=int(errors.get("errorstat_OOM", {}).get("count", 0)),
     )
-    published = decode(WeightVersion, manifest).published_at if manifest else 0.0
+    try:
+        published = decode(WeightVersion, manifest).published_at if manifest else 0.0
+    except MessageError as error:
+        read.skip(keys.versions, str(version), error)
+        published = 0.0
     return use, published or None

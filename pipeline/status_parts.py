@@ -95,7 +95,7 @@ class BrokerUse(msgspec.Struct, frozen=True, kw_only=True):
 StallKind = Literal[
     "no_process", "no_producer", "no_worker", "no_consumer", "no_trainer", "no_scorer", "no_gateway",
     "old_versions", "credit_exhausted", "trainer_dead", "consumer_lag", "broker_full", "guard_refused",
-    "process_failed", "runs_alone",
+    "process_failed", "runs_alone", "unreadable",
 ]  # fmt: skip
 
 

@@ -18,14 +18,17 @@ from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from pipeline.broker import Scripts
+from pipeline.decoding import Unreadable, integer, numbered, read_json
 from pipeline.errors import LeaseLost, MessageError, WeightsError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
 from pipeline.keys import Keys
-from pipeline.messages import WeightVersion, decode, encode
+from pipeline.messages import MOST_VERSION, WeightVersion, decode, encode
 
 MANIFEST = "manifest.json"
+_unreadable = Unreadable()  # of this process
 _BLOCK = 1 << 20
 _REFUSED = {
     "conflict": "that number is registered with other weights, and keeps its digest; is this an older copy of the "
@@ -78,10 +81,10 @@ def _header(file: Path) -> dict[str, _Entry]:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= min(size - 8, _MOST_HEADER):
                 raise WeightsError(f"{file}: cut short or not a safetensors file")
-            tree = msgspec.json.decode(stream.read(length), type=dict[str, Any])
+            tree = read_json(stream.read(length), dict[str, Any], "its header")
         tree.pop("__metadata__", None)
         header = msgspec.convert(tree, dict[str, _Entry])
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (OSError, msgspec.MsgspecError, MessageError, ValueError, RecursionError) as error:
         raise WeightsError(f"{file}: not a safetensors file ({error})") from error
     if 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0) > size:
         raise WeightsError(f"{file}: cut short; copy or download it again")
@@ -119,10 +122,10 @@ def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVe
 def read_manifest(directory: Path) -> WeightVersion:
     """The manifest of a version directory; raises WeightsError."""
     try:
-        tree = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=dict[str, Any])
+        tree = read_json((directory / MANIFEST).read_bytes(), dict[str, Any], "it")
         tree.pop("probe_token_ids", None)
         return msgspec.convert(tree, WeightVersion)
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
+    except (OSError, MessageError, msgspec.MsgspecError, ValueError) as error:
         raise WeightsError(f"{directory}: no readable {MANIFEST} ({error})") from error
 
 
@@ -144,15 +147,21 @@ def verify(version: WeightVersion) -> Path:
 
 def newest_number(root: Path) -> int:
     """The highest version number that a directory in `root` has; -1 when there is none."""
-    return max((int(directory.name[1:]) for directory in root.glob("v??????")), default=-1)
+    return max((number for number, _ in numbered_directories(root)), default=-1)
+
+
+def numbered_directories(root: Path) -> list[tuple[int, Path]]:
+    """Those of versions, oldest first; what else lies there is nobody's version."""
+    found = ((numbered(path.name, "v"), path) for path in root.glob("v[0-9]*") if path.is_dir())
+    return sorted((number, path) for number, path in found if number is not None and number <= MOST_VERSION)
 
 
 def retire(root: Path, newest: int, retention: int) -> None:
     """Delete versions older than the newest `retention`, and what a killed writer left aside."""
     for aside in root.glob(".v*.tmp"):
         shutil.rmtree(aside, ignore_errors=True)
-    for directory in root.glob("v??????"):
-        if int(directory.name[1:]) <= newest - retention:
+    for number, directory in numbered_directories(root):
+        if number <= newest - retention:
             shutil.rmtree(directory)
 
 
@@ -163,9 +172,13 @@ class WeightsRegistry:
         self._client, self._keys, self._scripts = client, keys, Scripts(client)
 
     async def latest(self) -> int | None:
-        """The newest version number, or None before the first."""
-        value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
-        return None if value is None else int(value)
+        """The newest version number; None before the first, or where what stands there is none."""
+        try:
+            value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
+            return None if value is None else integer(value, "it", most=MOST_VERSION)
+        except (MessageError, ResponseError) as error:  # of Redis: it is of another type
+            _unreadable.skip(self._keys.latest, "", f"{error}; the next version that is published mends it")
+            return None
 
     async def next_number(self, after: int, root: Path) -> int:
         """A number above `after` that nobody has used, here or in the registry.

@@ -6,10 +6,12 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from pipeline.config.types import Config
+from pipeline.decoding import shown
 from pipeline.errors import ConfigError
 from pipeline.jobs import Credit
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
+from pipeline.run_place import read_cursor
 from producers.sources import Malformed, fingerprint
 
 
@@ -36,7 +38,19 @@ class SourcePlace:
         }
         path = self._config.data.path
         await self._set(data=data, path=path, partitions=partitions, total=total, exhausted=0, **limits)
-        return held.get(b"cursor", b"-1:-1").decode()
+        return self._cursor(held.get(b"cursor", b"-1:-1"))
+
+    def _cursor(self, raw: bytes) -> str:
+        """Nobody knows where a damaged one was: rows are read from the first, and those that are known are skipped."""
+        if (place := read_cursor(raw)) is not None:
+            return f"{place[0]}:{place[1]}"
+        get_logger().warning(
+            "the stored position in the data is none; reading from the first row",
+            key=self._key,
+            cursor=shown(raw),
+            help="HSET that key's field cursor to EPOCH:ROW, both from 0, and start again to go on behind that row",
+        )
+        return "-1:-1"
 
     def skip(self, row: Malformed) -> None:
         """Count a malformed row, or raise its DataError where the config says stop."""
@@ -72,7 +86,7 @@ def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> 
     name_it = "give this one a name of its own (--set run=NAME)"
     if held.get(b"partitions", b"%d" % partitions) != b"%d" % partitions:
         raise ConfigError(
-            f"run {run!r} was started with consumer.count {held[b'partitions'].decode()}; set it back, or {name_it}"
+            f"run {run!r} was started with consumer.count {shown(held[b'partitions'])}; set it back, or {name_it}"
         )
     if held.get(b"data", data.encode()) == data.encode():
         return None

@@ -18,12 +18,12 @@ class ProcessRates:
 
     def add(self, rows: Iterable[Process]) -> None:
         """The processes of the newest look; those that are gone are forgotten."""
-        counted = {(row.name, row.pid): row for row in rows if row.is_alive and "tokens" in row.facts}
+        counted = {(row.name, row.pid): row for row in rows if row.is_alive and row.facts.get("tokens") is not None}
         self._seen = {key: self._seen.get(key, deque(maxlen=_WINDOW)) for key in counted}
         for key, row in counted.items():
             beats = self._seen[key]
             if not beats or row.at > beats[-1][0]:
-                beats.append((row.at, int(row.facts["tokens"])))
+                beats.append((row.at, row.facts["tokens"]))
 
     def tokens_per_s(self, row: Process) -> float | None:
         """None where the process counts none, or was not seen twice."""

@@ -1,4 +1,4 @@
--- needs: names log line adopt finish reply bury blame cancel watch
+-- needs: names version log line adopt finish reply bury blame cancel watch
 -- Take up to `capacity` sequences' worth of ready jobs: highest priority first, then in the order of their places.
 -- A leased job stays in the queue, with its lease's end as score; one that ran out goes back to its old place first.
 -- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)
@@ -122,7 +122,8 @@ local function remember()
   redis.call('PEXPIRE', last_call, lease)
 end
 
-local version = redis.call('GET', latest) or ''
+local version = newest_version(latest)
+version = version >= 0 and tostring(version) or ''
 if version ~= ARGV[FIRST + 7] then ring() end -- who learns of a new one wakes the next that sleeps
 local cancelled, ended = cancel(owner, now)
 over = over + ended

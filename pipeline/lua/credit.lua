@@ -1,4 +1,4 @@
--- How far enqueueing may run ahead. Needs nothing: every key is an argument.
+-- How far enqueueing may run ahead. Needs version.lua; every key is an argument.
 
 -- "epoch:row" is before another one
 local function behind(cursor, other)
@@ -22,7 +22,7 @@ local function credit_of(counts, latest, max_in_flight, max_bytes, per_version, 
   local trained = tonumber(c[2] or 0)
   -- Batches may run over samples_per_version (groups stay whole), or lose samples in the trainer: what was trained
   -- counts as it is.
-  local so_far = math.max(tonumber(redis.call('GET', latest) or 0) * per_version - tonumber(c[6] or 0), trained)
+  local so_far = math.max(math.max(0, newest_version(latest)) * per_version - tonumber(c[6] or 0), trained)
   return {
     max_in_flight = max_in_flight, max_bytes = max_bytes, ahead = (staleness + 1) * per_version + so_far,
     enqueued = tonumber(c[1] or 0), trained = trained, bytes = tonumber(c[5] or 0),

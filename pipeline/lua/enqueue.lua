@@ -1,4 +1,4 @@
--- needs: names line admit credit
+-- needs: names line admit version credit
 -- Admit jobs in order until the credit is used up.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)

@@ -1,4 +1,4 @@
--- needs: owns
+-- needs: owns version
 -- Register a weight version: any number above the newest, and one digest per number for ever.
 -- A number may be left out: workers pull the newest, and a trainer that goes on from an older checkpoint, or a broker
 -- that lost its last seconds, leave gaps.
@@ -7,7 +7,7 @@
 if not owns(KEYS[3], ARGV[1]) then return 'fenced' end
 local version, retention = tonumber(ARGV[2]), tonumber(ARGV[5])
 local known = redis.call('HGET', KEYS[1], ARGV[2] .. ':digest')
-local latest = tonumber(redis.call('GET', KEYS[2]) or '-1')
+local latest = newest_version(KEYS[2])
 if known and known ~= ARGV[3] then return 'conflict' end
 if version <= latest then return known and 'ok' or 'order' end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[4], ARGV[2] .. ':digest', ARGV[3])

@@ -1,4 +1,4 @@
--- needs: rollout_names credit
+-- needs: rollout_names version credit
 -- Open rollouts in order until the credit is used up; the rules are those of enqueue.lua.
 -- ARGV max_in_flight max_bytes samples_per_version max_staleness cursor_before('' = none)
 --      then per rollout: id head stream group index size cursor('' = none)

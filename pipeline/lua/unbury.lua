@@ -5,7 +5,7 @@
 local function dead_row(entry_id)
   local entry = redis.call('XRANGE', dead, entry_id, entry_id, 'COUNT', 1)[1]
   if not entry then return nil end
-  local row = { p = '', l = '' }
+  local row = { d = '', g = '', i = '0', n = '0', p = '', l = '' } -- of a damaged one some are missing
   for i = 1, #entry[2], 2 do row[entry[2][i]] = entry[2][i + 1] end
   return row
 end
