@@ -5,14 +5,18 @@
   of them.
 - `enable_thinking` is passed; a template that refuses the argument is asked again without it.
 - Where a template takes parts only, as some for images do, a string goes to it as one text part.
+- Several threads may render with one tokenizer once it is settled; one that is Python throughout takes them in turns.
 - `conversation` is how the messages of an agent, as they come over HTTP, go to a template.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import msgspec
 from jinja2 import TemplateError
@@ -31,6 +35,16 @@ class ChatTemplateOptions:
     enable_thinking: bool = False
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
+
+
+_TURNS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_TURNS_LOCK = threading.Lock()
+
+
+def settle(tokenizer: Any) -> Any:
+    """The same tokenizer, which no later call changes: the first one undoes the padding that its files ask for."""
+    tokenizer("a")
+    return tokenizer
 
 
 def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
@@ -115,14 +129,22 @@ def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
         how["tools"] = list(options.tools)
     conversation = list(messages)
     try:
-        try:
-            return tokenizer.apply_chat_template(conversation, enable_thinking=options.enable_thinking, **how)
-        except (TypeError, ValueError, TemplateError) as error:
-            if "enable_thinking" not in str(error):
-                raise
-        return tokenizer.apply_chat_template(conversation, **how)
+        with _turn(tokenizer):
+            try:
+                return tokenizer.apply_chat_template(conversation, enable_thinking=options.enable_thinking, **how)
+            except (TypeError, ValueError, TemplateError) as error:
+                if "enable_thinking" not in str(error):
+                    raise
+            return tokenizer.apply_chat_template(conversation, **how)
     except (TemplateError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"the chat template refuses the messages: {error}") from error
+
+
+def _turn(tokenizer: Any) -> AbstractContextManager[Any]:
+    if getattr(tokenizer, "is_fast", False):
+        return nullcontext()
+    with _TURNS_LOCK:
+        return _TURNS.setdefault(tokenizer, threading.Lock())
 
 
 def conversation(messages: Sequence[Message]) -> list[Message]:

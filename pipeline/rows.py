@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline.errors import DataError
+from pipeline.admission import Limits, admit_json, admit_prompt
+from pipeline.errors import DataError, RequestError
 from pipeline.surrogates import lone_surrogate_in_json
 
 MAX_ROW_BYTES = 16 << 20
@@ -43,18 +44,33 @@ def check_messages(messages: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"`messages[{position}]` needs a `role` string and `content`")
 
 
+def admit_row(row: object, limits: Limits) -> None:
+    """Raise ValueError for a row whose prompt costs too much."""
+    try:
+        admit_prompt(getattr(row, "messages", None) or getattr(row, "prompt", None), None, limits, "`messages`")
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+
+
 def is_parquet(path: str | Path) -> bool:
     """By its name."""
     return str(path).endswith(_PARQUET_ENDINGS)
 
 
 def read_rows(
-    path: Path, kind: type[_RowT], *, parquet: bool, name: str = "", max_row_bytes: int = MAX_ROW_BYTES
+    path: Path,
+    kind: type[_RowT],
+    *,
+    parquet: bool,
+    name: str = "",
+    max_row_bytes: int = MAX_ROW_BYTES,
+    limits: Limits | None = None,
 ) -> Iterator[_RowT | Malformed]:
     """The rows of a file; `name` stands for the path in what is said. Raises DataError for a damaged Parquet file."""
+    limits = limits or Limits()
     if parquet:
-        return _read_parquet(path, kind, name or str(path))
-    return _read_jsonl(path, kind, name or str(path), max_row_bytes)
+        return _read_parquet(path, kind, name or str(path), limits)
+    return _read_jsonl(path, kind, name or str(path), max_row_bytes, limits)
 
 
 def count_rows(path: Path, *, parquet: bool) -> int:
@@ -73,7 +89,9 @@ def parquet_module() -> Any:
         raise DataError("Parquet needs pyarrow: `pip install sluice[data]`, or give JSONL") from error
 
 
-def _read_jsonl(path: Path, kind: type[_RowT], name: str, max_row_bytes: int) -> Iterator[_RowT | Malformed]:
+def _read_jsonl(
+    path: Path, kind: type[_RowT], name: str, max_row_bytes: int, limits: Limits
+) -> Iterator[_RowT | Malformed]:
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as stream:
         for number, raw in enumerate(stream, start=1):
@@ -85,20 +103,25 @@ def _read_jsonl(path: Path, kind: type[_RowT], name: str, max_row_bytes: int) ->
                 yield Malformed(where, f"{len(line)} bytes; a row may have at most {max_row_bytes}")
                 continue
             try:
-                yield decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                admit_json(line, "the row")
+                row = decoder.decode(line)
+                admit_row(row, limits)
+                yield row
+            except (msgspec.MsgspecError, ValueError, RequestError, RecursionError) as error:
                 yield Malformed(where, f"malformed row: {lone_surrogate_in_json(line, '') or error}")
 
 
-def _read_parquet(path: Path, kind: type[_RowT], name: str) -> Iterator[_RowT | Malformed]:
+def _read_parquet(path: Path, kind: type[_RowT], name: str, limits: Limits) -> Iterator[_RowT | Malformed]:
     number = 0
     for batch in _parquet_file(path).iter_batches(batch_size=256):
         for tree in batch.to_pylist():
             number += 1
             try:
                 kept = {key: value for key, value in tree.items() if value is not None}
-                yield msgspec.convert(kept, kind)
-            except msgspec.ValidationError as error:
+                row = msgspec.convert(kept, kind)
+                admit_row(row, limits)
+                yield row
+            except (msgspec.ValidationError, ValueError) as error:
                 yield Malformed(f"{name}: row {number}", f"malformed row: {error}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 
+from pipeline.admission import Limits
 from pipeline.checks import RowsFound
 from pipeline.config import Config
 from producers.place import refuse_other_source
@@ -15,7 +16,7 @@ def look_at_rows(config: Config, patience_s: float) -> RowsFound:
     """Read the rows of one epoch, for at most `patience_s`; raises DataError for a file that cannot be read."""
     until = time.monotonic() + patience_s
     total, read, malformed, first = count_rows(config.data), 0, 0, None
-    for row in read_rows(config.data):
+    for row in read_rows(config.data, Limits.of_model(config.model.path)):
         read += 1
         if isinstance(row, Malformed):
             malformed += 1

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.admission import Limits
 from pipeline.errors import DataError
-from pipeline.rows import Malformed
+from pipeline.rows import Malformed, admit_row
 
 HUB = "hf:"
 _COLUMNS = ("messages", "prompt", "truth", "answer", "id", "images", "metadata")
@@ -44,11 +45,13 @@ def fingerprint(path: str) -> str:
     return sha256(f"{len(data)}:{data.features}:{rows}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
-def read_rows(path: str, kind: type[_RowT]) -> Iterator[_RowT | Malformed]:
+def read_rows(path: str, kind: type[_RowT], limits: Limits | None = None) -> Iterator[_RowT | Malformed]:
     """The rows in their order; raises DataError where the file or an image in it is broken."""
     for number, columns in enumerate(_rows(path), start=1):
         try:
-            yield msgspec.convert(_mapped(columns), kind)
+            row = msgspec.convert(_mapped(columns), kind)
+            admit_row(row, limits or Limits())
+            yield row
         except (msgspec.ValidationError, ValueError) as error:
             yield Malformed(f"{path}: row {number}", f"malformed row: {error}")
 

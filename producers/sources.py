@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline import rows
+from pipeline.admission import Limits
 from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
 from pipeline.messages import ImageRef
@@ -65,9 +66,9 @@ def count_rows(config: DataConfig) -> int:
     return total if config.limit is None else min(total, config.limit)
 
 
-def read_rows(config: DataConfig) -> Iterator[Row | Malformed]:
-    """The rows of one epoch in file order."""
-    found = hf_dataset.read_rows(config.path, Row) if _is_dataset(config) else _read_file(config)
+def read_rows(config: DataConfig, limits: Limits | None = None) -> Iterator[Row | Malformed]:
+    """The rows of one epoch in file order; `limits` are those of the model."""
+    found = hf_dataset.read_rows(config.path, Row, limits) if _is_dataset(config) else _read_file(config, limits)
     for position, row in enumerate(found):
         if config.limit is not None and position >= config.limit:
             return
@@ -78,8 +79,10 @@ def _count_in_file(config: DataConfig) -> int:
     return rows.count_rows(_existing(config), parquet=_is_parquet(config))
 
 
-def _read_file(config: DataConfig) -> Iterator[Row | Malformed]:
-    return rows.read_rows(_existing(config), Row, parquet=_is_parquet(config), max_row_bytes=MAX_ROW_BYTES)
+def _read_file(config: DataConfig, limits: Limits | None) -> Iterator[Row | Malformed]:
+    return rows.read_rows(
+        _existing(config), Row, parquet=_is_parquet(config), max_row_bytes=MAX_ROW_BYTES, limits=limits
+    )
 
 
 def _is_dataset(config: DataConfig) -> bool:

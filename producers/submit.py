@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+from pipeline.admission import Limits
 from pipeline.config.types import Config
 from pipeline.errors import DataError
 from pipeline.jobs import Credit, SourceRewound
@@ -124,9 +125,10 @@ def _chunks(placed: Iterator[Placed], size: int) -> Iterator[list[Placed]]:
 
 
 def _placed(config: Config, cursor: str, place: SourcePlace, intake: Intake) -> Iterator[Placed]:
+    limits = Limits.of_model(config.model.path)
     done_epoch, done_row = (int(part) for part in cursor.split(":"))
     for epoch in range(config.data.epochs):
-        for number, row in enumerate(read_rows(config.data)):
+        for number, row in enumerate(read_rows(config.data, limits)):
             if isinstance(row, Malformed):
                 place.skip(row)
             elif (epoch, number) > (done_epoch, done_row):

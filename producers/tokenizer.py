@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.chat_template import settle
 from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
 from pipeline.image_placeholders import image_placeholders
@@ -32,7 +33,7 @@ def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
     placeholders = image_placeholders(_model_file(path, "config.json"), tokenizer)
-    return Renderer(tokenizer, frozenset(turn_terminators(tokenizer, path)), placeholders=placeholders)
+    return Renderer(settle(tokenizer), frozenset(turn_terminators(tokenizer, path)), placeholders=placeholders)
 
 
 def turn_terminators(tokenizer: Any, path: str, *, revision: str = "main") -> set[int]:

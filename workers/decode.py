@@ -8,7 +8,7 @@
 | room (held.py)   | a sequence that ends          |
 | new weights      | their files, the engine's step |
 
-- A sequence that cannot be decoded, or whose image cannot be had, ends its job as dead letters; its neighbours go on.
+- A sequence that cannot be decoded, or whose prompt cannot be made, ends its job as dead letters; its neighbours go on.
 - A little more is claimed than the engine decodes at once, so that it never waits for the queue. What was not
   started is put back at once on stop.
 - New weights are loaded between two tokens; running sequences go on under them.
@@ -116,7 +116,7 @@ class DecodeWorker(LeasedWorker):
             return
         try:
             prompt = self._prompt(job)
-        except Exception as error:  # the model's own template and tokenizer: their failure is this job's
+        except RequestError as error:
             await self._refuse(claim, error)
             return
         missing = deque(index for index in range(job.n) if index not in claim.committed)
@@ -142,7 +142,7 @@ class DecodeWorker(LeasedWorker):
             status.waiting(f"{running} running sequences to end: the next job, or this one, runs alone")
         else:
             fetching = self._held.fetching()
-            cause = f"the images of {fetching} jobs" if fetching else "jobs (none is ready)"
+            cause = f"the prompts of {fetching} jobs" if fetching else "jobs (none is ready)"
             status.waiting(None if running else cause)
         status.fact(
             version=self._backend.version,
@@ -163,9 +163,9 @@ class DecodeWorker(LeasedWorker):
         await self.stop.wait()
         self.wake.set()
 
-    async def _refuse(self, claim: Claim, error: Exception) -> None:
-        trace = "" if isinstance(error, RequestError) else "".join(traceback.format_exception(error))
-        await self._fail(claim, "invalid_request", str(error) or repr(error), trace)
+    async def _refuse(self, claim: Claim, error: RequestError) -> None:
+        trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""
+        await self._fail(claim, "invalid_request", str(error), trace)
 
     async def _fail(self, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
         called = claim.job is not None and claim.job.reply_to  # whoever asked is told, and needs no dead letter
@@ -174,10 +174,10 @@ class DecodeWorker(LeasedWorker):
         self._held.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence that this may run in
 
     def _prompt(self, job: DecodeJob) -> JobPrompt | asyncio.Task[JobPrompt]:
-        """An image is fetched beside what else goes on, once for all sequences of the job."""
-        if not job.images:
+        """Rendered, and its image fetched, beside what else goes on, once for all sequences of the job."""
+        if not job.messages and not job.images:
             return self._prompts.text(job, self._backend.facts)
-        return self.loop.create_task(self._prompts.with_image(job))
+        return self.loop.create_task(self._prompts.make(job, self._backend.facts))
 
     def _too_new(self, job: DecodeJob) -> str:
         """Why these weights may not begin a sequence of the job, or nothing."""

@@ -4,7 +4,7 @@
 
 - The engine is given a few sequences more than its batch, so that a free row is filled within the same step;
   some more wait here, so that nothing has to be fetched when a sequence ends.
-- A job whose image is still fetched takes no row of the engine; the next ones go before it.
+- A job whose prompt is still made takes no row of the engine; the next ones go before it.
 - A job of which nothing was started can be put back at any time; one that has started goes on.
 """
 
@@ -26,7 +26,7 @@ class HeldJob:
 
     claim: Claim
     job: DecodeJob
-    prompt: JobPrompt | asyncio.Task[JobPrompt]  # a task while its image is fetched
+    prompt: JobPrompt | asyncio.Task[JobPrompt]  # a task while it is rendered or its image is fetched
     waiting: deque[int]
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     started: bool = False
@@ -64,7 +64,7 @@ class HeldJobs:
         return self.capacity - held if held <= self.engine_limit and self.capacity > self.max_batch else 0
 
     def fetching(self) -> int:
-        """Jobs whose image is not there yet."""
+        """Jobs whose prompt is not there yet."""
         return sum(not held.ready for held in self._jobs.values())
 
     def full(self) -> bool:

@@ -1,21 +1,28 @@
 """A job's prompt as the engine takes it: rendered or as sent, cut if the job allows it, with its image fetched.
 
-Everything that is wrong with it is a RequestError: the job's own, never that of its neighbours.
+- Everything that is wrong with it is a RequestError: the job's own, never that of its neighbours. That holds for what a
+  template or tokenizer throws, a Rust panic included, and for a rendering that does not end.
+- Messages are rendered beside the event loop: leases are renewed and sequences end meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from pipeline.admission import Limits, admit_prompt
 from pipeline.config.types import ImagesConfig, ModelConfig
-from pipeline.errors import EngineError, RequestError
+from pipeline.errors import DeadlineExceeded, EngineError, RequestError
 from pipeline.messages import DecodeJob
+from pipeline.thread_pool import ThreadPool
 from workers.generation.contracts import EngineFacts
 from workers.generation.limits import fit_prompt
 from workers.generation.prompts import Prompts
 from workers.images.store import ImageStore
+
+_RENDERERS = 2  # the engine needs the other cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +37,21 @@ class JobPrompt:
 class JobPrompts:
     """Owns the tokenizer of one worker and its store of images; close it."""
 
-    def __init__(self, model: ModelConfig, images: ImagesConfig | None = None) -> None:
-        """Raises ModelError."""
+    def __init__(self, model: ModelConfig, images: ImagesConfig | None = None, *, timeout_s: float = 120.0) -> None:
+        """`timeout_s` is what rendering one prompt may take. Raises ModelError."""
         self._prompts = Prompts(model)
+        self._pool, self._timeout_s = ThreadPool("render", _RENDERERS), timeout_s
         self._images = ImageStore(images or ImagesConfig())
+
+    async def make(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
+        """The prompt of any job. Raises RequestError.
+
+        Raises EngineError where this host can decode no image at all, or too many renderings never ended.
+        """
+        admit_prompt(job.messages, None, Limits(facts.context_length), f"{job.job_id}: messages")
+        if job.images:
+            return await self._with_image(job)
+        return await self._beside(job, partial(self.text, job, facts))
 
     def text(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
         """The prompt of a job without images. Raises RequestError, or whatever a template or tokenizer throws."""
@@ -45,14 +63,12 @@ class JobPrompts:
             prompt = self._prompts.without_image(job.prompt_token_ids)
         return JobPrompt(*fit_prompt(job.job_id, prompt, job.sampling, facts))
 
-    async def with_image(self, job: DecodeJob) -> JobPrompt:
-        """The prompt of a job with images; the engine takes one.
-
-        Raises RequestError, and EngineError where this host can decode no image at all.
-        """
+    async def _with_image(self, job: DecodeJob) -> JobPrompt:
+        """The engine takes one."""
         if len(job.images) != 1:
             raise RequestError(f"{job.job_id}: exactly one image is supported, got {len(job.images)}")
-        prompt = list(job.prompt_token_ids) or await asyncio.to_thread(self._rendered, job)
+        prompt = list(job.prompt_token_ids)
+        prompt = prompt or await self._beside(job, partial(self._prompts.vlm, job.messages))
         try:
             return JobPrompt(prompt, image=await self._images.get(job.images[0]))
         except (RequestError, EngineError):
@@ -60,13 +76,15 @@ class JobPrompts:
         except Exception as error:  # whatever a file system or a codec throws: it is this job's
             raise RequestError(f"{job.job_id}: the image cannot be had: {error!r}") from error
 
-    def _rendered(self, job: DecodeJob) -> list[int]:
+    async def _beside(self, job: DecodeJob, work: Callable[[], Any]) -> Any:
         try:
-            return self._prompts.vlm(job.messages)
-        except RequestError:
+            return await self._pool.run(work, timeout_s=self._timeout_s, what="rendering the prompt")
+        except EngineError:
             raise
-        except Exception as error:  # the model's own template and processor
-            raise RequestError(f"{job.job_id}: the prompt cannot be made: {error}") from error
+        except DeadlineExceeded as error:
+            raise RequestError(f"{job.job_id}: {error}") from error
+        except Exception as error:  # the model's own template, tokenizer or processor
+            raise RequestError(f"{job.job_id}: the prompt cannot be made: {error!r}") from error
 
     @property
     def images_fetched(self) -> int:
@@ -74,5 +92,6 @@ class JobPrompts:
         return self._images.fetched
 
     async def close(self) -> None:
-        """End the store's connections."""
+        """End the store's connections, and idle threads."""
+        self._pool.close()
         await self._images.close()

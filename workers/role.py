@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 from pipeline.config.types import Config
 from pipeline.gpu import use_free_gpu
@@ -34,7 +35,9 @@ async def serve(role: Role) -> None:
     await backend.start()
     try:
         get_logger().info("engine ready", **_facts(backend.facts))
-        prompts = await asyncio.to_thread(JobPrompts, config.model, config.images)
+        prompts = await asyncio.to_thread(
+            partial(JobPrompts, config.model, config.images, timeout_s=config.worker.stall_timeout_s)
+        )
         role.status.waiting(None)
         try:
             await DecodeWorker(role, backend, prompts).run()

@@ -98,6 +98,7 @@ def make_app(service: Service, key: str | None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.state.limits = service.limits
     app.add_middleware(BodyLimit, max_bytes=int(service.config.gateway.max_body_mb * (1 << 20)))
     app.add_middleware(BearerAuth, key=key)
     app.add_middleware(Measured, metrics=service.metrics)

@@ -3,25 +3,29 @@
     request ─ plan_turn ─▶ DecodeJob(reply_to) ─ Decoding ─▶ deltas, result ─ Rollouts.add ─▶ Answer
 
 - A rollout's turn is stored before it is answered; the stored one is what every repeat is given.
-- Prompts are rendered in one thread beside the event loop: a long one takes seconds.
+- Prompts are rendered beside the event loop, several at once: a long one takes seconds, and they are part of the time
+  that a call may take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from pipeline.admission import MAX_TURNS
 from pipeline.config.types import Config
+from pipeline.errors import DeadlineExceeded
 from pipeline.hosts import AllowedHosts
 from pipeline.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
 from pipeline.rollouts import Rollout, RolloutHead, Rollouts, Turn
+from pipeline.thread_pool import ThreadPool
 from pipeline.tokens import TokenArray
 from pipeline.turn_tokens import Renderer
 from producers.gateway.answers import Answer
@@ -34,6 +38,8 @@ from producers.gateway.requests import ChatRequest
 from producers.gateway.tool_calls import Parsed, ToolParser, assistant_message
 from producers.gateway.trajectory import known_token_ids, path_to
 from producers.gateway.turns import Plan, plan_turn
+
+_RENDERERS = 4  # tokenizing holds no lock of Python's
 
 
 class Chat:
@@ -53,11 +59,11 @@ class Chat:
         self._config, self._name, self._renderer, self.parser = config, name, renderer, parser
         self._decoding, self._rollouts, self._metrics = decoding, rollouts, metrics
         self._hosts = AllowedHosts(config.images.hosts, "images.hosts")
-        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")  # a tokenizer is not safe in several
+        self._rendering = ThreadPool("render", _RENDERERS)
 
     def close(self) -> None:
         """Render nothing more."""
-        self._rendering.shutdown(wait=False, cancel_futures=True)
+        self._rendering.close()
 
     def check(self, request: ChatRequest) -> SamplingParams:
         """What can be said before anything is done. Raises Refusal."""
@@ -69,21 +75,27 @@ class Chat:
 
     async def events(self, request: ChatRequest, sampling: SamplingParams) -> AsyncGenerator[TokenDelta | Answer]:
         """Tokens as they come, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
+        until = time.monotonic() + self._config.gateway.request_timeout_s
         messages = request.plain_messages()
         images = images_of(messages, self._hosts)
         if request.rollout_id is None:
-            flow = self._plain(request, messages, images, sampling)
+            flow = self._plain(request, messages, images, sampling, until)
         elif images:
             raise Refusal(400, "a rollout's turns are text alone; take the image out, or rollout_id", "messages")
         else:
-            flow = self._turn(request, request.rollout_id, messages, sampling)
+            flow = self._turn(request, request.rollout_id, messages, sampling, until)
         async with aclosing(flow) as events:
             async for event in events:
                 if request.stream or isinstance(event, Answer):
                     yield event
 
     async def _plain(
-        self, request: ChatRequest, messages: list[Message], images: list[Any], sampling: SamplingParams
+        self,
+        request: ChatRequest,
+        messages: list[Message],
+        images: list[Any],
+        sampling: SamplingParams,
+        until: float,
     ) -> AsyncGenerator[TokenDelta | Answer]:
         name = secrets.token_hex(12)
         if images:
@@ -92,11 +104,11 @@ class Chat:
                 raise Refusal(400, f"{what}: not taken with an image, whose prompt a worker makes; leave it out", what)
             prompt: dict[str, Any] = {"messages": messages, "images": images}
         else:
-            plan = await self._plan([], request, messages, sampling)
+            plan = await self._plan([], request, messages, sampling, until)
             prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids)}
         job = self._job(request, f"chat-{name}", sampling, n=request.count, **prompt)
         results: list[SequenceResult] = []
-        async with aclosing(self._decoding.events(job)) as events:
+        async with aclosing(self._decoding.events(job, until)) as events:
             async for event in events:
                 if isinstance(event, TokenDelta):
                     yield event
@@ -108,15 +120,17 @@ class Chat:
         yield Answer(request.model, results, said)
 
     async def _turn(
-        self, request: ChatRequest, rollout_id: str, messages: list[Message], sampling: SamplingParams
+        self, request: ChatRequest, rollout_id: str, messages: list[Message], sampling: SamplingParams, until: float
     ) -> AsyncGenerator[TokenDelta | Answer]:
         rollout = await self._rollouts.load(rollout_id)
         if rollout is not None and rollout.state == "closed":
             raise closed(rollout_id)
-        plan = await self._plan(rollout.turns if rollout else [], request, messages, sampling)
+        if rollout is not None and len(rollout.turns) >= MAX_TURNS:
+            raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, and no more are taken; finish it")
+        plan = await self._plan(rollout.turns if rollout else [], request, messages, sampling, until)
         if rollout is None:  # only now: a call that is refused opens nothing
             rollout = await self._open(rollout_id)
-            plan = await self._plan(rollout.turns, request, messages, sampling) if rollout.turns else plan
+            plan = await self._plan(rollout.turns, request, messages, sampling, until) if rollout.turns else plan
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
             yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
             return
@@ -130,7 +144,7 @@ class Chat:
             task=rollout.head.task,
         )
         result: SequenceResult | None = None
-        async with aclosing(self._decoding.events(job)) as events:
+        async with aclosing(self._decoding.events(job, until)) as events:
             async for event in events:
                 if isinstance(event, TokenDelta):
                     yield event
@@ -169,8 +183,14 @@ class Chat:
         return (await self._load(rollout_id)).turns, place  # another call of it was faster
 
     async def _plan(
-        self, turns: Sequence[Turn], request: ChatRequest, messages: list[Message], sampling: SamplingParams
+        self,
+        turns: Sequence[Turn],
+        request: ChatRequest,
+        messages: list[Message],
+        sampling: SamplingParams,
+        until: float,
     ) -> Plan:
+        """Raises Refusal, RequestError, ModelError."""
         plan = partial(
             plan_turn,
             turns,
@@ -180,7 +200,16 @@ class Chat:
             renderer=self._renderer,
             response_mask=request.response_mask,
         )
-        return await asyncio.get_running_loop().run_in_executor(self._rendering, plan)
+        left = max(0.0, until - time.monotonic())
+        try:
+            async with asyncio.timeout(left):
+                return await self._rendering.run(plan, timeout_s=left, what="rendering the prompt")
+        except (TimeoutError, DeadlineExceeded) as error:
+            limit_s = self._config.gateway.request_timeout_s
+            message = (
+                f"no answer within {limit_s:g} s (gateway.request_timeout_s): waited for the prompt to be rendered"
+            )
+            raise Refusal(504, message) from error
 
     def _job(self, request: ChatRequest, name: str, sampling: SamplingParams, **fields: Any) -> DecodeJob:
         gateway = self._config.gateway

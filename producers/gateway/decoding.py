@@ -64,9 +64,12 @@ class Decoding:
         except (RedisError, BrokerError, OSError) as error:
             get_logger().warning("an abandoned job goes on to its deadline", job=job_id, error=str(error))
 
-    async def events(self, job: DecodeJob) -> AsyncGenerator[Event]:
-        """Tokens as they come, and each sequence's result. Raises Refusal, BrokerError. Close it to stop listening."""
-        until = time.monotonic() + self._timeout_s
+    async def events(self, job: DecodeJob, until: float | None = None) -> AsyncGenerator[Event]:
+        """Tokens as they come, and each sequence's result, up to `until` on the monotonic clock (None: the whole time).
+
+        Raises Refusal, BrokerError. Close it to stop listening.
+        """
+        until = until or time.monotonic() + self._timeout_s
         for _ in range(_MOST_TRIES):
             try:
                 with self._asked(job) as expected:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeline.admission import Limits, admit_json, admit_prompt
 from pipeline.errors import MessageError
 from pipeline.messages import MAX_GROUP, Message, SamplingParams, SequenceResult
 from pipeline.rows import check_messages
@@ -120,10 +121,14 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     coordexp: CoordExp
 
 
-def read_call(body: bytes) -> InferCall:
-    """Raises MessageError with the path of what is wrong."""
+def read_call(body: bytes, limits: Limits | None = None) -> InferCall:
+    """Raises MessageError with the path of what is wrong, RequestError for what costs too much."""
     try:
-        return msgspec.json.decode(body, type=InferCall)
+        admit_json(body, "the body")
+        call = msgspec.json.decode(body, type=InferCall)
+        for place, one in enumerate(call.infer_requests):
+            admit_prompt(one.messages, None, limits or Limits(), f"infer_requests.{place}.messages")
+        return call
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"/infer/: {lone_surrogate_in_json(body, 'the body') or error}") from error
 

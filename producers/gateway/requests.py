@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import ConfigDict, Field, field_validator
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, field_validator
 from pipeline.messages import MAX_GROUP, Message, SamplingParams
 from producers.gateway.refusals import Refusal
 from producers.rollout.schemas.completions import CompletionsRequest
-from producers.rollout.schemas.constants import MAX_ID_LENGTH, MAX_TOKENS_LIMIT, JsonObject, Schema, TokenId
+from producers.rollout.schemas.constants import MAX_ID_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject, Schema, TokenId
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -67,10 +67,12 @@ class ChatRequest(CompletionsRequest):
     max_completion_tokens: int | None = Field(
         default=None, ge=1, le=MAX_TOKENS_LIMIT, description="OpenAI's newer name of `max_tokens`; it goes first."
     )
-    stop: str | list[str] | None = Field(  # type: ignore[assignment]
+    stop: str | Annotated[list[str], STOP] | None = Field(  # type: ignore[assignment]
         default=None, description="Texts that end the answer."
     )
-    stop_token_ids: list[TokenId] | None = Field(default=None, description="Tokens that end the answer.")
+    stop_token_ids: Annotated[list[TokenId], STOP] | None = Field(
+        default=None, description="Tokens that end the answer."
+    )
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="The same seed, the same tokens.")
     n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="Answers; 1 with a `rollout_id`.")
     stream: bool | None = Field(default=None, description="The answer as server-sent events.")

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
-from pipeline.errors import MessageError
+from pipeline.errors import MessageError, RequestError
 from pipeline.messages import TokenDelta
 from producers.gateway.answers import Answer
 from producers.gateway.in_hand import unless_gone
@@ -103,9 +103,11 @@ def _add_infer(router: APIRouter, service: Service) -> None:
         `coordexp.repeat_terminate_triggered` is 1 where the repeat guard ended the sequence.
         """
         try:
-            call = read_call(await request.body())
+            call = read_call(await request.body(), service.limits)
         except MessageError as error:
             raise Refusal(422, str(error)) from error
+        except RequestError as error:
+            raise Refusal(413, str(error)) from error
         with service.gate.enter(len(call.infer_requests)):
             envelopes = await unless_gone(request, service.inference.answer(call))
         return Response(encode_envelopes(envelopes), media_type=JSON)

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from redis import RedisError
 from redis.asyncio import Redis
 
+from pipeline.admission import Limits
 from pipeline.config.types import Config
 from pipeline.hosts import AllowedHosts
 from pipeline.jobs import JobQueue
@@ -44,6 +45,7 @@ class Service:
     inference: Inference
     gate: Gate
     metrics: Metrics
+    limits: Limits
     decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
 
     async def broker_answers(self) -> bool:
@@ -78,6 +80,7 @@ def make_service(
         closing=Closing(rollouts, metrics),
         inference=inference,
         gate=Gate(gateway.max_requests, metrics),
+        limits=Limits.of_model(config.model.path),
         decode=text_decoder(renderer),
         **parts,
     )

@@ -1,6 +1,8 @@
 """JSON bodies from the network: RFC 8259 only, so that whatever was read can be carried on and written again.
 
-- No NaN or infinity, no half of a surrogate pair, no number beyond all types, no nesting beyond 200.
+- No NaN or infinity, no half of a surrogate pair, no number beyond all types.
+- What a body costs is looked at before it is read, and before it becomes objects (pipeline/admission.py): by the limits
+  of the application's state, where it has some.
 """
 
 from __future__ import annotations
@@ -10,18 +12,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
 
+from pipeline.admission import Limits, admit_json, admit_request
+from pipeline.errors import RequestError
 from pipeline.surrogates import lone_surrogate_in_json
 
 
 def decode(body: bytes) -> Any:
-    """The value. Raises ValueError saying what is wrong with it."""
+    """The value. Raises ValueError saying what is wrong with it, RequestError for one that costs too much."""
     try:
+        admit_json(body, "the body")
         value = msgspec.json.decode(body)
-        from_json(body)  # bounds the nesting
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except (ValueError, msgspec.MsgspecError) as error:
@@ -46,6 +49,9 @@ class _StrictRequest(Request):
         if not hasattr(self, "_strict"):
             try:
                 self._strict = decode(await self.body())
+                admit_request(self._strict, getattr(self.app.state, "limits", Limits()))
+            except RequestError as error:
+                raise HTTPException(413, str(error)) from error
             except ValueError as error:
                 raise json.JSONDecodeError(str(error), "", 0) from error
         return self._strict

@@ -10,6 +10,7 @@ from fastapi.openapi.models import Example
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
+from pipeline.admission import Limits, admit_prompt
 from pipeline.http.errors import documented
 from producers.http.paths import ROLLOUT_ID
 from producers.rollout.app_state import AppState
@@ -81,6 +82,7 @@ def _add_rollouts(router: APIRouter, state: AppState, runs: Runs) -> None:
         for where in ("server_url", "tool_server_url"):
             if (url := getattr(request, where)) is not None:
                 state.hosts.admit(url, where)
+        admit_prompt([one.plain() for one in request.messages], None, Limits(request.max_tokens_total))
 
     @router.post(
         "/rollout",

@@ -1,7 +1,8 @@
 """Tokenizers by the names that callers give; only listed names, the least recently used one leaves first.
 
 - One load at a time in the process, and one per name: who comes meanwhile waits for it and finds it.
-- Loads and renderings run on a thread each, so the server answers meanwhile, and no tokenizer is used twice at once.
+- Loads and renderings run beside the event loop, so the server answers meanwhile; what fails or hangs there, a Rust
+  panic included, is one rollout's.
 - Code that comes with a tokenizer runs only where the operator allows it, and then no caller chooses the revision.
 """
 
@@ -10,18 +11,22 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.chat_template import settle
 from pipeline.config.types import Config
+from pipeline.errors import DeadlineExceeded
 from pipeline.logs import get_logger
+from pipeline.thread_pool import ThreadPool
 from producers.rollout.errors import RolloutError
 from producers.tokenizer import turn_terminators
 
 Made = TypeVar("Made")
 Key = tuple[str, str | None]
+_LOAD_S, _RENDER_S = 300.0, 120.0
+_RENDERERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,8 @@ class Tokenizers:
         self._names, self._size, self._trust = dict(names), size, trust_remote_code
         self._loaded: OrderedDict[Key, LoadedTokenizer] = OrderedDict()
         self._lock = asyncio.Lock()
-        self._loads = ThreadPoolExecutor(1, "tokenizer-load")
-        self._renders = ThreadPoolExecutor(1, "tokenizer-render")
+        self._loads = ThreadPool("tokenizer-load", 1)
+        self._renders = ThreadPool("tokenizer-render", _RENDERERS)
         self.num_loads = 0
 
     @classmethod
@@ -62,7 +67,9 @@ class Tokenizers:
             if found := self._cached(key):
                 return found
             source = self._source(name, revision)
-            made = await asyncio.get_running_loop().run_in_executor(self._loads, self._load, name, source, revision)
+            made = await self._beside(
+                self._loads, lambda: self._load(name, source, revision), _LOAD_S, f"loading the tokenizer {name!r}"
+            )
             self._loaded[key] = made
             while len(self._loaded) > self._size:
                 self._loaded.popitem(last=False)
@@ -77,13 +84,19 @@ class Tokenizers:
                 get_logger().warning("a listed tokenizer is of no use", why=str(error))
 
     async def render(self, work: Callable[[], Made]) -> Made:
-        """What `work` returns; it may use any of these tokenizers, and runs beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._renders, work)
+        """What `work` returns or raises; it may use any of these tokenizers. Raises RolloutError too."""
+        return await self._beside(self._renders, work, _RENDER_S, "rendering the prompt")
+
+    async def _beside(self, pool: ThreadPool, work: Callable[[], Made], timeout_s: float, what: str) -> Made:
+        try:
+            return await pool.run(work, timeout_s=timeout_s, what=what)
+        except DeadlineExceeded as error:
+            raise RolloutError("tokenizer_error", str(error)) from error
 
     def close(self) -> None:
         """Start nothing more."""
-        self._loads.shutdown(wait=False, cancel_futures=True)
-        self._renders.shutdown(wait=False, cancel_futures=True)
+        self._loads.close()
+        self._renders.close()
 
     def _cached(self, key: Key) -> LoadedTokenizer | None:
         if key in self._loaded:
@@ -117,4 +130,4 @@ class Tokenizers:
             raise RolloutError(
                 "tokenizer_error", f"tokenizer {name!r} has no chat template; add chat_template.jinja beside it"
             )
-        return LoadedTokenizer(tokenizer, terminators)
+        return LoadedTokenizer(settle(tokenizer), terminators)

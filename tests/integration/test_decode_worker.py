@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -55,10 +56,12 @@ def changed(config: Config, **worker: Any) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def working(config: Config, backend: HfBackend, name: str = "w") -> AsyncIterator[asyncio.Event]:
+async def working(
+    config: Config, backend: HfBackend, name: str = "w", *, render_s: float = 60.0
+) -> AsyncIterator[asyncio.Event]:
     """A worker that serves until the block ends, or until the event is set."""
     async with role_of(config, "worker", name) as role:
-        worker = DecodeWorker(role, backend, JobPrompts(config.model))
+        worker = DecodeWorker(role, backend, JobPrompts(config.model, timeout_s=render_s))
         running = asyncio.create_task(worker.run())
         yield role.stop
         role.stop.set()
@@ -249,3 +252,51 @@ async def test_new_weights_are_pulled_and_damaged_ones_refused(
             assert engine.version == 1
     finally:
         await engine.close()
+
+
+@pytest.fixture
+def panicking(source: Path, tmp_path: Path) -> Path:
+    """The model with a tokenizer whose pattern gives up on a long run of one letter, as some do on blanks."""
+    made = tmp_path / "panicking"
+    shutil.copytree(source, made)
+    file = made / "tokenizer.json"
+    tree = msgspec.json.decode(file.read_bytes())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, tree["pre_tokenizer"]]}
+    file.write_bytes(msgspec.json.encode(tree))
+    return made
+
+
+async def test_a_prompt_that_makes_the_tokenizer_panic_is_its_jobs_failure_alone(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, panicking: Path
+) -> None:
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(panicking)))
+    await enqueue(client, keys, "panic", messages=[{"role": "user", "content": "a" * 64}], n=2)
+    await enqueue(client, keys, "costly", messages=[{"role": "user", "content": " " * 11_000_000}])
+    await enqueue(client, keys, "good")
+    async with working(config, backend):
+        await over(client, keys, 4)
+    assert sorted(await results(client, keys)) == ["good:0"]
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
+    assert {letter.reason for letter in letters} == {"invalid_request"}
+    said = {letter.seq_id.partition(":")[2]: letter.detail for letter in letters}
+    assert "PanicException" in said["panic:1"]
+    assert "at most" in said["costly:0"]
+
+
+async def test_a_prompt_that_never_ends_is_its_jobs_failure_alone(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, source: Path, tmp_path: Path
+) -> None:
+    endless = tmp_path / "endless"
+    shutil.copytree(source, endless)
+    loop = "{% if 'long' in messages[0].content %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}"
+    template = (endless / "chat_template.jinja").read_text()
+    (endless / "chat_template.jinja").write_text(loop + "{% endfor %}{% endif %}" + template)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(endless)))
+    await enqueue(client, keys, "endless", messages=[{"role": "user", "content": "long"}])
+    await enqueue(client, keys, "good")
+    async with working(config, backend, render_s=0.2):
+        await over(client, keys, 2)
+    assert sorted(await results(client, keys)) == ["good:0"]
+    [letter] = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
+    assert "rendering the prompt did not end within 0.2 s" in letter.detail

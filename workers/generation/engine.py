@@ -10,14 +10,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
+from pipeline.admission import Limits, admit_prompt
 from pipeline.chat_template import ChatTemplateOptions
 from pipeline.config.rules import check_guard
 from pipeline.config.types import ImagesConfig, RepeatTerminateConfig, WorkerConfig
-from pipeline.errors import EngineError, ModelError, RequestError, SluiceError
+from pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
+from pipeline.thread_pool import ThreadPool
 from workers.generation.backends import BACKENDS, make_backend
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
 from workers.generation.limits import fit_prompt
@@ -29,6 +31,7 @@ from workers.guard.signal import triggers
 from workers.images.decoders import Decoders
 from workers.images.local import load_image
 
+_RENDER_S = 120.0  # of one prompt
 _AHEAD = 2  # batches that are read from the requests before their answers are taken
 _Answer = tuple[int, GenerationResult]
 
@@ -75,6 +78,7 @@ class GenerationEngine:
         )
         self.backend = make_backend(config, worker, repeat_terminate)
         self.prompts = Prompts(config, chat)
+        self._rendering = ThreadPool("render", 1)
         self._decoders = Decoders(images)
         self._max_batch = max_batch
         self._runner = asyncio.Runner()
@@ -92,6 +96,7 @@ class GenerationEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
+        self._rendering.close()
         try:
             self._decoders.close()
         finally:
@@ -188,6 +193,7 @@ class GenerationEngine:
         key = request.request_id or str(number)
         sampling = options.sampling()
         try:
+            admit_prompt(request.messages, None, Limits(target.facts.context_length), f"{key}: messages")
             prompt, image = await self._prompt(key, request)
             prompt, cut = (prompt, 0) if image is not None else fit_prompt(key, prompt, sampling, target.facts)
             asked = SequenceRequest(
@@ -212,6 +218,8 @@ class GenerationEngine:
         """(token ids, image or None). Raises RequestError, ModelError."""
         try:
             return await self._rendered(request)
+        except DeadlineExceeded as error:
+            raise RequestError(f"{key}: {error}") from error
         except SluiceError:
             raise
         except Exception as error:  # the model's own template, tokenizer or processor
@@ -220,10 +228,15 @@ class GenerationEngine:
     async def _rendered(self, request: GenerationRequest) -> tuple[list[int], object | None]:
         if isinstance(request, TextGenerationRequest):
             given = request.prompt_token_ids
-            return self.prompts.without_image(given) if given else self.prompts.text(request.messages), None
+            if given:
+                return self.prompts.without_image(given), None
+            return await self._beside(lambda: self.prompts.text(request.messages)), None
         where = f"request {request.request_id!r}"
         image = await asyncio.to_thread(load_image, request.images[0], where, self._decoders)
-        return self.prompts.vlm(request.messages), image
+        return await self._beside(lambda: self.prompts.vlm(request.messages)), image
+
+    async def _beside(self, work: Callable[[], list[int]]) -> list[int]:
+        return await self._rendering.run(work, timeout_s=_RENDER_S, what="rendering the prompt")
 
 
 def _result(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.chat_template import settle
 from pipeline.errors import ModelError
 from workers.generation.preprocess import normalise_tokenizer
 
@@ -13,6 +14,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return normalise_tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return settle(normalise_tokenizer(tokenizer))
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from producers.rollout.schemas.constants import MAX_ID_LENGTH, JsonObject, OpenSchema, TokenId
+from producers.rollout.schemas.constants import MAX_ID_LENGTH, STOP, JsonObject, OpenSchema, TokenId
 from producers.rollout.schemas.messages import Message
 from producers.rollout.schemas.params import SamplingParams
 
@@ -21,12 +21,14 @@ class CompletionsRequest(SamplingParams):
     """One call of a rollout."""
 
     model: str = Field(default="default", description="`default`, or a name that `/v1/models` lists.")
-    messages: list[Message] = Field(min_length=1, description="The whole conversation so far.")
+    messages: Annotated[list[Message], STOP] = Field(min_length=1, description="The whole conversation so far.")
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
-    response_mask: list[MaskValue] | None = Field(
+    response_mask: Annotated[list[MaskValue], STOP] | None = Field(
         default=None, description="A 0 for each token that this call adds to its rollout; checked where it is sent."
     )
-    tools: list[JsonObject] | None = Field(default=None, description="Function schemas, for the chat template.")
+    tools: Annotated[list[JsonObject], STOP] | None = Field(
+        default=None, description="Function schemas, for the chat template."
+    )
 
 
 class CompletionsChoice(OpenSchema):
@@ -44,10 +46,10 @@ class CompletionsResponse(OpenSchema):
     object: str = "chat.completion"
     created: int = 0
     model: str = "default"
-    choices: list[CompletionsChoice] = Field(min_length=1)
-    token_ids: list[TokenId] = Field(description="What was sampled.")
-    logprobs: list[float] = Field(description="Of `token_ids`, one each: natural logarithms.")
-    prompt_token_ids: list[TokenId] = Field(min_length=1, description="What the model was given.")
+    choices: Annotated[list[CompletionsChoice], STOP] = Field(min_length=1)
+    token_ids: Annotated[list[TokenId], STOP] = Field(description="What was sampled.")
+    logprobs: Annotated[list[float], STOP] = Field(description="Of `token_ids`, one each: natural logarithms.")
+    prompt_token_ids: Annotated[list[TokenId], STOP] = Field(min_length=1, description="What the model was given.")
 
     @model_validator(mode="after")
     def _fits(self) -> CompletionsResponse:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from producers.rollout.schemas.constants import (
     MAX_ID_LENGTH,
     MAX_NAME_LENGTH,
+    STOP,
     JsonObject,
     OpenSchema,
     Role,
@@ -35,8 +36,12 @@ class Message(OpenSchema):
     """One message; fields that are not listed are kept."""
 
     role: Role
-    content: str | list[JsonObject] | None = Field(default=None, description="Text, or a list of OpenAI's parts.")
-    tool_calls: list[ToolCall] | None = Field(default=None, description="What an assistant's message calls.")
+    content: str | Annotated[list[JsonObject], STOP] | None = Field(
+        default=None, description="Text, or a list of OpenAI's parts."
+    )
+    tool_calls: Annotated[list[ToolCall], STOP] | None = Field(
+        default=None, description="What an assistant's message calls."
+    )
     tool_call_id: str | None = Field(
         default=None, max_length=MAX_ID_LENGTH, description="Which call a tool's message answers."
     )
@@ -64,4 +69,4 @@ class ToolDefinition(OpenSchema):
 class ToolsResponse(Schema):
     """`GET /tools`."""
 
-    tools: list[JsonObject]
+    tools: Annotated[list[JsonObject], STOP]

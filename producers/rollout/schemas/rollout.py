@@ -15,6 +15,7 @@ from producers.rollout.schemas.constants import (
     MAX_NAME_LENGTH,
     MAX_TOTAL_TOKENS_LIMIT,
     MAX_TURNS_LIMIT,
+    STOP,
     JsonObject,
     Schema,
 )
@@ -50,7 +51,7 @@ class RolloutRequest(Schema):
 
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH, description="The same id never runs twice.")
     server_url: str = Field(description="Where the model is: http or https, of a listed host.")
-    messages: list[Message] = Field(min_length=1, description="What the rollout begins with.")
+    messages: Annotated[list[Message], STOP] = Field(min_length=1, description="What the rollout begins with.")
     sampling_params: SamplingParams = Field(default=SamplingParams(), description="Of every reply.")
     tokenizer_name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH, description="One that the server lists.")
     tokenizer_revision: str | None = Field(
@@ -125,7 +126,7 @@ class RolloutResponse(Schema):
 
     rollout_id: str
     status: Annotated[RolloutStatus, Field(strict=False)]
-    final_messages: list[Message] = Field(default_factory=list, description="The whole conversation.")
+    final_messages: Annotated[list[Message], STOP] = Field(default_factory=list, description="The whole conversation.")
     finish_reason: FinishReason | None = None
     error_message: str | None = Field(default=None, description="Why it failed, in words.")
     metrics: RolloutMetrics = Field(default_factory=RolloutMetrics)
@@ -138,7 +139,7 @@ class InitResponse(Schema):
     """`POST /v1/rollout/init`."""
 
     rollout_id: str
-    tools: list[JsonObject]
+    tools: Annotated[list[JsonObject], STOP]
 
 
 class RunState(StrEnum):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from pipeline.config.types import Config
-from tests.integration.gateway.harness import USER, serving
+from tests.integration.gateway.harness import serving
 from tests.integration.rollout.conftest import Serve, a_request
 
 JSON = "application/json"
+TOO_MUCH = ((413, "request_too_large"), (422, "invalid_request"))
 MB = 2**20
-REFUSED = [(status, "invalid_request_error") for status in (400, 422)]
+REFUSED = [(status, "invalid_request_error") for status in (400, 413, 422)]
 
 EVERYWHERE = {
     "nothing": b"",
@@ -109,11 +113,42 @@ async def test_the_gateway(config: Config, client: Any, keys: Any) -> None:
     assert await client.zcard(keys.jobs) == 0
 
 
-async def test_ten_thousand_messages_are_more_than_a_rollout_may_have(serve: Serve) -> None:
-    async with serve() as server:
-        status, answer = await server.post("/rollout", a_request("http://127.0.0.1:1", messages=[USER] * 10_000))
-        assert (status, answer["status"], answer["finish_reason"]) == (200, "COMPLETED", "max_tokens")
-        assert len(answer["final_messages"]) == 10_000
+COSTLY = {
+    "a number for each message": b'{"messages": [' + b"1," * 7_000_000 + b"1]}",
+    "an object for each message": b'{"messages": [' + b"{}," * 4_600_000 + b"{}]}",
+    "ten thousand messages": b'{"messages": [' + b'{"role": "user", "content": "a"},' * 10_000 + b"{}]}",
+    "blanks": b'{"messages": [{"role": "user", "content": "' + b" " * 14_800_000 + b'"}]}',
+    "parts": b'{"messages": [{"role": "user", "content": [' + b'{"type": "text", "text": ""},' * 999 + b"{}]}]}",
+    "tools": b'{"messages": [], "tools": [' + b"{}," * 9_999 + b"{}]}",
+    "a list in a list": b'{"messages": [' + b"[" * 120 + b"]" * 120 + b"]}",
+}
+"""What cost gigabytes and minutes before it was refused. The sizes are those of the callers that found it."""
+
+
+async def test_what_costs_too_much_is_refused_at_once(config: Config, client: Any, keys: Any, serve: Serve) -> None:
+    settings = msgspec.structs.replace(config.gateway, max_body_mb=16)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    async with serving(msgspec.structs.replace(config, gateway=settings), None) as gateway, serve() as server:
+        chat, infer = gateway.url + "/v1/chat/completions", gateway.url + "/infer/"
+        for name, body in COSTLY.items():
+            given = body[:-1] + b', "rollout_id": "r", "server_url": "http://127.0.0.1:1", "tokenizer_name": "none"}'
+            batch = b'{"infer_requests": [' + body + b"]}"
+            for url, sent in ((chat, body), (infer, batch), (server.url + "/rollout", given)):
+                if name == "tools" and url == infer:
+                    continue  # none is taken there at all
+                async with asyncio.timeout(10):
+                    status, problem = await ask(gateway.http, url, sent)
+                assert (status, problem["error"]["code"]) in TOO_MUCH, (name, url, status, problem)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 512 * 1024, f"{grown} KiB more"
+    assert await client.zcard(keys.jobs) == 0
+
+
+async def test_the_first_wrong_item_of_a_list_is_the_answer(config: Config, client: Any, keys: Any) -> None:
+    mask = b'{"messages": [{"role": "user", "content": "a"}], "response_mask": [' + b"2," * 300_000 + b"2]}"
+    async with serving(config, None) as gateway:
+        status, problem = await ask(gateway.http, gateway.url + "/v1/chat/completions", mask)
+        assert (status, problem["error"]["param"]) == (422, "response_mask.0")
 
 
 async def test_of_two_equal_keys_the_last_one_counts(serve: Serve) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.errors import RequestError
 from producers.rollout import strict_json
 
 VALUES = st.recursive(
@@ -40,7 +41,6 @@ def test_any_bytes_are_a_value_or_a_value_error(body: bytes) -> None:
         b'"\\ud800"',
         b'"\xed\xa0\x80"',
         b"[" * 10_000,
-        b"[" * 300 + b"]" * 300,
         b"9" * 5000,
         b"",
     ],
@@ -48,6 +48,12 @@ def test_any_bytes_are_a_value_or_a_value_error(body: bytes) -> None:
 )
 def test_what_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
+        strict_json.decode(body)
+
+
+@pytest.mark.parametrize("body", [b"[" * 300 + b"]" * 300, b"[" + b"1," * 1_500_000 + b"1]"], ids=["deep", "many"])
+def test_what_costs_too_much_is_refused_before_it_is_read(body: bytes) -> None:
+    with pytest.raises(RequestError, match=r"nested too deeply|more than \d+ values"):
         strict_json.decode(body)
 
 

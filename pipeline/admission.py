@@ -1,0 +1,137 @@
+"""What a prompt may cost, before anybody pays for it: one table for every way in.
+
+    bytes ─ admit_json ─▶ plain JSON ─ admit_prompt ─▶ objects, rendering, tokens
+
+- The gateway, `/infer/`, the rollout server, rows of prompts and the worker ask here; a job of a foreign producer
+  passes the worker alone.
+- Looking costs a fraction of reading: bytes are counted in C, and nothing is built before they pass.
+- The limits are far beyond what people send. A prompt within them may still be too long, which its tokens say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from pipeline.errors import RequestError
+
+MAX_MESSAGES = 4_096  # of one prompt
+MAX_PARTS = 256  # of one message
+MAX_TOOLS = 512  # that one prompt shows
+MAX_CALLS = 1_024  # tool calls of one message
+MAX_TURNS = 2_048  # of one rollout
+MAX_DEPTH = 100
+MAX_VALUES = 1 << 20  # numbers, texts, lists and objects of one JSON text
+BYTES_PER_TOKEN = 64  # the longest common tokens are runs of some 100 blanks; words have 4 to 8
+_LEAST_BYTES = 1 << 18  # a prompt that is too long for a tiny context is refused by its tokens
+_UNKNOWN_CONTEXT = 1 << 18  # tokens
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: nothing is kept to go back to
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Those of one model; `context` is in tokens, None: not known."""
+
+    context: int | None = None
+
+    @classmethod
+    def of_model(cls, path: str) -> Limits:
+        """By the directory's config.json."""
+        try:
+            found = msgspec.json.decode((Path(path) / "config.json").read_bytes())
+        except (OSError, ValueError, msgspec.MsgspecError):  # whoever loads the model says what is wrong with it
+            return cls()
+        config = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        text = config.get("text_config")
+        of_text = cast("dict[str, Any]", text).get("max_position_embeddings") if isinstance(text, dict) else None
+        context = of_text or config.get("max_position_embeddings")
+        return cls(context if isinstance(context, int) and context > 0 else None)
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Of messages and tools together."""
+        return max(_LEAST_BYTES, (self.context or _UNKNOWN_CONTEXT) * BYTES_PER_TOKEN)
+
+
+def admit_json(raw: bytes, where: str) -> None:
+    """Raise RequestError for JSON with too many values or levels. It need not be well-formed: its reader says that."""
+    opened = raw.count(b"[") + raw.count(b"{")
+    if opened <= MAX_DEPTH and opened + raw.count(b",") <= MAX_VALUES:
+        return
+    if raw.count(b'"') - raw.count(b'\\"') > 4 * MAX_VALUES:  # two for a text, two for its key
+        raise _too_many(where)
+    bare = _STRING.sub(b"", raw)  # a comma of a text separates nothing
+    if bare.count(b"[") + bare.count(b"{") + bare.count(b",") > MAX_VALUES:
+        raise _too_many(where)
+    if _depth(bare.translate(None, _NO_BRACKETS)) > MAX_DEPTH:
+        raise RequestError(f"{where}: nested too deeply; at most {MAX_DEPTH} levels are taken")
+
+
+def admit_prompt(messages: object, tools: object, limits: Limits, where: str = "messages") -> None:
+    """Raise RequestError for a prompt that costs too much. What is malformed in it is left to its reader."""
+    if isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
+        _at_most(len(cast("Sequence[Any]", messages)), MAX_MESSAGES, where, "messages")
+        for place, message in enumerate(cast("Sequence[Any]", messages)):
+            if isinstance(message, Mapping):
+                _admit_message(cast("Mapping[str, Any]", message), f"{where}.{place}")
+    if isinstance(tools, Sequence) and not isinstance(tools, str | bytes):
+        _at_most(len(cast("Sequence[Any]", tools)), MAX_TOOLS, "tools", "tools")
+    size = _size(cast(object, messages)) + _size(cast(object, tools))
+    if size > limits.prompt_bytes:
+        context = f"a context of {limits.context} tokens" if limits.context else "any context"
+        raise RequestError(
+            f"{where}: the prompt has {size} bytes, and {context} takes at most {limits.prompt_bytes}; send less"
+        )
+
+
+def admit_request(body: object, limits: Limits) -> None:
+    """The same for the plain JSON of a request, whose conversation has the protocol's names. Raises RequestError."""
+    if not isinstance(body, dict):
+        return
+    fields = cast("dict[str, Any]", body)
+    for name in ("messages", "final_messages"):
+        if name in fields:
+            admit_prompt(fields[name], fields.get("tools"), limits, name)
+
+
+def _admit_message(message: Mapping[str, Any], where: str) -> None:
+    for name, most, what in (("content", MAX_PARTS, "parts"), ("tool_calls", MAX_CALLS, "tool calls")):
+        items = message.get(name)
+        if isinstance(items, list | tuple):
+            _at_most(len(cast("Sequence[Any]", items)), most, f"{where}.{name}", what)
+
+
+def _at_most(count: int, most: int, where: str, what: str) -> None:
+    if count > most:
+        raise RequestError(f"{where}: {count} {what}; at most {most} are taken")
+
+
+def _too_many(where: str) -> RequestError:
+    return RequestError(f"{where}: more than {MAX_VALUES} values; send less at a time")
+
+
+def _size(value: object) -> int:
+    if value is None:
+        return 0
+    try:
+        return len(msgspec.msgpack.encode(value))
+    except (ValueError, TypeError, OverflowError, RecursionError):  # no plain text: its reader says where
+        return 0
+
+
+def _depth(brackets: bytes) -> int:
+    """Levels, counted up to one beyond the limit; of brackets that do not fit together those that do."""
+    depth = 0
+    while brackets and depth <= MAX_DEPTH:
+        inner = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if len(inner) == len(brackets):
+            break
+        brackets, depth = inner, depth + 1
+    return depth

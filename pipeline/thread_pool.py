@@ -1,0 +1,153 @@
+"""Work of others (a template, a tokenizer, a plain function) beside the event loop, under a deadline.
+
+- A thread cannot be ended. Work that outlives its deadline, or whose caller left, keeps its thread; a new one takes its
+  place, and the lost one ends with its work. At `max_lost` of them nothing more is taken.
+- Whatever the work raises is its caller's alone. A Rust panic is no Exception, and would pass by every caller.
+- The threads are daemons: what hangs does not keep the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from pipeline.errors import DeadlineExceeded, EngineError, RequestError
+
+Made = TypeVar("Made")
+
+
+class _Call:
+    """Its flags are the pool's, under its lock."""
+
+    def __init__(self, work: Callable[[], object], tell: Callable[..., object]) -> None:
+        self.work, self.tell = work, tell
+        self.started = self.ended = self.given_up = False
+
+
+class ThreadPool:
+    """At most `size` calls at a time that somebody waits for."""
+
+    def __init__(self, name: str, size: int, *, max_lost: int = 16) -> None:
+        """No thread is started before it is needed."""
+        self._name, self._size, self._max_lost = name, size, max_lost
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = self._idle = self._lost = 0
+
+    @property
+    def lost(self) -> int:
+        """Calls that still run and that nobody waits for."""
+        return self._lost
+
+    @property
+    def busy(self) -> int:
+        """Calls that run and that somebody waits for."""
+        return self._threads - self._idle
+
+    async def run(self, work: Callable[[], Made], *, timeout_s: float, what: str) -> Made:
+        """What `work` returns or raises; `what` is it in errors. The clock starts when the work does.
+
+        Raises DeadlineExceeded; RequestError for what is no Exception; EngineError where too many calls never ended.
+        """
+        if self._lost >= self._max_lost:
+            raise EngineError(f"{what}: {self._lost} earlier calls of {self._name} never ended; restart this process")
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Made] = loop.create_future()
+        left, deadline = False, asyncio.timeout(None)
+
+        def began() -> None:
+            if not left:
+                deadline.reschedule(loop.time() + timeout_s)
+
+        def settle(result: Made, error: Exception | None) -> None:
+            if not ended.done():
+                ended.set_result(result) if error is None else ended.set_exception(error)
+
+        def asked() -> Made:
+            loop.call_soon_threadsafe(began)
+            return work()
+
+        call = _Call(asked, lambda *outcome: loop.call_soon_threadsafe(settle, *outcome))
+        try:
+            async with deadline:
+                self._put(call)
+                return await ended
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(f"{what} did not end within {timeout_s:g} s") from error
+        finally:
+            left = True
+            self._leave(call)
+
+    def close(self) -> None:
+        """Idle threads end, and those at work after it."""
+        for _ in range(self._threads):
+            self._calls.put(None)
+
+    def _put(self, call: _Call) -> None:
+        with self._lock:
+            self._calls.put(call)
+            if self._threads < self._size and self._calls.qsize() > self._idle:
+                self._start()
+
+    def _start(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _leave(self, call: _Call) -> None:
+        with self._lock:
+            if call.ended or call.given_up:
+                return
+            call.given_up = True
+            if call.started:
+                self._lost += 1
+                self._threads -= 1
+                if self._calls.qsize() > self._idle:
+                    self._start()
+
+    def _serve(self) -> None:
+        while self._serve_one():
+            pass  # between two calls nothing of the last one is held
+
+    def _serve_one(self) -> bool:
+        """Whether this thread goes on."""
+        if (call := self._next()) is None:
+            return False
+        result, error = _done(call.work)
+        with self._lock:
+            call.ended = True
+            if call.given_up:
+                self._lost -= 1
+                return False  # another thread has its place
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            call.tell(result, error)
+        return True
+
+    def _next(self) -> _Call | None:
+        """The next call that is still wanted; None: the pool is closed."""
+        while True:
+            with self._lock:
+                self._idle += 1
+            call = self._calls.get()
+            with self._lock:
+                self._idle -= 1
+                if call is None or not call.given_up:
+                    if call is not None:
+                        call.started = True
+                    return call
+
+
+def _done(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:  # a Rust panic, an exit: the caller's failure, never this process's
+        failure = RequestError(f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return None, failure

@@ -1,0 +1,85 @@
+"""Work beside the event loop: its failures, and its hanging, are its caller's alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from pipeline.errors import DeadlineExceeded, EngineError, RequestError
+from pipeline.thread_pool import ThreadPool
+
+
+def panic() -> None:
+    """What a tokenizer does whose pattern gives up on a long run: a Rust panic."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")  # type: ignore[assignment]
+    tokenizer.encode("a" * 64)
+
+
+async def test_a_panic_is_an_ordinary_failure() -> None:
+    pool = ThreadPool("render", 1)
+    with pytest.raises(RequestError, match="PanicException"):
+        await pool.run(panic, timeout_s=20, what="the prompt")
+    assert await pool.run(lambda: 7, timeout_s=5, what="the next one") == 7
+    pool.close()
+
+
+async def test_an_exit_and_an_error_reach_the_caller() -> None:
+    pool = ThreadPool("render", 1)
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(RequestError, match="SystemExit"):
+        await pool.run(leave, timeout_s=5, what="it")
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(lambda: 1 / 0, timeout_s=5, what="it")
+    pool.close()
+
+
+async def test_what_hangs_is_counted_bounded_and_replaced() -> None:
+    pool, gate = ThreadPool("render", 1, max_lost=2), threading.Event()
+    for number in (1, 2):
+        with pytest.raises(DeadlineExceeded, match="the prompt"):
+            await pool.run(gate.wait, timeout_s=0.02, what="the prompt")
+        assert pool.lost == number
+    with pytest.raises(EngineError, match="2 earlier calls"):
+        await pool.run(lambda: 7, timeout_s=5, what="one more")
+    gate.set()
+    async with asyncio.timeout(5):
+        while pool.lost:  # noqa: ASYNC110 - the threads end by themselves
+            await asyncio.sleep(0.001)
+    assert await pool.run(lambda: 7, timeout_s=5, what="it") == 7
+    pool.close()
+
+
+async def test_the_clock_starts_with_the_work() -> None:
+    pool, gate = ThreadPool("render", 1), threading.Event()
+    first = asyncio.create_task(pool.run(gate.wait, timeout_s=30, what="the first"))
+    second = asyncio.create_task(pool.run(lambda: 7, timeout_s=0.05, what="the second"))
+    await asyncio.sleep(0.1)
+    gate.set()
+    assert await second == 7
+    assert await first
+    pool.close()
+
+
+async def test_a_caller_that_leaves_makes_room() -> None:
+    pool, gate = ThreadPool("render", 1), threading.Event()
+    first = asyncio.create_task(pool.run(gate.wait, timeout_s=30, what="the first"))
+    while not pool.busy:  # noqa: ASYNC110 - a thread begins by itself
+        await asyncio.sleep(0.001)
+    first.cancel()
+    assert await pool.run(lambda: 7, timeout_s=5, what="the second") == 7
+    gate.set()
+    pool.close()
+
+
+async def test_several_at_once() -> None:
+    pool, together = ThreadPool("render", 3), threading.Barrier(3)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(pool.run(together.wait, timeout_s=5, what="it") for _ in range(3)))
+    pool.close()
