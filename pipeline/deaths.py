@@ -43,7 +43,7 @@ class Deaths:
             return  # its successor's
         owner = row.facts.get("owner")
         if isinstance(owner, str):
-            jobs = await self._queue.reap(owner, self._worker.max_attempts)
+            jobs = await self._queue.reap(owner, self._worker.max_attempts, killed=child.killed == pid)
             get_logger().warning("leases of a dead process ended", process=child.name, pid=pid, jobs=jobs)
         if row.ended_at is None:  # else its last words stay, until its successor has a row
             await cast("Awaitable[int]", self._client.hdel(self._keys.processes, child.name))

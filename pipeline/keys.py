@@ -16,10 +16,10 @@ BATCH_GROUP = "trainer"
 SCORE_GROUP = "scorers"
 
 _TYPES = {
-    "zset": ("jobs", "leases", "alone", "rollouts"),
+    "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts"),
     "hash": ("counts", "versions", "source", "processes"),
     "stream": ("results", "batches", "dlq", "dropped", "score:jobs"),
-    "string": ("latest", "metrics", "owner", "state", "alone:turn"),
+    "string": ("latest", "metrics", "owner", "state", "watch"),
     "list": ("wake", "score:answers"),
 }
 
@@ -39,13 +39,16 @@ class Keys:
         self.prefix = f"sluice:{run}:"
         self.jobs = f"{self.prefix}jobs"  # zset: job id → place in the line, or ms of a lease's or a delay's end
         self.leases = f"{self.prefix}leases"  # zset: job id → ms of its lease's end
-        self.alone = f"{self.prefix}alone"  # zset: jobs that run alone; + :turn → the worker whose turn it is
-        self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids
+        # zset: suspects, which run apart; + :turns → zset: workers that empty themselves for them
+        self.alone = f"{self.prefix}alone"
+        self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids;
+        # + :leaving → string: it was told to end, expires
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
         self.watch = f"{self.prefix}watch"  # string: the worker that looks for what rings no bell, expires
         # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
-        # excused, shared, deaths, alone, blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress),
-        # log (job_log.py)
+        # excused, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt that
+        # got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
+        # (job_log.py)
         self.job_state = f"{self.prefix}job:"
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by

@@ -127,12 +127,12 @@ def _why_used_up(now: Snapshot, use: CreditUse) -> tuple[str, str]:
 
 
 def runs_alone(now: Snapshot) -> list[Stall]:
-    """Jobs over which workers died."""
+    """Suspects: jobs over which workers died."""
     if now.depth is None or not now.depth.alone:
         return []
     jobs = counted(now.depth.alone, "job")
-    says = f"{jobs} over which workers died must run alone: a worker empties itself first"
-    remedy = "it ends by itself; if workers die again, the job becomes a dead letter: `sluice dlq list`"
+    says = f"{jobs} over which workers died run apart from others: a worker empties itself first"
+    remedy = "it ends by itself; a job that goes on to kill workers becomes a dead letter: `sluice dlq list`"
     return [Stall(kind="runs_alone", says=says, remedy=remedy, blocks=False)]
 
 

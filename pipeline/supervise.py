@@ -29,7 +29,7 @@ from pipeline.tether import tethered
 
 _FINAL: dict[int, type[SluiceError]] = {kind.exit_code: kind for kind in (ConfigError, DataError, ModelError)}
 
-_HEAR_S = 15.0
+_HEAR_S, _HEAR_AT_STOP_S = 15.0, 2.0
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Child:
     starts: int = 0
     restarts: deque[float] = field(default_factory=lambda: deque[float]())
     due: float = 0.0  # monotonic time of the next start
+    killed: int = 0  # pid of the process that the supervisor killed itself
     done: bool = False
     optional: bool = False
 
@@ -82,6 +83,7 @@ class Supervisor:
         pid = self.children[name].pid
         if pid is None:
             raise SluiceError(f"{name} is not running")
+        self.children[name].killed = pid
         os.kill(pid, signal.SIGKILL)
         return pid
 
@@ -96,21 +98,24 @@ class Supervisor:
         """
         for task in self._told:
             task.cancel()
-        running = [child.process for child in self.children.values() if child.process]
+        running = [(child, child.process) for child in self.children.values() if child.process]
         for child in self.children.values():
             child.process = None
         if not running:
             return
-        for process in running:
+        for _, process in running:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
         until = time.monotonic()
         until += await grace_s() if grace_s else self.config.stop_grace_s
-        for process in running:
+        for child, process in running:
             if not await _gone(process, until):
                 get_logger().warning("killed after its grace time", pid=process.pid)
+                child.killed = process.pid
                 process.kill()
                 process.wait()
+                if self._on_death:
+                    await _hear(self._on_death, child, process.pid, _HEAR_AT_STOP_S)
             end_session(process.pid)
 
     def _look_after(self, child: Child) -> None:
@@ -188,9 +193,9 @@ def end_session(leader: int) -> None:
                 os.kill(int(entry.parent.name), signal.SIGKILL)
 
 
-async def _hear(on_death: OnDeath, child: Child, pid: int) -> None:
+async def _hear(on_death: OnDeath, child: Child, pid: int, most_s: float = _HEAR_S) -> None:
     try:
-        async with asyncio.timeout(_HEAR_S):
+        async with asyncio.timeout(most_s):
             await on_death(child, pid)
     except Exception as error:  # whatever it is, the other children need us
         get_logger().warning("nobody was told of a death", process=child.name, pid=pid, error=repr(error))

@@ -138,8 +138,8 @@ class DecodeWorker(LeasedWorker):
         running, status = self._held.running, self._role.status
         if self.stop.is_set():
             status.waiting(f"{running} running sequences to end (draining)")
-        elif self.draining_for_one() and running:
-            status.waiting(f"{running} running sequences to end: the next job, or this one, runs alone")
+        elif self.runs_apart() and running:
+            status.waiting(f"{running} running sequences to end: they, or the next ones, run apart from others")
         else:
             fetching = self._held.fetching()
             cause = f"the prompts of {fetching} jobs" if fetching else "jobs (none is ready)"

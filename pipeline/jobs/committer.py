@@ -20,8 +20,11 @@ TICK_S = 0.04
 class Committer:
     """Owned by one worker; `put` from its event loop."""
 
-    def __init__(self, queue: JobQueue, busy: Callable[[], bool] = lambda: False) -> None:
-        self._queue, self._busy = queue, busy
+    def __init__(
+        self, queue: JobQueue, busy: Callable[[], bool] = lambda: False, moved: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`busy`: whether commits may wait for a tick; `moved(job_id)`: something of a running job is stored."""
+        self._queue, self._busy, self._moved = queue, busy, moved
         self._pending: list[Finished | Called] = []
         self._pieces: list[Piece] = []
         self._after: list[Callable[[], None]] = []
@@ -71,7 +74,10 @@ class Committer:
                 pieces = self._pieces[:_MOST_AT_ONCE]
                 outcomes = await self._queue.checkpoint(pieces)
                 del self._pieces[: len(pieces)]
-                self.pieces += outcomes.count("ok")
+                for piece, outcome in zip(pieces, outcomes, strict=True):
+                    if outcome == "ok":
+                        self.pieces += 1
+                        self._moved(piece.claim.job_id)
 
     def _count(self, item: Finished | Called, outcome: str) -> None:
         if outcome != "ok":
@@ -80,3 +86,4 @@ class Committer:
         elif isinstance(item, Finished):
             self.sequences += 1
             self.tokens += len(item.result.token_ids)
+            self._moved(item.claim.job_id)

@@ -159,7 +159,8 @@ class JobQueue:
     ) -> int:
         """Hand jobs back; returns how many were still ours. An excused attempt is no try.
 
-        With `blame` (why) it counts like a worker's death: after `most` of them while it ran alone a job is dead.
+        With `blame` (why) it counts like a worker's death over them: see blame.lua. After `most` deaths while it ran
+        alone a job is dead.
         """
         args: list[Any] = [self.owner, int(delay_s * 1000), blame[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:], most]
         args.append(int(excused))
@@ -197,13 +198,19 @@ class JobQueue:
         """Remove the replies of an ended job, and that it was there: its id may be enqueued again."""
         await self._run("forget", [job_id, n])
 
-    async def stand_down(self) -> None:
-        """This worker looks for nothing any more; another one is told, so that it need not find out."""
-        await self._run("stand_down", [self.owner])
+    async def stand_down(self, leaving_s: float) -> None:
+        """This worker was told to end: others look for work; if it is killed within `leaving_s`, no job is to blame.
 
-    async def reap(self, owner: str, max_attempts: int = 3) -> int:
-        """End the leases of a process that is known to be dead; returns how many jobs it held."""
-        return int(await self._run("reap", [owner, max_attempts]))
+        0 where it holds nothing.
+        """
+        await self._run("stand_down", [self.owner, int(leaving_s * 1000)])
+
+    async def reap(self, owner: str, max_attempts: int = 3, *, killed: bool = False) -> int:
+        """End the leases of a process that is known to be dead; returns how many jobs it held.
+
+        `killed`: from outside, as far as is known, so that no job is to blame.
+        """
+        return int(await self._run("reap", [owner, max_attempts, int(killed)]))
 
     def renewal(self, lease_s: float, held: dict[str, int]) -> tuple[list[str], list[Any]]:
         """Keys and arguments of renew.lua for job ids and their attempts (keeper.py calls it from its thread)."""

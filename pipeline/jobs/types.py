@@ -64,7 +64,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     first_try: int = 1  # what the caller wants arq's job_try to begin with
     excused: int = 0  # attempts that were handed back
-    alone: bool = False  # suspected of killing workers: it must have this one for itself
+    alone: bool = False  # suspected of killing workers: only suspects of the same claim run beside it
     deadline_at: float | None = None  # time.monotonic() seconds
     progress: dict[int, Progress] = {}  # index → what an earlier attempt had decoded
 
@@ -80,7 +80,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     claims: list[Claim]
     cancelled: list[str]  # jobs of ours that their caller aborted; they are over
     more: bool  # more jobs are ready
-    must_drain: bool  # a job waits that runs alone, and it is this worker's turn: finish what is held first
+    must_drain: bool  # suspects wait, and an empty worker is wanted for them: finish what is held first
     latest: int | None  # newest weight version
     again_s: float = 0.0  # until then another worker looks for what rings no bell; 0 = nobody else does
     over: int = 0  # jobs that ended without being started: expired, cancelled, without payload

@@ -78,14 +78,14 @@ class LeasedWorker(Worker):
             client, keys, partitions=config.consumer.count, worker=name, keep_result_s=self.keep_result_s or 0
         )
         self.keeper = LeaseKeeper(config, self.queue, self._alive, self._lost_from_thread)
-        self.committer = Committer(self.queue, self.is_busy)
+        self.committer = Committer(self.queue, self.is_busy, self._cleared)
         self.broken: BaseException | None = None
         self.more = False  # jobs were ready at the last claim
         self.wake = asyncio.Event()
         self._waker = Waker(client, keys.wake, self.wake, config.broker.socket_timeout_s)
         self._calls = Calls(self)
         self._must_drain = False
-        self._alone = ""  # the job that has this worker for itself
+        self._suspects = set[str]()  # jobs that have this worker for themselves, until they get on
         self._pulse = Pulse(min(_BEAT_S, settings.stall_timeout_s / 4))
         self._recorded = float("-inf")
         self._look_at = float("-inf")  # monotonic seconds
@@ -172,7 +172,7 @@ class LeasedWorker(Worker):
         if time.monotonic() < self._look_at:
             self.report()
             return False
-        room = self.room() if claims and not self.draining_for_one() else 0
+        room = self.room() if claims and not self.runs_apart() else 0
         if self.burst and self.max_burst_jobs >= 0:
             room = min(room, self.max_burst_jobs - self._num_done() - self.num_held())
         got = await self._claim(max(0, room))
@@ -200,17 +200,25 @@ class LeasedWorker(Worker):
         for claim in got.claims:
             if self.lose(claim.job_id, None):
                 get_logger().warning("own lease had run out; its attempt starts anew", job=claim.job_id)
-            self._alone = claim.job_id if claim.alone else ""
+            if claim.alone:
+                self._suspects.add(claim.job_id)
             self.keeper.hold(claim)
             await self.accept(claim)
         return got
 
-    def draining_for_one(self) -> bool:
-        """Nothing else is taken: a job is to run alone, or does."""
-        return self._must_drain or bool(self._alone and self.holds(self._alone))
+    def runs_apart(self) -> bool:
+        """Nothing else is taken: suspects are to run apart, or do."""
+        self._suspects = {job_id for job_id in self._suspects if self.holds(job_id)}
+        return self._must_drain or bool(self._suspects)
+
+    def _cleared(self, job_id: str) -> None:
+        """It has got on, so it is not what ended its last worker."""
+        if job_id in self._suspects:
+            self._suspects.discard(job_id)
+            self.wake.set()
 
     def _has_room(self) -> bool:
-        return self.room() > 0 and not self.draining_for_one()
+        return self.room() > 0 and not self.runs_apart()
 
     def after_claim(self, got: Claimed) -> None:
         """What else the answer says."""
@@ -274,9 +282,10 @@ class LeasedWorker(Worker):
         await self.queue.release(back)
 
     async def _drain(self) -> None:
-        with contextlib.suppress(TimeoutError, RedisError, OSError):  # its time runs out by itself
+        leaving_s = self.settings.drain_s + self.settings.lease_s if self.num_held() else 0.0
+        with contextlib.suppress(TimeoutError, RedisError, OSError):  # its time as watcher runs out by itself
             async with asyncio.timeout(_STAND_DOWN_S):
-                await self.queue.stand_down()
+                await self.queue.stand_down(leaving_s)
         await self.put_back()
         until = time.monotonic() + self.settings.drain_s
         while self.num_held() and self.broken is None and (left := until - time.monotonic()) > 0:

@@ -1,39 +1,64 @@
--- A worker died over a job, or its engine failed. Jobs that were on a worker when it died twice run alone from then
--- on; only a death over a job that ran alone counts against it, and too many of those make it a dead letter.
--- A worker that turns out to be alive takes its blame back (acquit.lua).
-local FAR_MS = 4e12 -- in the year 2096: not ready by itself; the line of those that run alone knows its place
-local SHARED_DEATHS = 2
+-- A worker died over the jobs that it held, or its engine failed: which one was it?
+-- - Who stored progress in that attempt is cleared: whatever ended the worker stands behind its last token.
+-- - Who was held by two such workers is a suspect. Suspects run apart from all others, on any worker that is empty; at
+--   most half as many of them together as at the last death. So they halve, and one of them runs alone in the end.
+-- - Only a death over a job that ran alone counts against it; too many of those make it a dead letter.
+-- - A worker that was told to end, or killed by its own supervisor, blames nobody; one that turns out to be alive takes
+--   its blame back (acquit.lua).
+local FAR_MS = 4e12 -- in the year 2096: not ready by itself; the line of the suspects knows its place
+local SHARED_DEATHS, MOST_TOGETHER = 2, 32
 
--- Waits in the line of those that run alone.
-local function set_apart(id, score)
-  redis.call('HSET', state_of .. id, 'alone', 1)
+-- Waits in the line of the suspects. together: how many of them one worker may run, this one included.
+local function set_apart(id, score, together)
+  redis.call('HSET', state_of .. id, 'alone', together)
   redis.call('ZADD', alone, score, id)
   redis.call('ZADD', jobs, 'XX', FAR_MS, id)
   ring()
 end
 
--- Back to its place in the line; later by delay_ms.
-local function requeue(id, score, apart, now, delay_ms, log)
+-- Back to its place in the line; later by delay_ms. together: false where it is no suspect.
+local function requeue(id, score, together, now, delay_ms, log)
   redis.call('HDEL', state_of .. id, 'owner')
   redis.call('HSET', state_of .. id, 'log', log)
   redis.call('DEL', running_of .. id)
   redis.call('ZREM', leases, id)
   if delay_ms > 0 then score = now + delay_ms end
-  if apart then
-    set_apart(id, score)
+  if together then
+    set_apart(id, score, together)
   else
     redis.call('ZADD', jobs, 'XX', score, id)
     if delay_ms <= 0 then ring() end
   end
 end
 
--- suspect: the owner that may turn out to be alive, '' when it is known to have failed.
+-- The jobs that a worker holds.
+local function held_by(owner)
+  local held = {}
+  for _, id in ipairs(redis.call('ZRANGE', leases, 0, -1)) do
+    if redis.call('HGET', state_of .. id, 'owner') == owner then held[#held + 1] = id end
+  end
+  return held
+end
+
+-- The attempt came to nothing, and nobody is to blame.
+local function hand_back(id, now, detail)
+  local f = redis.call('HMGET', state_of .. id, 'alone', 'score', 'worker', 'attempt', 'log', 'since')
+  count('redelivered', 1)
+  requeue(id, f[2] or now, f[1], now, 0, logged(f[5], f[6], f[4], f[3], now, 'l', detail))
+end
+
+-- suspect: the owner that may turn out to be alive, '' when it is known to have failed; held: how many jobs it held.
 -- Returns true when the job is over.
-local function blame(id, suspect, most, now, detail, traceback)
+local function blame(id, suspect, held, most, now, detail, traceback)
   local state = state_of .. id
-  local f = redis.call('HMGET', state, 'alone', 'score', 'worker', 'attempt', 'log', 'since')
+  local f = redis.call('HMGET', state, 'alone', 'score', 'worker', 'attempt', 'log', 'since', 'together', 'moved')
+  if f[8] and f[8] == f[4] then
+    redis.call('HDEL', state, 'alone', 'shared')
+    hand_back(id, now, detail)
+    return false
+  end
   local log = logged(f[5], f[6], f[4], f[3], now, 'l', detail)
-  local kind = f[1] and 'deaths' or 'shared'
+  local kind = f[1] and f[7] == '1' and 'deaths' or 'shared'
   local deaths = redis.call('HINCRBY', state, kind, 1)
   if suspect ~= '' then redis.call('HSET', state, 'blames:' .. suspect, kind) end
   if kind == 'deaths' and deaths >= most then
@@ -44,6 +69,8 @@ local function blame(id, suspect, most, now, detail, traceback)
     return true
   end
   count('redelivered', 1)
-  requeue(id, f[2] or now, f[1] or deaths >= SHARED_DEATHS, now, 0, log)
+  local together = (f[1] or deaths >= SHARED_DEATHS) and tonumber(f[1] and f[7] or held)
+  if together then together = math.max(1, math.min(MOST_TOGETHER, math.floor(together / 2))) end
+  requeue(id, f[2] or now, together, now, 0, log)
   return false
 end

@@ -8,8 +8,8 @@ local owner, out, bytes = ARGV[FIRST], {}, 0
 for i = FIRST + 1, #ARGV, 7 do
   local id, index, offset, piece = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 3]), ARGV[i + 5]
   local state, key = state_of .. id, progress_of .. id .. ':' .. index
-  local f = redis.call('HMGET', state, 'owner', 'attempt', 'd:' .. index, 'p:' .. index, 'reply')
-  local stored = tonumber(f[4] or 0)
+  local f = redis.call('HMGET', state, 'owner', 'attempt', 'd:' .. index, 'p:' .. index, 'reply', 'far:' .. index)
+  local stored, far = tonumber(f[4] or 0), tonumber(f[6] or 0)
   if f[1] ~= owner or f[2] ~= ARGV[i + 2] or f[3] then
     acquit(id, owner)
     out[#out + 1] = 'fenced'
@@ -20,8 +20,13 @@ for i = FIRST + 1, #ARGV, 7 do
   else
     local before = redis.call('STRLEN', key)
     if offset == 0 then redis.call('SET', key, piece) else redis.call('APPEND', key, piece) end
-    local grown = redis.call('STRLEN', key) - before
-    redis.call('HSET', state, 'p', 1, 'p:' .. index, offset + tonumber(ARGV[i + 4]))
+    local grown, reached = redis.call('STRLEN', key) - before, offset + tonumber(ARGV[i + 4])
+    redis.call('HSET', state, 'p', 1, 'p:' .. index, reached)
+    if reached > math.max(stored, far) then
+      redis.call('HSET', state, 'moved', f[2]) -- see blame.lua
+    elseif stored > far then -- it begins anew
+      redis.call('HSET', state, 'far:' .. index, stored)
+    end
     redis.call('HINCRBY', state, 'bytes', grown)
     bytes = bytes + grown
     if f[5] and ARGV[i + 6] ~= '' then tell(f[5], ARGV[i + 6]) end

@@ -57,8 +57,8 @@ local function give(id, content, attempt, f)
   given[#given + 1] = id
 end
 
--- Returns the number of sequences that it brings; 0 when it cannot be had.
-local function take(id)
+-- Returns the number of sequences that it brings; 0 when it cannot be had. together: of a suspect, how many it runs with.
+local function take(id, together)
   local content = payload(id)
   if not content then gone(id) return 0 end
   local f = facts(id)
@@ -74,12 +74,15 @@ local function take(id)
   local attempt = tonumber(f[6] or 0) + 1
   redis.call('HSET', state_of .. id, 'owner', owner, 'worker', worker, 'attempt', attempt,
     'since', math.floor(now))
+  if f[7] then redis.call('HSET', state_of .. id, 'together', together) end
   redis.call('ZADD', jobs, now + lease, id)
   redis.call('ZADD', leases, now + lease, id)
   redis.call('SET', running_of .. id, owner, 'PX', lease)
   give(id, content, attempt, f)
   return tonumber(f[2]) - tonumber(f[3] or 0)
 end
+
+local num_held_by = {} -- owner → jobs, of those whose leases ran out
 
 -- A lease that ran out: blamed on its owner, and back in the line.
 local function expire(id)
@@ -88,8 +91,11 @@ local function expire(id)
     redis.call('ZREM', leases, id)
   elseif f[1] == owner then
     requeue(id, f[2] or now, f[3], now, 0, logged(f[5], f[6], f[4], worker, now, 'h', 'its lease ran out'))
+  elseif redis.call('EXISTS', leaving(f[1])) == 1 then
+    hand_back(id, now, 'its lease ran out after its worker was told to end')
   else
-    blame(id, f[1], most, now, 'its lease ran out')
+    num_held_by[f[1]] = num_held_by[f[1]] or #held_by(f[1])
+    blame(id, f[1], num_held_by[f[1]], most, now, 'its lease ran out')
   end
 end
 
@@ -122,6 +128,40 @@ local function remember()
   redis.call('PEXPIRE', last_call, lease)
 end
 
+-- Suspects run apart, so a worker that holds anything empties itself first; no more of them do than are needed.
+-- Returns the answer, nil where the worker goes on with other jobs.
+local function suspects()
+  local waiting = redis.call('ZRANGEBYSCORE', alone, '-inf', PLACES, 'LIMIT', 0, MOST_AT_ONCE)
+  if #waiting == 0 then return nil end
+  local turns, chosen, sequences, together = alone .. ':turns', {}, 0, nil
+  for _, id in ipairs(waiting) do
+    local f = redis.call('HMGET', state_of .. id, 'alone', 'n', 'ndone')
+    local most_together = tonumber(f[1] or 1)
+    together = together or most_together
+    if most_together >= together and #chosen < together and sequences < capacity then
+      chosen[#chosen + 1] = id
+      sequences = sequences + tonumber(f[2] or 1) - tonumber(f[3] or 0)
+    end
+  end
+  if held > 0 then
+    redis.call('ZREMRANGEBYSCORE', turns, '-inf', now)
+    local is_needed = redis.call('ZCARD', turns) < math.ceil(#waiting / together)
+    if not is_needed and not redis.call('ZSCORE', turns, owner) then return nil end
+    redis.call('ZADD', turns, now + lease, owner)
+    ring()
+    return {}, 1
+  end
+  if capacity <= 0 then return nil end
+  redis.call('ZREM', turns, owner)
+  for _, id in ipairs(chosen) do
+    redis.call('ZREM', alone, id)
+    take(id, #chosen)
+  end
+  ring() -- for what this worker leaves to others
+  remember()
+  return out, 0
+end
+
 local version = newest_version(latest)
 version = version >= 0 and tostring(version) or ''
 if version ~= ARGV[FIRST + 7] then ring() end -- who learns of a new one wakes the next that sleeps
@@ -142,18 +182,8 @@ if give_again() then return answer_with(out, 0) end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, MOST_AT_ONCE)) do expire(id) end
 come_due(jobs, now)
 come_due(alone, now)
-local first = redis.call('ZRANGEBYSCORE', alone, '-inf', PLACES, 'LIMIT', 0, 1)[1]
-if first then
-  local turn = redis.call('GET', alone .. ':turn')
-  if not turn or turn == owner then
-    redis.call('SET', alone .. ':turn', owner, 'PX', lease)
-    if held > 0 or capacity <= 0 then return answer_with({}, held) end
-    redis.call('ZREM', alone, first)
-    take(first)
-    remember()
-    return answer_with(out, 0)
-  end
-end
+local apart, finish_first = suspects()
+if apart then return answer_with(apart, finish_first) end
 if capacity > 0 then
   some_apart = redis.call('ZCARD', alone) > 0
   local limit = math.min(capacity, MOST_AT_ONCE)

@@ -37,7 +37,7 @@ for i = FIRST + 1, #ARGV, 6 do
       finish(id, n, f[8], answer(id, nil, tonumber(f[2]), f[7], now, true, { committed = n }))
       bytes = bytes - tonumber(f[6])
     else
-      redis.call('HSET', state, 'd:' .. index, 1, 'ndone', ndone)
+      redis.call('HSET', state, 'd:' .. index, 1, 'ndone', ndone, 'moved', f[2]) -- see blame.lua
       if f[8] then
         local key = progress_of .. id .. ':' .. index
         local freed = redis.call('STRLEN', key)

@@ -1,4 +1,8 @@
 -- needs: names watch
--- A worker stops: if it looked for what rings no bell, another one does from now on.
--- ARGV owner
-stand_down(ARGV[FIRST])
+-- A worker was told to end: another one looks for what rings no bell, and if it is killed before it has handed back
+-- what it holds, no job is to blame.
+-- ARGV owner leaving_ms(0: it holds nothing)
+local owner = ARGV[FIRST]
+stand_down(owner)
+if ARGV[FIRST + 1] ~= '0' then redis.call('SET', leaving(owner), 1, 'PX', ARGV[FIRST + 1]) end
+redis.call('ZREM', alone .. ':turns', owner)

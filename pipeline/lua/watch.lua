@@ -3,6 +3,9 @@
 -- the claim of a busy one is marked, and taken over.
 local BUSY = 'busy:'
 
+-- A key that is there while a worker that was told to end may still hold jobs.
+local function leaving(owner) return claims_of .. owner .. ':leaving' end
+
 -- Somebody else is to look: this worker has no room, or is gone.
 local function stand_down(owner)
   local watching = redis.call('GET', watch)

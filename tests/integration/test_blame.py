@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from pipeline.jobs import Claim, Claimed, Credit, Finished, JobQueue, Piece
@@ -49,7 +50,7 @@ async def die(client: Redis, keys: Keys, capacity: int = 8) -> list[str]:
     """A worker takes what it can get and is never heard of again; the names of what it had."""
     got = await claimed(worker(client, keys, "dead"), capacity)
     await run_out(client, keys, *got.claims)
-    await client.delete(f"{keys.alone}:turn")  # its turn runs out like its leases
+    await client.delete(f"{keys.alone}:turns")  # its turn runs out like its leases
     return names(got.claims)
 
 
@@ -57,7 +58,7 @@ async def letters(client: Redis, keys: Keys) -> list[DeadLetter]:
     return [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
 
 
-async def test_jobs_of_a_worker_that_died_twice_run_alone_one_at_a_time(client: Redis, keys: Keys) -> None:
+async def test_jobs_of_workers_that_died_twice_run_alone_one_on_each_worker(client: Redis, keys: Keys) -> None:
     await fill(worker(client, keys), "a", "b", "c")
     assert await die(client, keys) == ["a", "b", "c"]
     assert await die(client, keys) == ["a", "b", "c"]
@@ -65,9 +66,110 @@ async def test_jobs_of_a_worker_that_died_twice_run_alone_one_at_a_time(client: 
     first, second = await claimed(one), await claimed(other)
     assert names(first.claims) == ["a"]
     assert first.claims[0].alone
-    assert names(second.claims) == []  # the other one's turn
+    assert names(second.claims) == ["b"]
     assert await one.commit([Finished(first.claims[0], sequence_result(first.claims[0].job_id))]) == ["ok"]
-    assert names((await claimed(one)).claims) == ["b"]
+    assert names((await claimed(one)).claims) == ["c"]
+
+
+async def test_a_poison_job_among_many_is_found_by_halving_and_takes_nobody_along(client: Redis, keys: Keys) -> None:
+    queue = worker(client, keys)
+    every = [f"j{number:02}" for number in range(32)]
+    await fill(queue, *every)
+    deaths, done = 0, list[str]()
+    while (await snapshot(client, keys)).queued_jobs:
+        for each in (worker(client, keys), worker(client, keys)):
+            claims = (await claimed(each, 32)).claims
+            if "j13" in names(claims):
+                deaths += 1
+                await each.reap(each.owner, MOST)
+            elif claims:
+                done += names(claims)
+                assert set(await each.commit([Finished(one, sequence_result(one.job_id)) for one in claims])) == {"ok"}
+    assert deaths == 2 + 4 + MOST
+    assert sorted([*done, "j13"]) == every
+    assert [letter.seq_id for letter in await letters(client, keys)] == [f"{keys.run}:j13:0"]
+
+
+async def test_suspects_run_side_by_side_on_every_worker(client: Redis, keys: Keys) -> None:
+    every = [f"j{number:02}" for number in range(32)]
+    await fill(worker(client, keys), *every)
+    for _ in range(2):
+        await die(client, keys, 32)
+    got = [names((await claimed(worker(client, keys), 32)).claims) for _ in range(3)]
+    assert got == [every[:16], every[16:], []]
+
+
+async def test_who_got_on_before_the_death_is_no_suspect(client: Redis, keys: Keys) -> None:
+    await fill(worker(client, keys), "moves", "commits", "stands", n=2)
+    piece = Progress(offset=0, token_ids=TokenArray([1]), logprobs=FloatArray([0.0]), versions=Runs.of([0]))
+    for _ in range(2):
+        dying = worker(client, keys, "dying")
+        moves, commits, _ = (await claimed(dying)).claims
+        start = len(moves.progress[0].token_ids) if moves.progress else 0
+        assert await dying.checkpoint([Piece(moves, 0, replace(piece, offset=start))]) == ["ok"]
+        index = len(commits.committed)
+        if index == 0:
+            assert await dying.commit([Finished(commits, sequence_result(commits.job_id, 0, 2))]) == ["ok"]
+        await worker(client, keys).reap(dying.owner, MOST)
+    got = (await claimed(worker(client, keys))).claims
+    assert (names(got), got[0].alone) == (["stands"], True)
+    assert names((await claimed(worker(client, keys))).claims) == ["moves", "commits"]
+
+
+async def test_what_is_decoded_anew_is_no_progress(client: Redis, keys: Keys) -> None:
+    await fill(worker(client, keys), "a")
+    raw: Any = client
+
+    async def dies_after(*sizes: int) -> bytes | None:
+        dying = worker(client, keys, "dying")
+        claim, offset = _only((await claimed(dying)).claims), 0
+        for size in sizes:
+            piece = Progress(
+                offset=offset, token_ids=TokenArray([1] * size), logprobs=FloatArray([0.0] * size),
+                versions=Runs.of([0] * size),
+            )  # fmt: skip
+            assert await dying.checkpoint([Piece(claim, 0, piece)]) == ["ok"]
+            offset += size
+        await worker(client, keys).reap(dying.owner, MOST)
+        return await raw.hget(f"{keys.job_state}{claim.job_id}", "shared")
+
+    assert await dies_after(4, 4) is None
+    assert await dies_after(4, 3) == b"1"
+    assert await dies_after(4, 4) == b"2"
+    assert await dies_after(4, 4, 1) is None
+
+
+@pytest.mark.parametrize("told", ["sigterm, its lease ran out", "sigterm, reaped", "killed by its supervisor"])
+async def test_a_worker_that_was_ended_from_outside_blames_nobody(client: Redis, keys: Keys, told: str) -> None:
+    await fill(worker(client, keys), "a", "b")
+    for _ in range(5):
+        ended = worker(client, keys, "ended")
+        held = (await claimed(ended)).claims
+        assert names(held) == ["a", "b"]
+        if told.startswith("sigterm"):
+            await ended.stand_down(60)
+        if "reaped" in told:
+            assert await worker(client, keys).reap(ended.owner, MOST) == 2
+        elif "lease" in told:
+            await run_out(client, keys, *held)
+        else:
+            assert await worker(client, keys).reap(ended.owner, MOST, killed=True) == 2
+    raw: Any = client
+    assert await raw.hget(f"{keys.job_state}{keys.run}:a", "shared") is None
+    assert (await snapshot(client, keys)).redelivered_jobs == 8 if "lease" in told else 10
+
+
+async def test_no_more_workers_empty_themselves_than_suspects_need(client: Redis, keys: Keys) -> None:
+    await fill(worker(client, keys), "a", "b")
+    for _ in range(2):
+        await die(client, keys)
+    await fill(worker(client, keys), *"cdef")
+    busy = [worker(client, keys, name) for name in "xyz"]
+    answers = [await claimed(each, held=1) for each in busy]
+    assert [each.must_drain for each in answers] == [True, True, False]  # two suspects, each alone
+    assert names(answers[2].claims) == ["c", "d", "e", "f"]
+    await busy[0].stand_down(60)
+    assert (await claimed(busy[2], held=1)).must_drain
 
 
 async def test_a_busy_worker_is_asked_to_finish_first(client: Redis, keys: Keys) -> None:
@@ -119,7 +221,7 @@ async def test_only_deaths_over_a_job_that_ran_alone_make_it_a_dead_letter(clien
                 done += names([claim])
                 whole = [Finished(claim, sequence_result(claim.job_id, index, 2)) for index in (0, 1)]
                 assert await queue.commit(whole) == ["ok", "ok"]
-        await client.delete(f"{keys.alone}:turn")
+        await client.delete(f"{keys.alone}:turns")
     assert (deaths, done) == (MOST, ["neighbour"])
     now = await snapshot(client, keys)
     assert (now.dead, now.enqueued) == (2, 4)

@@ -2,7 +2,7 @@
 
 - A recovery ends when each of the dead worker's jobs is leased by another process or is over.
 - It is `clean` when nothing else went wrong meanwhile that recovery depends on: a second worker that was ready all
-  the time, a broker that answered, no job that must run alone. Only clean ones are held against the bound.
+  the time, a broker that answered, no job that must run apart. Only clean ones are held against the bound.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from tests.soak.spinning import asks_to_spin
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(400)]
 STALL_S = 3.0
-_END_S = 270.0  # five starts of a worker, one after the other
-SHARED, SOLO = 2, 1  # deaths among neighbours before a job runs alone, and alone before it is a dead letter
+_END_S = 270.0  # nine starts of a worker, one after the other
+# Deaths among all neighbours, among suspects that halve, and alone before it is a dead letter.
+SHARED, HALVINGS, SOLO = 2, 4, 1
 
 
 def test_a_hung_worker_loses_its_jobs_and_the_culprit_is_buried(make_stack: MakeStack, spinning_model: Path) -> None:
@@ -36,9 +37,9 @@ def test_a_hung_worker_loses_its_jobs_and_the_culprit_is_buried(make_stack: Make
     now = stack.snapshot()
     assert (now.dead, now.reasons) == (1, {"dead:worker_deaths": 1}), stack.report(now)
     assert sorted(stack.trained()) == sorted(stack.expected(good))
-    assert len(holders) == SHARED + SOLO
     hangs = command.text().count(f"code={EngineError.exit_code}")
-    assert hangs == SHARED + SOLO, f"{hangs} workers ended themselves as hung\n{command.tail()}"
+    assert len(holders) == hangs
+    assert SHARED + SOLO <= hangs <= SHARED + HALVINGS + SOLO, f"{hangs} ended themselves as hung\n{command.tail()}"
     stack.assert_streams_empty()
     wait_gone(stack.mark)
 

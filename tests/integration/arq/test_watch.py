@@ -97,7 +97,7 @@ async def test_who_is_busy_or_stops_gives_the_part_away(client: Any, keys: Keys)
     await other.claim(0, 10, 3, 1, watch_s=60)
     assert (await watcher(client, keys), await client.llen(keys.wake)) == ("", 1), "no room, so another one is woken"
     await one.claim(1, 10, 3, 0, watch_s=60)
-    await one.stand_down()
+    await one.stand_down(0)
     assert await watcher(client, keys) == ""
     await one.claim(1, 10, 3, 0, watch_s=60)
     await other.reap(one.owner)

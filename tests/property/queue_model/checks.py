@@ -43,7 +43,7 @@ def check_places(found: Snapshot, keys: Keys, persistent: set[str]) -> None:
     ours = {f"{keys.job_state}{job_id}" for job_id in found.states}
     ours |= {f"{keys.progress}{name}" for name in found.stored}
     ours |= {f"{ARQ_RUNNING}{job_id}" for job_id in found.running} | {f"{ARQ_JOB}{job_id}" for job_id in found.payloads}
-    fixed = {keys.jobs, keys.alone, f"{keys.alone}:turn", keys.counts, keys.dead, keys.dropped, keys.wake, keys.latest}
+    fixed = {keys.jobs, keys.alone, f"{keys.alone}:turns", keys.counts, keys.dead, keys.dropped, keys.wake, keys.latest}
     fixed |= {keys.source, keys.batches, keys.leases}
     rest = {
         name
@@ -99,7 +99,7 @@ def _check_state(job: Job, state: dict[str, bytes]) -> None:
     assert int(state.get("ndone", 0)) == len(job.done)
     assert (int(state.get("shared", 0)), int(state.get("deaths", 0))) == (job.shared, job.deaths)
     assert state.get("call", b"").decode() == job.call
-    assert ("alone" in state) == job.alone
+    assert int(state.get("alone", 0)) == job.alone
 
 
 def _check_score(job: Job, score: float, now_ms: float) -> None:

@@ -23,7 +23,8 @@ class Endings:
         self.mailbox: list[str] = []  # what the caller was told, in order
         self.dead: list[Row] = []
         self.dropped: list[Entry] = []
-        self.turn = ""
+        self.leaving: set[str] = set()  # workers that were told to end
+        self.turns: set[str] = set()  # workers that empty themselves for suspects
         self.last: dict[str, tuple[int, list[str]]] = {}  # owner → number of its last claim that took jobs, their ids
         self.latest = 0
         self._stamp = 0

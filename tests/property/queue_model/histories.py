@@ -14,8 +14,17 @@ def _enqueue(machine: Machine, *sizes: int) -> None:
 def _set_apart(machine: Machine) -> None:
     """One job that two workers died over."""
     _enqueue(machine, 1)
-    machine.die(0, 1)
-    machine.die(0, 1)
+    machine.die(0, 1, False)
+    machine.die(0, 1, False)
+
+
+def _one_busy_and_a_suspect(machine: Machine) -> None:
+    """Worker 1 holds the first job; two others died over the second."""
+    _enqueue(machine, 1)
+    _enqueue(machine, 1)
+    machine.claim_some(1, 1)
+    machine.die(0, 1, False)
+    machine.die(0, 1, False)
 
 
 def a_repeat_after_its_payload_was_lost(machine: Machine) -> None:
@@ -25,13 +34,13 @@ def a_repeat_after_its_payload_was_lost(machine: Machine) -> None:
 
 
 def an_abort_that_was_cut_off_lets_nobody_else_in(machine: Machine) -> None:
-    _set_apart(machine)
+    _one_busy_and_a_suspect(machine)
     machine.give_turn_elsewhere()
-    machine.abort_cut_off(0)
-    machine.claim_some(0, 2)
+    machine.abort_cut_off(1)
+    machine.claim_some(1, 2)
     machine.agrees()
     machine.turn_ends()
-    machine.claim_some(1, 2)
+    machine.claim_some(0, 2)
 
 
 def an_abort_that_came_too_late(machine: Machine) -> None:
@@ -84,16 +93,43 @@ def the_blame_of_a_live_worker_goes(machine: Machine) -> None:
 
 
 def a_worker_whose_turn_it_is_returns_what_it_had_not_begun(machine: Machine) -> None:
-    _set_apart(machine)
-    _enqueue(machine, 1)
-    machine.give_turn_elsewhere()
-    machine.claim_some(0, 1)
-    machine.turn_ends()
-    machine.claim_some(0, 1)
+    _one_busy_and_a_suspect(machine)
+    machine.claim_some(1, 1)
     machine.release(0, True, False, "")
     machine.agrees()
     machine.claim_some(1, 1)
-    assert not machine.owners[1].held["m:j1"].alone
+    machine.claim_some(0, 1)
+    assert machine.owners[1].held["m:j1"].alone
+    assert not machine.owners[0].held["m:j0"].alone
+
+
+def suspects_halve(machine: Machine) -> None:
+    _enqueue(machine, 1, 1, 1, 1)
+    for together in (4, 4, 2, 1):
+        machine.claim_some(0, 9)
+        assert len(machine.owners[0].held) == together
+        machine.let_die(machine.owners[0])
+        machine.agrees()
+    assert [job.alone for job in machine.model.jobs.values()] == [1, 1, 2, 2]
+
+
+def who_got_on_is_cleared(machine: Machine) -> None:
+    _set_apart(machine)
+    machine.claim_some(0, 1)
+    machine.checkpoint(0, 0, "next", 1)
+    machine.let_die(machine.owners[0])
+    machine.claim_some(0, 1)
+    assert not machine.owners[0].held["m:j0"].alone
+
+
+def a_worker_that_was_told_to_end_blames_nobody(machine: Machine) -> None:
+    _enqueue(machine, 2)
+    machine.claim_some(0, 4)
+    machine.told_to_end(0)
+    machine.lease_ends(0)
+    machine.claim_some(1, 4)
+    machine.let_die(machine.owners[0])
+    assert not any(job.shared for job in machine.model.jobs.values())
 
 
 def plain_calls_use_no_credit(machine: Machine) -> None:
@@ -127,7 +163,7 @@ def a_half_done_job_dies_with_progress(machine: Machine) -> None:
 def three_deaths_alone_are_the_end(machine: Machine) -> None:
     _set_apart(machine)
     for _ in range(machine.model.most):
-        machine.die(0, 1)
+        machine.die(0, 1, False)
         machine.agrees()
     assert [row.reason for row in machine.model.dead] == ["worker_deaths"]
 
@@ -156,6 +192,9 @@ HISTORIES = [
     the_blame_of_a_failed_engine_stays,
     the_blame_of_a_live_worker_goes,
     a_worker_whose_turn_it_is_returns_what_it_had_not_begun,
+    suspects_halve,
+    who_got_on_is_cleared,
+    a_worker_that_was_told_to_end_blames_nobody,
     plain_calls_use_no_credit,
     a_half_done_job_dies_with_progress,
     three_deaths_alone_are_the_end,

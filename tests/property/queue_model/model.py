@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pipeline.jobs import Credit
 from tests.property.queue_model.endings import Endings
 from tests.property.queue_model.state import Answer, Entry, Given, Job
 
-SHARED_DEATHS = 2
+SHARED_DEATHS, MOST_TOGETHER = 2, 32
 
 
 class QueueModel(Endings):
@@ -72,14 +73,22 @@ class QueueModel(Endings):
             return Answer(
                 [item for item in again if self.jobs[item.job_id].payload is not None], cancelled, False, False
             )
-        for job in sorted((job for job in self.jobs.values() if job.where == "lapsed"), key=lambda job: job.due):
-            self._expire(job, owner)
+        lapsed = sorted((job for job in self.jobs.values() if job.where == "lapsed"), key=lambda job: job.due)
+        held_by = {job.owner: self._num_held(job.owner) for job in lapsed}
+        for job in lapsed:
+            self._expire(job, owner, held_by[job.owner])
         line = sorted((job for job in self.jobs.values() if job.where == "apart"), key=lambda job: job.due)
-        if line and self.turn in ("", owner):
-            self.turn = owner
-            if held or capacity <= 0:
-                return Answer([], cancelled, False, held > 0)
-            return Answer(self._settle(owner, number, self._take(line[0], owner)), cancelled, False, False)
+        if line and held:
+            if owner in self.turns or len(self.turns) < math.ceil(len(line) / line[0].alone):
+                self.turns.add(owner)
+                return Answer([], cancelled, False, True)
+        elif line and capacity > 0:
+            self.turns.discard(owner)
+            suspects = self._suspects(line, capacity)
+            for job in suspects:
+                job.together = len(suspects)
+            taken = [item for job in suspects for item in self._take(job, owner)]
+            return Answer(self._settle(owner, number, taken), cancelled, False, False)
         given: list[Given] = []
         if capacity <= 0:
             return Answer(given, cancelled, False, False)
@@ -93,6 +102,18 @@ class QueueModel(Endings):
                 capacity -= job.n - len(job.done) if taken else 0
                 given += taken
         return Answer(self._settle(owner, number, given), cancelled, False, False)
+
+    def _suspects(self, line: list[Job], capacity: int) -> list[Job]:
+        """Those that one empty worker is given."""
+        chosen: list[Job] = []
+        for job in line:
+            room = capacity - sum(one.n - len(one.done) for one in chosen)
+            if job.alone >= line[0].alone > len(chosen) and room > 0:
+                chosen.append(job)
+        return chosen
+
+    def _num_held(self, owner: str) -> int:
+        return sum(job.owner == owner for job in self.jobs.values())
 
     def _settle(self, owner: str, number: int, given: list[Given]) -> list[Given]:
         """The call is remembered; the worker reads the payloads of foreign jobs and says what they are."""
@@ -121,12 +142,14 @@ class QueueModel(Endings):
                 self.bury(job, "dropped", "cancelled")
         return held
 
-    def _expire(self, job: Job, owner: str) -> None:
+    def _expire(self, job: Job, owner: str, held: int) -> None:
         """Its lease ran out: back to its old place, and its owner is blamed unless it comes itself."""
         if job.owner == owner:
             self._requeue(job, later=False)
+        elif job.owner in self.leaving:
+            self._hand_back(job)
         else:
-            self._blame(job, job.owner, forgivable=True)
+            self._blame(job, job.owner, held, forgivable=True)
 
     def _is_free(self, job: Job) -> bool:
         if job.where in ("ready", "later"):
@@ -150,7 +173,7 @@ class QueueModel(Endings):
 
     def _given(self, job: Job) -> Given:
         stored = {index: list(tokens) for index, tokens in job.progress.items()}
-        return Given(job.job_id, job.attempt, job.alone, frozenset(job.done), stored)
+        return Given(job.job_id, job.attempt, bool(job.alone), frozenset(job.done), stored)
 
     # What the holder does.
 
@@ -182,6 +205,7 @@ class QueueModel(Endings):
         self.counts["tokens"] += tokens
         job.done.add(index)
         job.progress.pop(index, None)
+        job.moved = job.attempt
         if len(job.done) == job.n:
             self.finish(job, True)
         return "ok"
@@ -198,6 +222,11 @@ class QueueModel(Endings):
         if 0 < offset < len(stored):
             return "dup"
         job.progress[index] = stored[:offset] + tokens
+        far = job.far.get(index, 0)
+        if offset + len(tokens) > max(far, len(stored)):
+            job.moved = attempt
+        else:
+            job.far[index] = max(far, len(stored))
         if job.mailbox:
             self.mailbox.append(f"delta {job_id}:{index} {offset}")
         return "ok"
@@ -219,11 +248,9 @@ class QueueModel(Endings):
         mine = [self.jobs[job_id] for job_id, attempt in held.items() if self.holds(owner, job_id, attempt)]
         for job_id in held.keys() - {job.job_id for job in mine} if not blame else ():
             self._acquit(owner, job_id)
-        if self.turn == owner and any(job.alone for job in mine):
-            self.turn = ""
         for job in mine:
             if blame:
-                self._blame(job, owner, forgivable=False)
+                self._blame(job, owner, len(held), forgivable=False)
             else:
                 self._requeue(job, later=later)
         return len(mine)
@@ -235,28 +262,43 @@ class QueueModel(Endings):
             return -1
         return self.bury(self.jobs[job_id], ending, reason)
 
-    def reap(self, owner: str) -> int:
+    def reap(self, owner: str, *, killed: bool) -> int:
         """The leases of a dead process."""
         mine = [job for job in self.jobs.values() if job.owner == owner]
-        if self.turn == owner:
-            self.turn = ""
+        self.turns.discard(owner)
         for job in mine:
-            self._blame(job, owner, forgivable=False)
+            if killed or owner in self.leaving:
+                self._hand_back(job)
+            else:
+                self._blame(job, owner, len(mine), forgivable=False)
         return len(mine)
+
+    def stand_down(self, owner: str) -> None:
+        """It was told to end."""
+        self.leaving.add(owner)
+        self.turns.discard(owner)
 
     # Blame and endings.
 
-    def _blame(self, job: Job, culprit: str, *, forgivable: bool) -> None:
-        kind = "deaths" if job.alone else "shared"
+    def _hand_back(self, job: Job) -> None:
+        self.counts["redelivered"] += 1
+        self._requeue(job, later=False)
+
+    def _blame(self, job: Job, culprit: str, held: int, *, forgivable: bool) -> None:
+        if job.moved and job.moved == job.attempt:
+            job.alone = job.shared = 0
+            self._hand_back(job)
+            return
+        kind = "deaths" if job.alone and job.together == 1 else "shared"
         setattr(job, kind, getattr(job, kind) + 1)
         if forgivable:
             job.blames[culprit] = kind
         if job.deaths >= self.most:
             self.bury(job, "dead", "worker_deaths")
             return
-        self.counts["redelivered"] += 1
-        job.alone = job.alone or job.shared >= SHARED_DEATHS
-        self._requeue(job, later=False)
+        if job.alone or job.shared >= SHARED_DEATHS:
+            job.alone = max(1, min(MOST_TOGETHER, (job.together if job.alone else held) // 2))
+        self._hand_back(job)
 
     def _acquit(self, owner: str, job_id: str) -> None:
         """Whoever comes late is alive."""
@@ -272,5 +314,5 @@ class QueueModel(Endings):
             job.where = "later" if later else "ready"
 
     def _set_apart(self, job: Job, due: tuple[float, int], *, later: bool) -> None:
-        job.owner, job.hurried, job.alone, job.due = "", False, True, due
+        job.owner, job.hurried, job.due = "", False, due
         job.where = "apart_later" if later else "apart"

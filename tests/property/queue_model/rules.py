@@ -16,6 +16,7 @@ from tests.factories import decode_job
 from tests.property.queue_model.base import INDEX, ORDERS, OWNERS, Owner, QueueMachine
 from tests.property.queue_model.foreign import KINDS, MAILBOX, foreign
 from tests.property.queue_model.state import Job
+from tests.property.queue_model.system import LEASE_S
 
 NOW_MS = 1_800_000_000_000  # any; of the same length as today
 
@@ -216,11 +217,18 @@ class WorkerRules(QueueMachine):
         if (claim := self.pick(owner.stale, k)) and claim.job_id not in owner.held:
             self.renew(owner, {claim.job_id: claim.attempt})
 
-    @rule(who=OWNERS, capacity=st.sampled_from([1, 2, 4, 4]))
-    def die(self, who: int, capacity: int) -> None:
-        """A worker takes what there is and dies over it."""
+    @rule(who=OWNERS, capacity=st.sampled_from([1, 2, 4, 4]), killed=st.sampled_from([False, False, True]))
+    def die(self, who: int, capacity: int, killed: bool) -> None:
+        """A worker takes what there is and dies over it, or is killed by its supervisor."""
         self.claim(self.owners[who], capacity)
-        self.let_die(self.owners[who])
+        self.let_die(self.owners[who], killed=killed)
+
+    @rule(who=OWNERS)
+    def told_to_end(self, who: int) -> None:
+        """A worker that was sent SIGTERM; what it holds may be lost yet."""
+        queue = self.owners[who].queue
+        self.system.run(queue.stand_down(LEASE_S))
+        self.model.stand_down(queue.owner)
 
     @precondition(lambda self: any(owner.held for owner in self.owners))
     @rule(k=INDEX)
@@ -273,15 +281,15 @@ class TimeRules(QueueMachine):
             self.model.jobs[job_id].late = True
 
     def give_turn_elsewhere(self) -> None:
-        """A worker that is not here has the turn."""
-        self.model.turn = "elsewhere"
-        self.system.redis("SET", f"{self.system.keys.alone}:turn", "elsewhere")
+        """A worker that is not here empties itself for suspects."""
+        self.model.turns.add("elsewhere")
+        self.system.redis("ZADD", f"{self.system.keys.alone}:turns", 4e12, "elsewhere")
 
-    @precondition(lambda self: self.model.turn)
+    @precondition(lambda self: self.model.turns)
     @rule()
     def turn_ends(self) -> None:
         self.system.turn_ends()
-        self.model.turn = ""
+        self.model.turns.clear()
 
     @precondition(lambda self: self.model.jobs)
     @rule(k=st.integers(0, 31))

@@ -71,7 +71,10 @@ class Job:
     progress: dict[int, list[int]] = field(default_factory=dict)
     shared: int = 0
     deaths: int = 0
-    alone: bool = False
+    alone: int = 0  # a suspect: how many of them may run together, this one included
+    together: int = 0  # that it was given with
+    moved: int = 0  # the attempt that got on
+    far: dict[int, int] = field(default_factory=dict)  # index → tokens that were stored before it began anew
     blames: dict[str, str] = field(default_factory=dict)  # owner → what it is blamed for, until it turns out to live
 
     @property

@@ -104,8 +104,8 @@ class System:
         self.redis("HSET", self.keys.job_state + job_id, "expires", self._now_ms() - 1)
 
     def turn_ends(self) -> None:
-        """The worker whose turn it was may be gone."""
-        self.redis("DEL", f"{self.keys.alone}:turn")
+        """The workers that were to empty themselves may be gone."""
+        self.redis("DEL", f"{self.keys.alone}:turns")
 
     def role_ends(self, role: str) -> None:
         """A claim of a role runs out."""

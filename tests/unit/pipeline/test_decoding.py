@@ -105,9 +105,9 @@ def test_an_entry_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_types_of_keys() -> None:
     keys = Keys("a-run")
     kinds = [
-        type_of(name) for name in (keys.jobs, keys.alone, f"{keys.alone}:turn", f"{keys.results}3", keys.score_jobs)
+        type_of(name) for name in (keys.jobs, keys.alone, f"{keys.alone}:turns", f"{keys.results}3", keys.score_jobs)
     ]
-    assert kinds == ["zset", "zset", "string", "stream", "stream"]
+    assert kinds == ["zset", "zset", "zset", "stream", "stream"]
     assert [type_of(name) for name in (keys.latest, keys.wake, f"{keys.owner}trainer", "sluice:a-run:else")] == [
         "string", "list", "string", None,
     ]  # fmt: skip

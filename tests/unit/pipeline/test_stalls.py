@@ -193,7 +193,7 @@ def test_credit_says_which_limit_and_who_holds_it() -> None:
 def test_jobs_that_run_alone_are_no_hindrance() -> None:
     stall = only(state(depth=Depth(alone=1)))
     assert (stall.kind, stall.blocks) == ("runs_alone", False)
-    assert stall.says == "1 job over which workers died must run alone: a worker empties itself first"
+    assert stall.says == "1 job over which workers died run apart from others: a worker empties itself first"
 
 
 def test_the_verdict_of_two_looks() -> None:

@@ -97,7 +97,7 @@ def test_what_keeps_a_run_is_said_in_words() -> None:
         "no producer is alive, and there are rows to read",
         "no worker is alive, and 5 jobs wait",
         "no consumer is alive, and 2 results wait",
-        "2 jobs over which workers died must run alone: a worker empties itself first",
+        "2 jobs over which workers died run apart from others: a worker empties itself first",
     ]
     now.stalls = stalls(now)
     assert waits(now)[:4] == findings(now)
