@@ -1,6 +1,7 @@
 """A broker of our own, for machines where none runs: valkey or redis on loopback, with AOF and a random password.
 
 - Its directory holds the data; they survive a restart. `broker.json` there tells other processes the URL.
+- The directory and its files are their owner's alone: the password is in them, and every prompt.
 - It ends with the process that started it, and comes back while that lives (embedded_server.py).
 - One directory, one broker: a second start joins the running one.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 import redis
 
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded_server import LOAD_S, START_S, EmbeddedServer, probe
+from pipeline.embedded_server import LOAD_S, START_S, EmbeddedServer, private, probe
 from pipeline.errors import BrokerError
 from pipeline.files import write_atomic
 
@@ -59,13 +60,22 @@ def embedded_broker(config: BrokerConfig) -> Generator[str]:
     """Run a broker in `config.embedded_dir` for the length of the block; yields its URL."""
     directory = Path(config.embedded_dir).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as lock:
+    _make_private(directory)
+    with open(directory / "lock", "w", opener=private) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield _join(directory)
             return
         yield from _serve(directory)
+
+
+def _make_private(directory: Path) -> None:
+    """Also what an earlier release left readable."""
+    directory.chmod(0o700)
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a running broker rewrites its files
+            path.chmod(0o700 if path.is_dir() else 0o600)
 
 
 def _serve(directory: Path) -> Generator[str]:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
@@ -44,8 +45,10 @@ class EmbeddedServer:
 
     def start(self) -> None:
         """Start it and return once it answers; raises BrokerError that shows its log."""
-        with (self._directory / "broker.log").open("ab") as log:
-            process = subprocess.Popen(tethered(self._command), stdout=log, stderr=log, start_new_session=True)
+        with open(self._directory / "broker.log", "ab", opener=private) as log:
+            process = subprocess.Popen(
+                tethered(self._command), stdout=log, stderr=log, start_new_session=True, umask=0o077
+            )
         self._process = process
         write_atomic(
             self._directory / "broker.json", json.dumps({"url": self.url, "pid": process.pid}), mode=0o600
@@ -109,6 +112,13 @@ class EmbeddedServer:
         else:
             cause = "did not start"
         return f"the embedded broker {cause}; the end of {log}:\n{log.read_text(errors='replace')[-800:]}"
+
+
+def private(path: str, flags: int) -> int:
+    """An opener of files that are their owner's alone, also where they were made before."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)
+    return handle
 
 
 def probe(client: redis.Redis) -> Literal["ready", "loading", "silent"]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from pipeline.http.asgi import ASGIApp
+from pipeline.http.connection import Connection
 from pipeline.http.serve import serve
 
 
@@ -34,11 +35,15 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(app: ASGIApp, grace_s: float = 5.0) -> AsyncIterator[Served]:
+async def served(
+    app: ASGIApp, grace_s: float = 5.0, connection: type[Connection] = Connection
+) -> AsyncIterator[Served]:
     """Serve the application until the block ends; what ended it early is raised here."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
-        serve(app, host="127.0.0.1", port=0, stop=stop, grace_s=grace_s, on_ready=ready.set_result)
+        serve(
+            app, host="127.0.0.1", port=0, stop=stop, grace_s=grace_s, on_ready=ready.set_result, connection=connection
+        )
     )
     async with asyncio.timeout(20):
         await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)

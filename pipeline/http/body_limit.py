@@ -3,12 +3,9 @@
 - Bytes are counted as they come; a Content-Length is only a reason to stop sooner.
 - Whatever the application makes of the cut body, the caller is told 413, unless an answer had begun.
 - A caller that is still sending can read its refusal: as much again as it may send is thrown away (unread.py).
-- A header with control characters is refused: what reads it later (a log, another server) may not be as strict.
 """
 
 from __future__ import annotations
-
-import re
 
 from fastapi import HTTPException
 
@@ -16,12 +13,11 @@ from pipeline.http.asgi import ASGIApp, Message, Receive, Scope, Send
 from pipeline.http.errors import problem_response
 from pipeline.http.unread import MOST_BYTES, with_unread_body
 
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CLOSE = {"Connection": "close"}  # the rest of the body is no next request
 
 
 class BodyLimit:
-    """ASGI middleware: 413 beyond `max_bytes`, 400 for control characters in headers."""
+    """ASGI middleware: 413 beyond `max_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -30,9 +26,6 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif any(_CONTROL.search(name) or _CONTROL.search(value) for name, value in scope["headers"]):
-            answer = problem_response(400, "a header has control characters; remove them", headers=_CLOSE)
-            await with_unread_body(answer)(scope, receive, send)
         elif _declared(scope) > self._max_bytes:
             await self._refusal(2 * self._max_bytes)(scope, receive, send)
         else:

@@ -3,6 +3,7 @@
 - Signals stay with the role: `stop` is the only way to end it.
 - On `stop` no new connection is taken, requests in hand have `grace_s`, and what still runs then is cancelled.
 - When `serve` has returned, or was cancelled, no request of it runs any more.
+- Deadlines and bounds of its connections: connection.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import uvicorn
 
 from pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from pipeline.http.asgi import ASGIApp
+from pipeline.http.connection import Connection
 
 KEEP_ALIVE_S = 75
-MAX_HEADER_BYTES = 65_536
 _BACKLOG = 2048
+_TICK_S = 1.0  # the Date header of answers
 _CANCEL_S = 10.0  # how long cancelled requests may take to end
 
 
@@ -33,15 +35,31 @@ async def serve(
     stop: asyncio.Event,
     grace_s: float,
     on_ready: Callable[[int], object] | None = None,
+    connection: type[Connection] = Connection,
 ) -> None:
     """Serve until `stop`. Port 0 takes a free one; `on_ready` is called with the port once requests are taken.
 
     Raises ConfigError where the port cannot be had, SluiceError where the application does not start, and
     DeadlineExceeded where a cancelled request does not end.
     """
+    with contextlib.closing(_bind(host, port)) as listener:
+        await serve_on(listener, app, stop=stop, grace_s=grace_s, on_ready=on_ready, connection=connection)
+
+
+async def serve_on(
+    listener: socket.socket,
+    app: ASGIApp,
+    *,
+    stop: asyncio.Event,
+    grace_s: float,
+    on_ready: Callable[[int], object] | None = None,
+    ticks: bool = True,
+    connection: type[Connection] = Connection,
+) -> None:
+    """The same on a socket that listens. Without `ticks` an idle server sleeps, and its answers have no date."""
     config = uvicorn.Config(
         app,
-        http="h11",  # bounds its headers
+        http=connection,
         ws="none",
         log_config=None,
         log_level="warning",
@@ -49,14 +67,13 @@ async def serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        date_header=ticks,
     )
-    with contextlib.closing(_bind(host, port)) as listener:
-        server = _Server(config, stop, grace_s)
-        try:
-            await server.open(listener, on_ready)
-        finally:
-            await server.end(0.0)
+    server = _Server(config, stop, grace_s)
+    try:
+        await server.open(listener, on_ready)
+    finally:
+        await server.end(0.0)
 
 
 class _Server(uvicorn.Server):
@@ -84,8 +101,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._stop.is_set()
+    async def main_loop(self) -> None:
+        while not self._stop.is_set() and not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S if self.config.date_header else None):
+                    await self._stop.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self.end(self._grace_s)

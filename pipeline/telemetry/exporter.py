@@ -3,60 +3,32 @@
 - It sleeps in the kernel between two scrapes: no polling.
 - It never stops a role. Where port 0 cannot be had, the process goes on without metrics and says so; a port that
   somebody chose and that is taken is a ConfigError, before any work.
-- A caller that does not speak is cut off after 10 s. Nobody is asked for a key: the numbers hold no text of anyone.
+- Callers that are silent, slow or too many are handled as on every server of ours (pipeline/http/connection.py). Nobody
+  is asked for a key: the numbers hold no text of anyone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-import socketserver
 import threading
-import time
 from collections.abc import Generator
-from http.server import ThreadingHTTPServer
-from typing import Any
+from typing import cast
 
-from prometheus_client import MetricsHandler
+import prometheus_client
 
 from pipeline.config.operate_types import MetricsConfig
 from pipeline.errors import ConfigError
+from pipeline.http.asgi import ASGIApp, Receive, Scope, Send
+from pipeline.http.serve import serve_on
 from pipeline.logs import get_logger
 from pipeline.telemetry.process import Telemetry
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _JOIN_S = 1.0
-_PAUSE_S = 0.2
-
-
-class _Handler(MetricsHandler):
-    timeout = 10
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] == "/metrics":
-            super().do_GET()
-        else:
-            self.send_error(404)
-
-
-class _Server(ThreadingHTTPServer):
-    def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the name service, which may take seconds
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def get_request(self) -> tuple[Any, Any]:
-        try:
-            return super().get_request()
-        except OSError:  # no file descriptor is left: asked again at once, it would fail again at once
-            time.sleep(_PAUSE_S)
-            raise
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        get_logger().debug("a scrape was cut off", caller=str(client_address[0]))
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
+_GRACE_S = 0.2
+_NOT_HERE = b"this server has /metrics"
 
 
 class MetricsServer:
@@ -64,25 +36,43 @@ class MetricsServer:
 
     def __init__(self, host: str, port: int, telemetry: Telemetry) -> None:
         """Raises OSError."""
-        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        kind = _Server6 if family == socket.AF_INET6 else _Server
-        self._server = kind((host, port), _Handler.factory(telemetry.registry))
-        self._closing = False
-        self.port = int(self._server.server_address[1])
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self._listener = socket.create_server(address[:2], family=family)  # type: ignore[arg-type]
+        self.port = int(self._listener.getsockname()[1])
         self.address = _address(host, self.port)
+        self._app = _metrics_app(telemetry)
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while not self._closing:
-            self._server.handle_request()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(serve_on(self._listener, self._app, stop=self._stop, grace_s=_GRACE_S, ticks=False))
 
     def close(self) -> None:
         """Free the port."""
-        self._closing = True
-        with contextlib.suppress(OSError), socket.create_connection(self._server.server_address[:2], timeout=_JOIN_S):  # type: ignore[arg-type]
-            self._thread.join(_JOIN_S)  # the connection woke it up
-        self._server.server_close()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_JOIN_S)
+        self._listener.close()
+
+
+def _metrics_app(telemetry: Telemetry) -> ASGIApp:
+    metrics = cast(ASGIApp, prometheus_client.make_asgi_app(telemetry.registry))  # pyright: ignore[reportUnknownMemberType]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no lifespan
+        if scope["path"] == "/metrics":
+            await metrics(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": _NOT_HERE})
+
+    return app
 
 
 @contextlib.contextmanager

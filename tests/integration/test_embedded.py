@@ -214,3 +214,17 @@ async def test_a_restarted_broker_forgets_scripts_and_they_are_loaded_again(clie
     await client.script_flush()
     assert await scripts.run("own", ["t-forget:owner"], ["other", 1000, 0]) == 0
     await asyncio.gather(*(scripts.run("disown", ["t-forget:owner"], ["me"]) for _ in range(2)))
+
+
+def test_its_files_are_their_owners_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "broker"
+    directory.mkdir()
+    left = directory / "broker.log"
+    left.touch(0o644)
+    with embedded_broker(BrokerConfig(embedded_dir=str(directory))) as url, connected(url) as client:
+        client.set("a", 1)
+        files = list(directory.rglob("*"))
+        assert {"broker.json", "broker.conf", "broker.log", "lock"} <= {path.name for path in files}
+        assert any("aof" in path.name for path in files)
+        for path in (directory, *files):
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path

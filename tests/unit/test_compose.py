@@ -63,12 +63,21 @@ def test_a_service_is_watched_private_and_unprivileged(name: str) -> None:
     assert not {"container_name", "privileged"} & set(service)
     assert service.get("ports", []) == ([PORTS[name]] if name in PORTS else []), "this host's loopback alone"
     assert re.search(r":v?\d+\.\d+\.\d+|:\d+\.\d+-", service["image"]), "a fixed version, never `latest`"
-    if name != "redis":
-        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+    assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
+    assert (service["read_only"], service["init"]) == (True, True)
+    assert all("size=" in mount for mount in service["tmpfs"]), "a tmpfs is memory"
+    assert re.fullmatch(r"\d+g|\$\{\w+:-\d+g\}", service["mem_limit"])
+    assert 0 < service["pids_limit"] <= 4096
 
 
 def test_redis_keeps_its_data_and_wants_a_password() -> None:
-    for option in ("--appendonly yes", "--appendfsync everysec", "--maxmemory-policy noeviction", "--requirepass"):
+    for option in (
+        "--appendonly yes",
+        "--maxmemory ",
+        "--appendfsync everysec",
+        "--maxmemory-policy noeviction",
+        "--requirepass",
+    ):
         assert option in words("redis")
     assert SERVICES["redis"]["environment"]["REDISCLI_AUTH"].startswith("${REDIS_PASSWORD:?")
     assert "redis-data:/data" in SERVICES["redis"]["volumes"]

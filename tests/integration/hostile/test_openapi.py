@@ -102,4 +102,4 @@ async def test_ten_thousand_messages_are_more_than_the_model_takes(config: Confi
     async with serving(config, backend) as gateway:
         for more in ({}, {"rollout_id": "many"}):
             status, answer = await gateway.post("/v1/chat/completions", {"messages": [USER] * 10_000, **more})
-            assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
+            assert (status, answer["error"]["type"]) == (413, "invalid_request_error"), answer

@@ -1,0 +1,206 @@
+"""One connection of a server: uvicorn's, on httptools, with the deadlines and bounds that it lacks.
+
+    silent ─first byte─▶ head ─▶ body ─▶ answer ─▶ silent …
+    HEAD_S     HEAD_S      BODY_SILENT_S, BODY_S   WRITE_S   uvicorn's keep-alive
+
+- httptools refuses what two servers may read in two ways (a length beside chunks, a bare line feed). A request of
+  HTTP/1.1 names one host; trailers are dropped, as what checked the headers is past.
+- A caller is never cut off for what is ours: a body that the application does not read, an answer that it still makes.
+- At the limit the connection that has been without a request for the longest time makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from http import HTTPStatus
+from typing import cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+HEAD_S = 15.0  # from the first byte, or the connection, to the end of the headers
+BODY_SILENT_S, BODY_S = 20.0, 300.0  # without a byte; as a whole
+WRITE_S = 60.0  # for a caller that does not read
+MAX_HEAD_BYTES = 65_536  # request line and headers
+_LINGER_S, _LINGER_BYTES = 2.0, 1 << 20  # what a refused caller may still send, so that it can read the refusal
+_MOST, _LEAST = 2_048, 64  # connections
+
+
+def max_connections() -> int:
+    """Half of the files that this process may open, within bounds."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft < 0 else min(_MOST, max(_LEAST, soft // 2))
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn makes one for each caller. The times may be changed on a subclass."""
+
+    head_s, body_silent_s, body_s, write_s = HEAD_S, BODY_SILENT_S, BODY_S, WRITE_S
+    max_head_bytes = MAX_HEAD_BYTES
+    max_connections = max_connections()
+
+    _in_body = _in_head = _refused = False
+    _head_bytes = _thrown_away = 0
+    _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _since = _body_began = _heard = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        if len(self.connections) > self.max_connections and not self._make_room():
+            self._refuse(503, "too many connections; come again later")
+        else:
+            self._arm(self.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._unset_keepalive_if_required()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._refused:
+            self._thrown_away += len(data)
+            if self._thrown_away > _LINGER_BYTES:
+                self.transport.abort()
+            return
+        self._heard = self.loop.time()
+        if self._timer is None and not self._in_body:
+            self._arm(self.head_s)
+        super().data_received(data)
+        if self._in_head and not self._refused:  # what httptools has not told of yet counts too
+            self._head_bytes += len(data)
+            if self._head_bytes > self.max_head_bytes:
+                self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        if self._timer is None:  # a request that follows in the same bytes
+            self._arm(self.head_s)
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._in_body = False, True
+        self._body_began = self._heard
+        self._arm(self.body_silent_s)
+        if self._refused:
+            return
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        version = self.parser.get_http_version()  # type: ignore[union-attr]
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if size > self.max_head_bytes:
+            self._refuse_head()
+        elif hosts != 1 and (hosts or version == "1.1"):
+            self._refuse(400, "a request names one host; send one Host header")
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body, self._since = False, self._heard
+        self._disarm()
+        if not self._refused:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._arm_write()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._arm_write()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None and not self.transport.is_closing():
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "the request is not HTTP, or may be read in two ways")
+
+    def _make_room(self) -> bool:
+        idle = [one for one in self.connections if isinstance(one, Connection) and one is not self and one._is_idle()]
+        oldest = min(idle, key=lambda one: one._since, default=None)
+        if oldest is not None:
+            oldest.transport.abort()
+        return oldest is not None
+
+    def _is_idle(self) -> bool:
+        """No request of it is whole."""
+        return not self._in_body and not self._answers()
+
+    def _answers(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
+        return cycle is not None and not cycle.response_complete
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm_write(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.write_s, self.transport.abort)
+
+    def _late(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self._in_body:
+            now = self.loop.time()
+            left = min(self._heard + self.body_silent_s, self._body_began + self.body_s) - now
+            if self.flow.read_paused:
+                self._heard = self._body_began = now  # it is ours to read
+                self._arm(self.body_silent_s)
+            elif left > 0:
+                self._arm(left)
+            else:
+                self._refuse(408, "the body did not come to its end in time")
+        elif self._answers():
+            self._arm(self.head_s)  # part of a next request, before the answer to this one
+        elif self._in_head:
+            self._refuse(408, f"the headers did not come to their end within {self.head_s:g} s")
+        else:
+            self.transport.close()
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"request line and headers have more than {self.max_head_bytes} bytes; send less")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer and close, unless an answer has begun: that is cut off."""
+        self._refused = True
+        self._disarm()
+        if self._answers():
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.write_eof()
+        self._write_timer = self._write_timer or self.loop.call_later(_LINGER_S, self.transport.abort)
