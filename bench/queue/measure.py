@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.interruptible import run_interruptible
 from bench.queue import calls
+from bench.queue.deaths import deaths
 from bench.queue.idle import idle
 from bench.queue.plan import Plan
 from bench.queue.race import Outcome, Race
@@ -43,7 +44,8 @@ def measure(plan: Plan) -> dict[str, Any]:
     `*_jobs_s`: median of the rounds, by worker processes. `claims_per_job`: jobs that claims brought, over jobs: a
     job that two workers took counts twice; `claim_calls_per_job`: claims that brought any. `ours_vs_*`: median of the
     rounds' ratios at 2 workers. `ours_worker_us`, `ours_broker_us`: processor time a job. `spread`: slowest and
-    fastest round. `aof`: what each system's broker wrote to disk.
+    fastest round. `aof`: what each system's broker wrote to disk. `deaths`: by workers, the time of
+    `deaths_jobs` jobs of `deaths_job_s` seconds, without kills (`quiet_s`) and with `deaths_kills` SIGKILLs (`killed_s`).
     """
     HOME.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="run-", dir=HOME))
@@ -77,6 +79,7 @@ async def _run(plan: Plan, brokers: Brokers, home: Path) -> dict[str, Any]:
             **await calls.bulk_enqueue(plan, client),
             **await calls.commits(plan, client),
             **await calls.claims(plan, client),
+            **await deaths(plan, client, brokers.calls, home),
             **_conditions(plan, brokers),
         }
     finally:

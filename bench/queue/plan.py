@@ -35,6 +35,9 @@ class Plan:
     commit_s: float = 1.5
     depths: tuple[int, ...] = (1_000, 1_000_000)
     claims: int = 2_000
+    death_workers: tuple[int, ...] = (2, 4)
+    death_jobs: int = 64
+    death_job_s: float = 1.0
 
     @classmethod
     def of(cls, *, workers: tuple[int, ...], jobs: int | None, quick: bool) -> Plan:
@@ -47,4 +50,5 @@ class Plan:
         return cls(
             workers=counts, jobs=jobs or 500, rounds=1, seconds=0.2, grid=ARQ_GRID[:1], probe_jobs=60, idle_jobs=20,
             bulk_jobs=1_000, commit_s=0.05, depths=(100, 2_000), claims=50,
+            death_workers=(2,), death_jobs=16, death_job_s=0.3,
         )  # fmt: skip

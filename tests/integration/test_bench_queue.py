@@ -39,6 +39,9 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path, env: 
     assert len(found["claim_us"]) == 2
     assert (found["saq_jobs_s"] is not None) == is_installed()
     assert found["claims_per_job"]["2"] >= 1.0
+    deaths = found["deaths"]["2"]
+    assert deaths["limit_s"] == pytest.approx(2 * deaths["quiet_s"] + deaths["start_s"], rel=1e-3)
+    assert deaths["killed_s"] > deaths["quiet_s"] >= found["deaths_job_s"]
     assert found["aof"] == {"ours": "everysec", "arq": "off", "arq_best": "off", "saq": "off", "calls": "everysec"}
     assert not list((tmp_path / ".sluice/bench").iterdir())
 
