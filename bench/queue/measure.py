@@ -45,7 +45,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     job that two workers took counts twice; `claim_calls_per_job`: claims that brought any. `ours_vs_*`: median of the
     rounds' ratios at 2 workers. `ours_worker_us`, `ours_broker_us`: processor time a job. `spread`: slowest and
     fastest round. `aof`: what each system's broker wrote to disk. `deaths`: by workers, the time of
-    `deaths_jobs` jobs of `deaths_job_s` seconds, without kills (`quiet_s`) and with `deaths_kills` SIGKILLs (`killed_s`).
+    `deaths_jobs` jobs of `deaths_job_s` seconds, without kills (`quiet_s`) and with `deaths_kills` (`killed_s`).
     """
     HOME.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="run-", dir=HOME))
