@@ -24,18 +24,32 @@ def did_you_mean(word: str, choices: list[str]) -> str:
 
 def refuse_unknown_keys(kind: type, tree: Any, origin: str, prefix: str = "") -> None:
     """Walk a tree beside its Struct type; raises ConfigError at the first unknown key."""
+    if problem := unknown_key(kind, tree, prefix):
+        raise ConfigError(f"{origin}: {problem}")
+
+
+def unknown_key(kind: type, tree: Any, prefix: str = "") -> str | None:
+    """The first key of a tree that its Struct type does not have, and the nearest that it has; None where all fit."""
     if not isinstance(tree, dict):
-        return
+        return None
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in cast("dict[Any, Any]", tree).items():
         if key not in fields:
-            raise ConfigError(f"{origin}: unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}")
+            return f"unknown key {prefix}{key}; {did_you_mean(str(key), list(fields))}"
         child = _struct_of(fields[key])
         if child is None:
             continue
-        if value is None or not isinstance(value, dict):
-            raise ConfigError(f"{origin}: {prefix}{key} must be a mapping, got {value!r}; remove it or fill it in")
-        refuse_unknown_keys(child, value, origin, f"{prefix}{key}.")
+        if get_origin(fields[key]) in (list, tuple):
+            items = cast("list[Any]", value) if isinstance(value, list | tuple) else []
+            places = [(f"{prefix}{key}[{at}].", item) for at, item in enumerate(items)]
+        elif isinstance(value, dict):
+            places = [(f"{prefix}{key}.", cast("dict[Any, Any]", value))]
+        else:
+            return f"{prefix}{key} must be a mapping, got {value!r:.60}; remove it or fill it in"
+        for place, item in places:
+            if problem := unknown_key(child, item, place):
+                return problem
+    return None
 
 
 def refuse_unknown_path(kind: type, parts: list[str], origin: str) -> None:

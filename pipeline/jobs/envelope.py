@@ -12,12 +12,14 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import DeserializationError, deserialize_job_raw, serialize_job
 from redis.asyncio import Redis
 
+from pipeline.config.suggest import unknown_key
 from pipeline.errors import MessageError, SluiceError, UnknownSchema
 from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING
 from pipeline.messages import SCHEMA, DecodeJob, decode, encode
 from pipeline.tokens import from_wire
 
 FUNCTION = "decode"
+_KIND = "decode_job"
 _CANCELLED = ("cancelled", "CancelledError")
 _YEAR_2096_MS, _MOST_TRIES = 4e12, 1e6
 
@@ -115,9 +117,13 @@ def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
             job = decode(DecodeJob, given)
         elif isinstance(given, dict):
             fields = {"run": job_id.partition(":")[0], **cast("dict[str, Any]", given), "job_id": job_id}
+            kind, schema = fields.pop("kind", _KIND), fields.get("schema", SCHEMA)
+            if isinstance(schema, int) and schema > SCHEMA:
+                return None, f"unknown schema: {schema}; this release reads up to {SCHEMA}: upgrade"
+            problem = unknown_key(DecodeJob, fields) if kind == _KIND else f"kind is {kind!r:.60}, not {_KIND!r}"
+            if problem:
+                return None, f"malformed payload: {problem}"
             job = msgspec.convert(fields, DecodeJob, dec_hook=from_wire)
-            if job.schema > SCHEMA:
-                return None, f"unknown schema: {job.schema}; this release reads up to {SCHEMA}: upgrade"
         else:
             return None, "malformed arguments: give one DecodeJob (encoded or as a map), or its fields by name"
     except UnknownSchema as error:
