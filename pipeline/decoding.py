@@ -75,7 +75,7 @@ def read_json(raw: bytes, kind: type[_T], what: str) -> _T:
         problem = lone_surrogate_in_json(raw, "it") or ("it is nested too deeply" if _is_depth(error) else error)
         raise MessageError(f"{what} cannot be read: {problem}") from error
     may_be_odd = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _LONG.search(raw)
-    if may_be_odd and (problem := no_plain_value(msgspec.to_builtins(value), "")):
+    if may_be_odd and (problem := no_plain_value(msgspec.json.decode(raw), "")):  # also in what `kind` leaves out
         raise MessageError(f"{what} cannot be read: {problem}")
     return value
 

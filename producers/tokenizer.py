@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipeline.chat_template import settle
 from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError
+from pipeline.decoding import read_json
+from pipeline.errors import MessageError, ModelError
 from pipeline.image_placeholders import image_placeholders
 from pipeline.turn_tokens import Renderer
 
@@ -65,6 +64,6 @@ def text_decoder(renderer: Renderer) -> Callable[[Sequence[int]], str]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ModelError(f"{file}: {error}") from error
+        return read_json(file.read_bytes(), dict[str, Any], str(file))
+    except (OSError, MessageError) as error:
+        raise ModelError(str(error)) from error

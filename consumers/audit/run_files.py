@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config import Config, load_config
-from pipeline.errors import ConfigError, DataError
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, DataError, MessageError
 
 ROLLOUTS, WEIGHTS, HISTORY = "rollouts", "weights", "history"
 RESOLVED, METRICS = "config.resolved.yaml", "metrics.jsonl"
@@ -46,8 +47,8 @@ def trained_versions(directory: Path) -> dict[int, int]:
     # A last line without its end is being written.
     whole = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and line.strip()]
     try:
-        steps = [msgspec.json.decode(line, type=_Step) for line in whole]
-    except msgspec.DecodeError as error:
+        steps = [read_json(line, _Step, f"line {number}") for number, line in enumerate(whole, 1)]
+    except MessageError as error:
         raise DataError(f"{file}: cannot be read ({error}); delete the damaged lines to go on without them") from error
     return {each.step: each.version for each in steps if each.version is not None}
 

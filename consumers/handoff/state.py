@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.errors import DataError
+from pipeline.decoding import read_json
+from pipeline.errors import DataError, MessageError
 from pipeline.files import write_atomic
 from pipeline.weights import newest_number, read_manifest
 
@@ -60,6 +61,6 @@ def _read(directory: Path) -> HandoffState:
     if not file.exists():  # the built-in trainer's version, or none
         return HandoffState(step=read_manifest(directory).step if (directory / "manifest.json").exists() else 0)
     try:
-        return msgspec.json.decode(file.read_bytes(), type=HandoffState)
-    except (OSError, msgspec.MsgspecError) as error:
+        return read_json(file.read_bytes(), HandoffState, FILE)
+    except (OSError, MessageError) as error:
         raise DataError(f"{file}: cannot be read ({error}); restore it, or start a run of another name") from error

@@ -16,7 +16,8 @@ from typing import Any
 from consumers.history.opened import Files
 from consumers.history.queries import Cursor, conditions, distinct
 from consumers.history.records import STATES, JobRow, Page, SequenceDetail, SequenceFilter, SequenceRow, unpack
-from pipeline.errors import DataError
+from pipeline.decoding import Unreadable
+from pipeline.errors import DataError, MessageError
 from pipeline.job_log import parse_log
 
 _STORED = "details.row, details.result, details.sample, details.letter"
@@ -27,7 +28,7 @@ class HistoryReader:
     """One run's history; may be used from several threads."""
 
     def __init__(self, directory: Path) -> None:
-        self._files = Files(directory)
+        self._files, self._unreadable = Files(directory), Unreadable()
 
     def close(self) -> None:
         """Close the files."""
@@ -41,7 +42,12 @@ class HistoryReader:
             f" where sequences.num < ?{where} order by sequences.num desc limit ?"
         )
         found, cursor = self._page(sql, args, limit, before)
-        rows = [unpack(SequenceRow, raw) for _, _, raw in found]
+        rows: list[SequenceRow] = []
+        for number, _, raw in found:
+            try:
+                rows.append(unpack(SequenceRow, raw))
+            except MessageError as error:
+                self._unreadable.skip("history", str(number), error)
         return Page(self._files.with_trained(rows), cursor)
 
     def sequence(self, seq_id: str) -> SequenceDetail | None:

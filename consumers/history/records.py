@@ -10,6 +10,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from pipeline.errors import MessageError
 from pipeline.job_log import JobEvent
 from pipeline.messages import DeadLetter, SequenceResult, TrainingSample
 from pipeline.tokens import FloatArray, Runs, from_wire, to_wire
@@ -114,8 +115,11 @@ def pack(value: msgspec.Struct) -> bytes:
 
 
 def unpack(kind: type[T], raw: bytes) -> T:
-    """The counterpart of `pack`; raises msgspec.MsgspecError for what does not fit."""
-    return msgspec.msgpack.decode(raw, type=kind, dec_hook=from_wire)
+    """The counterpart of `pack`; raises MessageError for what does not fit."""
+    try:
+        return msgspec.msgpack.decode(raw, type=kind, dec_hook=from_wire)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, TypeError) as error:
+        raise MessageError(f"not a {kind.__name__} of the history: {error}") from error
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)

@@ -1,10 +1,12 @@
 """Checkpoints: model, optimiser, random state and place in the batch stream; whole or absent.
 
-    checkpoints/step-000012/   model.safetensors config.json …   trainer/{optimizer.safetensors, state.json}
+    checkpoints/step-000012/   model.safetensors config.json …   trainer/{optimizer.safetensors, state.json,
+    digests.json}
 
 The state names the batches whose effect the weights hold, and what was dropped from them. They are acked only after
 the rename, so a trainer that is killed anywhere trains each batch once: acked twice is harmless, trained twice
-impossible.
+impossible. A file that changed after that does not match its digest: the checkpoint before is taken, and the damaged
+one is set aside.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,15 @@ from safetensors.torch import load_file, save_file
 
 from consumers.training.model import read_model, write_model
 from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError
+from pipeline.decoding import read_json
+from pipeline.errors import MessageError, ModelError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
+from pipeline.logs import get_logger
 from pipeline.messages import DeadLetter
 
 _STATE = Path("trainer/state.json")
 _OPTIMIZER = Path("trainer/optimizer.safetensors")
+_DIGESTS = Path("trainer/digests.json")
 _RECENT_IDS = 8192
 _TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_terminate_tokens_saved")
 
@@ -80,6 +86,7 @@ def save(
     write_model(model, source, aside)
     save_file(_optimizer_tensors(optimizer), str(aside / _OPTIMIZER))
     write_atomic(aside / _STATE, msgspec.json.encode(state))
+    write_atomic(aside / _DIGESTS, msgspec.json.encode(_digests(aside)))
     fsync_tree(aside / "trainer")
     fsync_tree(aside)
     shutil.rmtree(target, ignore_errors=True)
@@ -89,9 +96,57 @@ def save(
 
 
 def newest(root: Path) -> Path | None:
-    """The newest whole checkpoint."""
-    found = _all(root)
-    return found[-1] if found else None
+    """The newest whole checkpoint; None where none was ever written. Sets damaged ones aside, as `damaged-step-…`.
+
+    Raises ModelError where all are damaged: to begin anew would train everything twice.
+    """
+    damaged: list[str] = []
+    for directory in reversed(_all(root)):
+        problem = _damage(directory)
+        if problem is None:
+            for name in damaged:
+                aside = root / f"damaged-{name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (root / name).rename(aside)
+                get_logger().error(
+                    "a damaged checkpoint is set aside; the steps after the one before it are lost",
+                    damaged=str(aside),
+                    goes_on_from=directory.name,
+                )
+            return directory
+        get_logger().error("a checkpoint is damaged", checkpoint=str(directory), problem=problem)
+        damaged.append(directory.name)
+    if damaged:
+        raise ModelError(
+            f"{root}: no whole checkpoint is left ({', '.join(reversed(damaged))}: {problem}); restore one from a "
+            "backup, or start a run of another name (--set run=NAME)"
+        )
+    return None
+
+
+def _damage(directory: Path) -> str | None:
+    """Why a checkpoint is not what was saved; one of an older release has no digests, and `load` sees what it can."""
+    file = directory / _DIGESTS
+    try:
+        if not file.exists() and (directory / _STATE).exists():
+            return None
+        saved = read_json(file.read_bytes(), dict[str, str], _DIGESTS.name)
+        found = _digests(directory)
+    except (OSError, MessageError) as error:
+        return str(error)
+    odd = sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))
+    return f"{odd[0]} is not what was saved" if odd else None
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """sha256 of every file but the table itself, by its path in the checkpoint."""
+    digests: dict[str, str] = {}
+    for file in sorted(directory.rglob("*")):
+        name = file.relative_to(directory)
+        if file.is_file() and name != _DIGESTS:
+            with file.open("rb") as stream:
+                digests[str(name)] = file_digest(stream, "sha256").hexdigest()
+    return digests
 
 
 def load(
@@ -102,10 +157,10 @@ def load(
     `config`: how the model is loaded; None as by default.
     """
     try:
-        state = msgspec.json.decode((directory / _STATE).read_bytes(), type=TrainerState)
+        state = read_json((directory / _STATE).read_bytes(), TrainerState, _STATE.name)
         model.load_state_dict(read_model(directory, config or ModelConfig()).state_dict())
         _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, MessageError) as error:
         raise ModelError(
             f"{directory}: damaged checkpoint ({error}); delete it to go on from the one before"
         ) from error

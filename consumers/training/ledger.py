@@ -7,6 +7,10 @@ from typing import Any
 
 import msgspec
 
+from pipeline.decoding import read_json
+from pipeline.errors import MessageError
+from pipeline.logs import get_logger
+
 
 class StepLog:
     """One file; each line has a `step`."""
@@ -31,14 +35,24 @@ class StepLog:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """All lines of a step log; an empty list when there is none."""
+    """All lines of a step log that can be read; an empty list when there is none."""
     if not path.exists():
         return []
-    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.strip()]
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found += [read_json(line, dict[str, Any], "it")] if line.strip() else []
+        except MessageError as error:
+            get_logger().warning("a line cannot be read and is skipped", where=f"{path}:{number}", problem=str(error))
+    return found
+
+
+class _Step(msgspec.Struct):
+    step: int
 
 
 def _step_of(line: bytes) -> float:
     try:
-        return float(msgspec.json.decode(line)["step"]) if line.endswith(b"\n") else float("inf")
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return read_json(line, _Step, "it").step if line.endswith(b"\n") else float("inf")
+    except MessageError:
         return float("inf")

@@ -26,7 +26,8 @@ from uuid import uuid4
 import msgspec
 
 from pipeline.config.types import Config
-from pipeline.errors import ConfigError
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, DataError, MessageError
 from pipeline.files import write_atomic
 from pipeline.logs import get_logger
 
@@ -86,7 +87,10 @@ class _Remote:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._sent = _Sent(id=uuid4().hex[:8])
         if self._path.exists():
-            self._sent = msgspec.json.decode(self._path.read_bytes(), type=_Sent)
+            try:
+                self._sent = read_json(self._path.read_bytes(), _Sent, str(self._path))
+            except MessageError as error:
+                raise DataError(f"{error}; delete the file, and the tracker begins another run") from error
         self._save()
         self._run = begin(self._sent.id)
 

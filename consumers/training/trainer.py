@@ -103,7 +103,7 @@ class Trainer:
         return limit is not None and self._state.version >= limit
 
     async def _resume(self) -> None:
-        found = checkpoint.newest(self._checkpoints)
+        found = await asyncio.to_thread(checkpoint.newest, self._checkpoints)
         if found is None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             await self._publish(self._source)

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.errors import ConfigError
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, MessageError
 from producers.asking.peer import Refused
 
 
@@ -41,8 +42,8 @@ class _Tools(msgspec.Struct):
 def read_answer(raw: bytes, rollout_id: str) -> Answer:
     """Raises Refused for what is no RolloutResponse, or that of another rollout."""
     try:
-        answer = msgspec.json.decode(raw, type=Answer)
-    except msgspec.DecodeError as error:
+        answer = read_json(raw, Answer, "it")
+    except MessageError as error:
         raise Refused(f"the rollout server's answer is no RolloutResponse: {error}") from error
     if answer.rollout_id != rollout_id:
         raise Refused(f"the rollout server's answer is that of another rollout, {answer.rollout_id[:256]!r}")
@@ -52,7 +53,7 @@ def read_answer(raw: bytes, rollout_id: str) -> Answer:
 def tool_names(raw: bytes) -> list[str]:
     """Of a ToolsResponse. Raises ConfigError for anything else."""
     try:
-        found = msgspec.json.decode(raw, type=_Tools)
-    except msgspec.DecodeError as error:
+        found = read_json(raw, _Tools, "it")
+    except MessageError as error:
         raise ConfigError(f"GET /tools of rollout.url is no list of tools ({error}); correct the address") from error
     return [tool.function.name for tool in found.tools]

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from typing import Any, cast
 from urllib.parse import quote
 
-import msgspec
-
-from pipeline.errors import ConfigError, DeadlineExceeded
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, DeadlineExceeded, MessageError
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.rollouts import RolloutHead, Rollouts
@@ -119,10 +118,10 @@ class Asker:
         path = f"/rollout/{quote(head.rollout_id, safe=':')}/status"
         soon = min(until, asyncio.get_running_loop().time() + _ASK_AFTER_S)
         try:
-            found = msgspec.json.decode(await self._server.call("GET", path, until=soon))
-        except (PeerSilent, Refused, msgspec.DecodeError):
+            found = read_json(await self._server.call("GET", path, until=soon), dict[str, Any], "it")
+        except (PeerSilent, Refused, MessageError):
             return True  # it is away, or knows no such question
-        return not isinstance(found, dict) or found.get("status") in (None, "queued", "running")
+        return found.get("status") in (None, "queued", "running")
 
     async def _post(self, path: str, head: RolloutHead, until: float) -> bytes:
         key = os.environ.get(GATEWAY_KEY)

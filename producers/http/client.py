@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp.abc import AbstractResolver
 
-from pipeline.errors import RequestError
+from pipeline import decoding
+from pipeline.errors import MessageError, RequestError
 from pipeline.hosts import AllowedHosts
 
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "sluice"}
@@ -63,8 +63,8 @@ async def read_json(response: aiohttp.ClientResponse, max_bytes: int) -> Any:
     """The body as JSON. Raises RequestError where it is too large or no JSON."""
     body = await read_bounded(response, max_bytes)
     try:
-        return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+        return decoding.read_json(body, object, "it")
+    except MessageError as error:
         raise RequestError(f"the URL: the answer is no JSON ({error}); look at the server") from error
 
 

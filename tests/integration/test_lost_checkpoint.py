@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+def flip(file: Path, at: int) -> None:
+    """One bit."""
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1
+    file.write_bytes(raw)
+
+
 async def assert_newest(client: Any, keys: Keys, version: int) -> None:
     registry = WeightsRegistry(client, keys)
     assert await registry.latest() == version
@@ -30,7 +36,7 @@ async def assert_newest(client: Any, keys: Keys, version: int) -> None:
     assert verify(manifest)
 
 
-async def test_a_damaged_checkpoint_that_was_deleted_as_advised_blocks_nothing(
+async def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
 ) -> None:
     config = config_of(broker_config, keys, run_dir)
@@ -39,14 +45,25 @@ async def test_a_damaged_checkpoint_that_was_deleted_as_advised_blocks_nothing(
     await assert_newest(client, keys, 3)
     newest = checkpoint.newest(run_dir / keys.run / "checkpoints")
     assert newest is not None
-    (newest / "model.safetensors").write_bytes(b"damaged")
+    flip(newest / "model.safetensors", -1)
     await hand_on(client, keys, 3, 1)
-    with pytest.raises(ExceptionGroup) as caught:
-        await train(config, source)
-    assert caught.group_contains(ModelError, match="delete it to go on")
-    shutil.rmtree(newest)
     await train(config, source)
     await assert_newest(client, keys, 4)
+    assert (newest.parent / f"damaged-{newest.name}").is_dir()
+
+
+async def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir)
+    await hand_on(client, keys, 0, 1)
+    await train(config, source)
+    for directory in (run_dir / keys.run / "checkpoints").iterdir():
+        flip(directory / "trainer" / "state.json", 3)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, source)
+    assert caught.group_contains(ModelError, match="no whole checkpoint is left .*state.json is not what was saved")
+    await assert_newest(client, keys, 1)
 
 
 async def test_versions_that_the_broker_lost_are_published_again_or_passed_over(

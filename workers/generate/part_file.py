@@ -15,13 +15,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 
-from pipeline.errors import ConfigError, DataError
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, DataError, MessageError
 from workers.generate.failures import Failures
-from workers.generate.numbers import number_of, row_and_index
+from workers.generate.numbers import MAX_N, MAX_ROWS, number_of, row_and_index
 
 _SYNC_S = 1.0
 _FORMAT = 1
@@ -36,8 +37,8 @@ class _Header(msgspec.Struct, frozen=True):
 class _Line(msgspec.Struct, frozen=True):
     """What is needed of an answer to go on; the other fields are skipped."""
 
-    row: int
-    index: int
+    row: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_N)]
     finish_reason: str
     num_new_tokens: int
     error: str | None = None
@@ -91,8 +92,8 @@ def recover(lines: Iterable[bytes], header: bytes, name: str) -> Kept:
     kept.end = len(first)
     for line in stream:
         try:
-            found = msgspec.json.decode(line, type=_Line) if line.endswith(b"\n") else None
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            found = read_json(line, _Line, "it") if line.endswith(b"\n") else None
+        except MessageError:
             found = None
         if found is None:
             return kept
@@ -193,10 +194,10 @@ def _locked(path: Path) -> IO[bytes]:
 
 def _difference(first: bytes, header: bytes, name: str) -> str:
     try:
-        found = msgspec.json.decode(first, type=_Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        found = read_json(first, _Header, "it")
+    except MessageError:
         return f"{name}: not a part file of `sluice generate`; move it away, or replace it with --restart"
-    old, new = found.run, msgspec.json.decode(header, type=_Header).run
+    old, new = found.run, read_json(header, _Header, "it").run
     names = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)] or ["the format"]
     shown = ", ".join(key if key in ("input", "model") else f"{key} ({old.get(key)!r})" for key in names)
     return f"{name} was begun with another {shown}; give the same command as then to go on, or --restart to begin anew"

@@ -18,7 +18,8 @@ import msgspec
 from pipeline.config.rules import check_guard
 from pipeline.config.suggest import refuse_unknown_keys
 from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, MessageError
 
 SWITCH = "ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
 JSON_PATH = "VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
@@ -46,8 +47,8 @@ def from_environment(environ: Mapping[str, str] | None = None) -> RepeatTerminat
             f"COORDEXP_{JSON}, or the path of such a file in COORDEXP_{JSON_PATH}"
         )
     try:
-        tree = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+        tree = read_json(text.encode(errors="surrogateescape"), object, "it")
+    except MessageError as error:
         raise ConfigError(f"{origin}: not JSON ({error}); give the repeat_terminate subtree as one object") from error
     config = subtree(tree, origin)
     return config if config.enabled else None

@@ -19,7 +19,16 @@ from safetensors.numpy import save_file
 
 from pipeline.errors import WeightsError
 from pipeline.messages import WeightVersion
-from pipeline.weights import MANIFEST, digest_of, read_manifest, retire, tensor_table, verify, write_version
+from pipeline.weights import (
+    MANIFEST,
+    digest_of,
+    newest_number,
+    read_manifest,
+    retire,
+    tensor_table,
+    verify,
+    write_version,
+)
 
 
 def model_dir(path: Path, seed: int = 0, files: int = 1) -> Path:
@@ -216,3 +225,39 @@ def test_a_damaged_manifest_is_a_weights_error(tmp_path: Path, text: str) -> Non
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(WeightsError, match=r"manifest\.json"):
         read_manifest(tmp_path)
+
+
+def test_what_is_no_version_in_the_directory_of_versions_is_nobodys(tmp_path: Path) -> None:
+    source, root = model_dir(tmp_path / "source"), tmp_path / "weights"
+    for version in (1, 2):
+        write_version(source, root, manifest(version))
+    for name in ("vxxxxxx", "v00001²", "v٠٠٠٠٠٩", "v-00003", "v99999999999999999999", "v000003.bak", "vendor"):
+        (root / name).mkdir()
+    (root / "v000009").write_text("a file")
+    assert newest_number(root) == 2
+    retire(root, 2, 1)
+    assert not (root / "v000001").exists()
+    assert len(list(root.iterdir())) == 9
+
+
+NESTED = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"\xff", NESTED, b'{"version": ' + b"9" * 40 + b"}", b'{"path": "\\ud800"}', b'{"a": 1}'],
+    ids=["empty", "cut", "list", "not UTF-8", "deep", "huge", "surrogate", "other"],
+)  # fmt: skip
+def test_a_damaged_manifest_is_named(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(raw)
+    with pytest.raises(WeightsError, match="no readable manifest"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("header", [
+    NESTED, b'{"a": ' + NESTED + b"}", b'{"a": {"dtype": "F32", "shape": [-1]}}', b'{"\\ud800": 1}',
+    b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + b"9" * 30 + b"]}}"])  # fmt: skip
+def test_a_damaged_header_is_named(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(WeightsError, match=r"model\.safetensors: "):
+        tensor_table(tmp_path)

@@ -83,6 +83,27 @@ def test_what_follows_damage_is_dropped_and_what_is_before_it_counts(data: st.Da
     assert kept.end == len(header) + sum(map(len, lines[:at]))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"row": -1, "index": 0, "finish_reason": "stop", "num_new_tokens": 1}',
+        b'{"row": 1, "index": 9999, "finish_reason": "stop", "num_new_tokens": 1}',
+        b'{"row": ' + b"9" * 30 + b', "index": 0, "finish_reason": "stop", "num_new_tokens": 1}',
+        b'{"row": 1, "index": 0, "finish_reason": "\\ud800", "num_new_tokens": 1}',
+        b'{"row": 1, "index": 0, "finish_reason": "stop", "num_new_tokens": 1, "text": '
+        + b"[" * 900
+        + b"]" * 900
+        + b"}",
+    ],
+    ids=["deep", "negative", "index", "huge", "surrogate", "deep within"],
+)
+def test_a_line_that_no_answer_has_is_damage(line: bytes) -> None:
+    good = LINES[ORDER[0]]
+    kept = recover(io.BytesIO(header_line(RUN) + good + line + b"\n" + LINES[ORDER[1]]), header_line(RUN), "x")
+    assert (len(kept.places), kept.end) == (1, len(header_line(RUN)) + len(good))
+
+
 def test_an_answer_that_is_there_twice_counts_once() -> None:
     header, line = header_line(RUN), LINES[0, 0]
     kept = recover([header, line, line], header, "x")
