@@ -25,9 +25,10 @@ from consumers.pack import pack_rows
 from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
 from pipeline import metrics
+from pipeline.broker import is_cluster
 from pipeline.decoding import integer
 from pipeline.errors import MessageError, ResultsLost
-from pipeline.keys import ARQ_RESULT
+from pipeline.keys import ARQ_RESULT, run_of
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
@@ -121,9 +122,11 @@ class Consumer:
 
     async def _is_known(self, group_id: str) -> bool:
         """Whether such a job was ever enqueued, or such a rollout opened, as far as the broker remembers."""
-        if group_id.startswith(f"{self._role.config.run}:"):
+        if run_of(group_id) == self._role.config.run:
             return True
-        names = (self._role.keys.job_state, ARQ_RESULT, self._role.keys.rollout)
+        names = [self._role.keys.job_state, self._role.keys.rollout]
+        if not is_cluster(self._role.client):  # there such an id has no result in our reach
+            names.append(ARQ_RESULT)
         return bool(await self._role.client.exists(*(f"{name}{group_id}" for name in names)))
 
     async def _discard(self, entry: Entry, problem: Exception) -> None:

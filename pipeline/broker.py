@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import redis
 from redis.asyncio import Redis
-from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.connection import parse_url as options_of
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
@@ -25,16 +25,24 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from pipeline import lua
+from pipeline.cluster import SlotPrimary
 from pipeline.config.load import hide_password
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError, BrokerRefused
 from pipeline.keys import type_of
 from pipeline.logs import get_logger
-from pipeline.patience import TRANSIENT, PatientPool, PatientSentinelPool, UntilRetry, may_pass
+from pipeline.patience import (
+    TRANSIENT,
+    PatientClusterPool,
+    PatientPool,
+    PatientSentinelPool,
+    UntilRetry,
+    may_pass,
+)
 
 _HEALTH_CHECK_S = 15
 _ASK_AGAIN_S = 0.5
-_SENTINEL_PORT = 26379
+_SENTINEL_PORT, _NODE_PORT = 26379, 6379
 
 
 class BrokerSilent(BrokerError):
@@ -55,56 +63,83 @@ def broker_url(config: BrokerConfig) -> str:
         ) from error
 
 
-def connect(config: BrokerConfig) -> Redis:
-    """An asyncio client that outlasts an outage of `retry_for_s`; nothing is sent yet. See `ping`."""
-    return Redis.from_pool(connection_pool(config))
+def connect(config: BrokerConfig, run: str = "") -> Redis:
+    """An asyncio client that outlasts an outage of `retry_for_s`; nothing is sent yet. See `ping`.
+
+    `run`: whose names are asked for; on a cluster it says which node that is.
+    """
+    return Redis.from_pool(connection_pool(config, run))
 
 
-def connection_pool(config: BrokerConfig) -> ConnectionPool:
+def connection_pool(config: BrokerConfig, run: str = "") -> ConnectionPool:
     """What `connect` uses, for clients of another class; whoever asks for it disconnects it."""
     patience: dict[str, Any] = {"retry": UntilRetry(config.retry_for_s), "retry_on_error": TRANSIENT}
     settings: dict[str, Any] = {**_timeouts(config), **patience}
     if config.sentinel_master is None:
-        settings.update(options_of(broker_url(config)))
-        return PatientPool(**settings)
-    sentinels, server = sentinel_addresses(config)
+        if not config.cluster:
+            settings.update(options_of(broker_url(config)))
+            return PatientPool(**settings)
+        primary, server = _slot_primary(config, run)
+        kind = SSLConnection if server.pop("ssl", False) else Connection
+        return PatientClusterPool(primary, connection_class=kind, **server, **settings)
+    sentinels, server = node_addresses(config, _SENTINEL_PORT)
     manager: Any = AsyncSentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
     return PatientSentinelPool(config.sentinel_master, manager, **server, **settings)
 
 
-def connect_sync(config: BrokerConfig) -> redis.Redis:
+def is_cluster(client: Redis) -> bool:
+    """Whether keys of another slot are out of this client's reach."""
+    return isinstance(client.connection_pool, PatientClusterPool)
+
+
+def connect_sync(config: BrokerConfig, run: str = "") -> redis.Redis:
     """A blocking client for threads and short commands; it gives up at the first failure."""
     settings: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), **_timeouts(config)}
     if config.sentinel_master is None:
+        if config.cluster:
+            primary, server = _slot_primary(config, run)
+            return redis.Redis(*primary.find(), **server, **settings)
         return redis.Redis.from_url(broker_url(config), **settings)  # type: ignore[no-untyped-call]
-    sentinels, server = sentinel_addresses(config)
+    sentinels, server = node_addresses(config, _SENTINEL_PORT)
     manager: Any = Sentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
     return cast(redis.Redis, manager.master_for(config.sentinel_master, **server, **settings))
 
 
-def sentinel_addresses(config: BrokerConfig) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """Where the Sentinels of `redis://[user:password@]host:port[,host:port…]/db` are, and how to enter the servers."""
+def _slot_primary(config: BrokerConfig, run: str) -> tuple[SlotPrimary, dict[str, Any]]:
+    nodes, server = node_addresses(config, _NODE_PORT)
+    return SlotPrimary(nodes, run, server, config.connect_timeout_s), server
+
+
+def node_addresses(config: BrokerConfig, port: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """Where the Sentinels, or a cluster's nodes, of `redis://[user:password@]host:port[,host:port…]/db` are, and how to
+    enter the servers. `port`: where none is given."""
     url = broker_url(config)
     parts = urlsplit(url)
     entry, at, hosts = parts.netloc.rpartition("@")
     try:
         found = [urlsplit(f"//{host}") for host in hosts.split(",")]
-        addresses = [(each.hostname or "", each.port or _SENTINEL_PORT) for each in found]
-        server = dict(options_of(f"{parts.scheme}://{entry}{at}sentinel{parts.path}?{parts.query}"))
+        addresses = [(each.hostname or "", each.port or port) for each in found]
+        server = dict(options_of(f"{parts.scheme}://{entry}{at}node{parts.path}?{parts.query}"))
     except ValueError as error:
-        raise BrokerError(f"{hide_password(url)}: not an address of Sentinels ({error})") from error
+        raise BrokerError(f"{hide_password(url)}: not an address of {_them(config)} ({error})") from error
     if not all(host for host, _ in addresses):
-        raise BrokerError(f"{hide_password(url)}: write Sentinels as redis://:password@host:26379,host2:26379/0")
+        raise BrokerError(
+            f"{hide_password(url)}: write {_them(config)} as redis://:password@host:{port},host2:{port}/0"
+        )
     secure = server.pop("connection_class", None) is not None
     server.pop("host", None)
     return addresses, {**server, "ssl": True} if secure else server
 
 
-def ping(config: BrokerConfig) -> dict[str, Any]:
+def _them(config: BrokerConfig) -> str:
+    return "a cluster's nodes" if config.cluster else "Sentinels"
+
+
+def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
     """Facts of the server; raises BrokerError that says what is wrong and what to do."""
     url = hide_password(broker_url(config))
     try:
-        with connect_sync(config) as client:
+        with connect_sync(config, run) as client:
             facts = cast("dict[str, Any]", cast(Any, client).info())
     except AuthenticationError as error:
         raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error
@@ -119,16 +154,21 @@ def ping(config: BrokerConfig) -> dict[str, Any]:
     version = str(facts.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
         raise BrokerError(f"{url}: Redis {version} is too old; Sluice needs Redis >= 6.2 or Valkey")
+    if bool(facts.get("cluster_enabled")) != config.cluster:
+        mend = (
+            "a single server: unset broker.cluster" if config.cluster else "a Redis Cluster: --set broker.cluster=true"
+        )
+        raise BrokerError(f"{url}: this is {mend}")
     return facts
 
 
-async def wait_ready(config: BrokerConfig) -> dict[str, Any]:
+async def wait_ready(config: BrokerConfig, run: str = "") -> dict[str, Any]:
     """`ping`, but a broker that is away is waited for as long as `connect` would."""
     until = time.monotonic() + config.retry_for_s
     said = False
     while True:
         try:
-            return await asyncio.to_thread(ping, config)
+            return await asyncio.to_thread(ping, config, run)
         except BrokerSilent as error:
             if time.monotonic() >= until:
                 raise

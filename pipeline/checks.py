@@ -91,7 +91,7 @@ def broker_facts(config: Config) -> tuple[str, dict[str, Any]]:
     except BrokerError:
         return "", {}
     try:
-        return url, connections.ping(config.broker)
+        return url, connections.ping(config.broker, config.run)
     except connections.BrokerSilent:  # that of an embedded one which was killed
         if config.broker.url is None:
             return "", {}

@@ -171,10 +171,10 @@ def _nothing(selection: Selection, reasons: Iterable[str]) -> SluiceError:
 
 def _with(config: Config, use: Callable[[DeadLetters], Awaitable[T]]) -> T:
     """Raises BrokerError at once when the broker does not answer."""
-    broker.ping(config.broker)
+    broker.ping(config.broker, config.run)
 
     async def run() -> T:
-        client = broker.connect(config.broker)
+        client = broker.connect(config.broker, config.run)
         try:
             return await use(DeadLetters(client, config))
         finally:

@@ -1,6 +1,8 @@
 """Every name in Redis. Nothing else in the code base spells a key.
 
-Prefix `sluice:{run}:`; arq's own `arq:job:` constants are the one exception.
+- Prefix `sluice:{run}:`, braces included: they are Redis Cluster's hash tag, and job ids begin with `{run}:`. So arq's
+  own keys (`arq:job:` and the job id), the one exception to the prefix, lie in the run's slot too.
+- A script is given the keys that are known before the call; what it derives from them has the same tag.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ BATCH_GROUP = "trainer"
 SCORE_GROUP = "scorers"
 
 _TYPES = {
-    "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts"),
+    "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts", "aborts"),
     "hash": ("counts", "versions", "source", "processes"),
     "stream": ("results", "batches", "dlq", "dropped", "score:jobs"),
-    "string": ("latest", "metrics", "owner", "state", "watch"),
+    "string": ("latest", "metrics", "owner", "state", "watch", "sweep"),
     "list": ("wake", "score:answers"),
 }
 
@@ -31,12 +33,22 @@ def type_of(key: str) -> str | None:
     return max(found, key=lambda each: len(each[0]))[1] if found else None
 
 
+def tagged(run: str, name: str) -> str:
+    """The id of a run's job, with the run's tag."""
+    return f"{{{run}}}:{name}"
+
+
+def run_of(job_id: str) -> str:
+    """The run that a job id or sequence id names; also in the form `run:…`, which foreign programs may use."""
+    return job_id.partition(":")[0].removeprefix("{").removesuffix("}")
+
+
 class Keys:
     """The names of one run."""
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self.prefix = f"sluice:{run}:"
+        self.prefix = f"sluice:{{{run}}}:"
         self.jobs = f"{self.prefix}jobs"  # zset: job id → place in the line, or ms of a lease's or a delay's end
         self.leases = f"{self.prefix}leases"  # zset: job id → ms of its lease's end
         # zset: suspects, which run apart; + :turns → zset: workers that empty themselves for them
@@ -50,6 +62,9 @@ class Keys:
         # got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
         # (job_log.py)
         self.job_state = f"{self.prefix}job:"
+        # string: where the last look for jobs without a place in the line ended; + :turn → one looks at a time
+        self.sweep = f"{self.prefix}sweep"
+        self.aborts = f"{self.prefix}aborts"  # zset, on a cluster: what ARQ_ABORT is elsewhere
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by
         # the trainer from steps that made a version); also bytes (in flight), tokens, called, replied, redelivered,

@@ -91,9 +91,9 @@ class Role:
 async def role_process(config: Config, role: str, name: str, stop: asyncio.Event | None = None) -> AsyncGenerator[Role]:
     """The scope of one role process; with `stop` given, signals are the caller's business."""
     logs.configure(name)
-    await broker.wait_ready(config.broker)
+    await broker.wait_ready(config.broker, config.run)
     async with contextlib.AsyncExitStack() as scope:
-        client = broker.connect(config.broker)
+        client = broker.connect(config.broker, config.run)
         scope.push_async_callback(client.aclose)
         async with _leave_taking() as leaves, asyncio.TaskGroup() as tasks:
             context = Role(config, client, name, role, tasks)

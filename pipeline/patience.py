@@ -32,6 +32,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from pipeline import room
+from pipeline.cluster import SlotPrimary
 
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,
@@ -42,6 +43,8 @@ TRANSIENT: list[type[Exception]] = [
     OutOfMemoryError,
     OSError,
 ]
+# What a node of a cluster says while the slot is elsewhere, or on its way.
+_ELSEWHERE = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
 # No classes of their own, or not everywhere; a pipeline writes words of its own before.
 _FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
 _BACKOFF_CAP_S = 1.0
@@ -115,18 +118,43 @@ class _Heedful(AbstractConnection):
             return await asyncio.create_task(super().can_read_destructive())
 
 
+class _OfSlot(AbstractConnection):
+    """Leads to the primary of a slot; one that is no longer that is left."""
+
+    primary: SlotPrimary
+
+    async def connect(self) -> None:
+        """As redis-py's, to wherever the slot is now."""
+        if not self.is_connected:
+            self.host, self.port = await asyncio.to_thread(self.primary.find)
+        await super().connect()
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """As redis-py's."""
+        try:
+            return await super().read_response(*args, **options)
+        except ResponseError as error:
+            if not str(error).startswith(_ELSEWHERE):
+                raise
+            await self.disconnect(nowait=True)
+            raise redis.ConnectionError(f"slot {self.primary.slot} is elsewhere, or on its way: {error}") from error
+
+
 @functools.cache
-def _heedful(kind: type[Any]) -> type[Any]:
+def _heedful(kind: type[Any], *parts: type[Any]) -> type[Any]:
     """The same kind of connection (TCP, TLS, Unix socket, found by Sentinel), heeding cancellations."""
-    return type(f"Heedful{kind.__name__}", (_Heedful, kind), {})
+    return type(f"Heedful{kind.__name__}", (*parts, _Heedful, kind), {})
 
 
 class _Patient(ConnectionPool):
     """Retries the whole way to a usable connection; redis-py retries only the first part, the socket."""
 
+    parts: tuple[type[Any], ...] = ()  # of its connections, beside what all of them have
+
     def make_connection(self) -> Any:
         """A new one, not yet connected."""
-        return _heedful(self.connection_class)(**cast("dict[str, Any]", cast(Any, self).connection_kwargs))
+        kind = _heedful(self.connection_class, *self.parts)
+        return kind(**cast("dict[str, Any]", cast(Any, self).connection_kwargs))
 
     async def get_connection(self, command_name: Any = None, *keys: Any, **options: Any) -> Any:
         """A connected connection; callers that wait for one do not wait for each other."""
@@ -145,6 +173,22 @@ class _Patient(ConnectionPool):
 
 class PatientPool(_Patient):
     """Connections to one address."""
+
+
+class PatientClusterPool(_Patient):
+    """Connections to the primary of a run's slot."""
+
+    parts = (_OfSlot,)
+
+    def __init__(self, primary: SlotPrimary, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.primary = primary
+
+    def make_connection(self) -> Any:
+        """A new one, not yet connected."""
+        connection = super().make_connection()
+        connection.primary = self.primary
+        return connection
 
 
 class PatientSentinelPool(_Patient, SentinelConnectionPool):

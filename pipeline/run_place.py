@@ -78,7 +78,7 @@ def _by_broker(now: Snapshot, source: Source) -> Place:
 
 
 async def _ask(config: Config) -> tuple[Snapshot, Source]:
-    client, keys = connections.connect(config.broker), Keys(config.run)
+    client, keys = connections.connect(config.broker, config.run), Keys(config.run)
     try:
         now = await snapshot(client, keys)
         return now, await cast("Awaitable[Source]", cast(Any, client).hgetall(keys.source))

@@ -56,7 +56,7 @@ def run_stack(
             url = scope.enter_context(embedded_broker(config.broker))
             settings = msgspec.structs.replace(config.broker, url=url)
             config = msgspec.structs.replace(config, broker=settings)
-        connections.ping(config.broker)
+        connections.ping(config.broker, config.run)
         return asyncio.run(_supervised(with_dashboard_port(config), title, watch, extra or {}))
 
 
@@ -102,7 +102,7 @@ def child_environment(config: Config) -> dict[str, str]:
 async def _supervised(config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]]) -> int:
     run_dir = Path(config.run_dir) / config.run
     resolved = provenance.store(config, run_dir)
-    client = connections.connect(config.broker)
+    client = connections.connect(config.broker, config.run)
     supervisor = Supervisor(config.up, run_dir / "logs", child_environment(config), Deaths(client, config).settle)
     for name, command in {**plan(config, resolved), **extra}.items():
         supervisor.add(name, command, optional=name in OPTIONAL)

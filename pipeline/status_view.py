@@ -20,7 +20,7 @@ _HIDDEN = {"owner", "metrics", "memory_bytes"}  # facts that are for other proce
 
 def look(config: Config) -> Snapshot:
     """Read the run's state; raises BrokerError when the broker does not answer."""
-    broker.ping(config.broker)
+    broker.ping(config.broker, config.run)
     return asyncio.run(_read(config))
 
 
@@ -120,7 +120,7 @@ def _columns(rows: list[list[str]]) -> list[str]:
 
 
 async def _read(config: Config) -> Snapshot:
-    client = broker.connect(config.broker)
+    client = broker.connect(config.broker, config.run)
     try:
         return await inspect(client, Keys(config.run), config.consumer.count)
     finally:

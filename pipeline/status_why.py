@@ -40,7 +40,7 @@ def look_twice(config: Config, apart_s: float = APART_S) -> Why:
     )
     hasty = msgspec.structs.replace(config, broker=settings)
     try:
-        broker.ping(hasty.broker)
+        broker.ping(hasty.broker, config.run)
     except BrokerSilent as error:
         patience = f"{config.broker.retry_for_s:g} s"
         raise BrokerError(
@@ -51,7 +51,7 @@ def look_twice(config: Config, apart_s: float = APART_S) -> Why:
 
 
 async def _look_twice(config: Config, apart_s: float) -> Why:
-    client, keys = broker.connect(config.broker), Keys(config.run)
+    client, keys = broker.connect(config.broker, config.run), Keys(config.run)
     try:
         async with asyncio.timeout(_DEADLINE_S):
             before = await snapshot(client, keys)

@@ -135,7 +135,7 @@ async def answers(config: Config) -> bool:
         config.broker, retry_for_s=_ASK_S, socket_timeout_s=_ASK_S, connect_timeout_s=_ASK_S
     )
     try:
-        await connections.wait_ready(hasty)
+        await connections.wait_ready(hasty, config.run)
     except BrokerError:
         return False
     return True

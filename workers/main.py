@@ -17,11 +17,12 @@ from typing import Any
 from pipeline.broker import broker_url, connect
 from pipeline.config import load_config
 from pipeline.jobs import arq_pool, arq_redis_settings
+from pipeline.keys import Keys
 from pipeline.lifecycle import default_name, leave_within
 from workers.role import work
 
 _config = load_config(os.environ.get("SLUICE_CONFIG"))
-_queue = f"sluice:{_config.run}:arq-shim:{secrets.token_hex(6)}"
+_queue = f"{Keys(_config.run).prefix}arq-shim:{secrets.token_hex(6)}"
 
 
 async def never(ctx: dict[str, Any]) -> None:
@@ -57,8 +58,12 @@ class WorkerSettings:
 
     functions = (never,)
     queue_name = _queue
-    redis_pool = arq_pool(connect(_config.broker), _queue)
+    redis_pool = arq_pool(connect(_config.broker, _config.run), _queue)
     # `arq --check` alone makes a connection of its own.
-    redis_settings = None if _config.broker.sentinel_master else arq_redis_settings(broker_url(_config.broker))
+    redis_settings = (
+        None
+        if _config.broker.sentinel_master or _config.broker.cluster
+        else arq_redis_settings(broker_url(_config.broker))
+    )
     on_startup = on_startup
     on_shutdown = on_shutdown

@@ -24,7 +24,7 @@ from pipeline.broker import connect
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError, SluiceError
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys
+from pipeline.keys import Keys, tagged
 from pipeline.messages import DecodeJob, SamplingParams
 from pipeline.tokens import TokenArray
 
@@ -81,7 +81,7 @@ async def _enqueue(client: Redis, keys: Keys, sizes: Sizes) -> None:
     jobs = [
         DecodeJob(
             run=keys.run,
-            job_id=f"{keys.run}:{number}",
+            job_id=tagged(keys.run, str(number)),
             prompt_token_ids=TokenArray(chance.randrange(PROMPT_IDS) for _ in range(sizes.prompt)),
             sampling=SamplingParams(temperature=0.0, max_new_tokens=chance.randint(longest // 3, longest)),
         )

@@ -21,7 +21,7 @@ from bench.queue.results import result_of
 from bench.report import say
 from pipeline.errors import BrokerError, DeadlineExceeded
 from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue, job_id_for
-from pipeline.keys import Keys
+from pipeline.keys import Keys, tagged
 from pipeline.messages import DecodeJob, SamplingParams, encode
 
 _CHUNK = 100
@@ -128,7 +128,7 @@ def _no_op_calls(queue: JobQueue, count: int) -> Iterator[Awaitable[None]]:
     run = queue.keys.run
     for begin in range(0, count, _CHUNK):
         numbers = range(begin, min(begin + _CHUNK, count))
-        yield _called(queue, [Call(job_id=f"{run}:{number}", function="noop") for number in numbers])
+        yield _called(queue, [Call(job_id=tagged(run, str(number)), function="noop") for number in numbers])
 
 
 async def _claimed(queue: JobQueue, count: int) -> AsyncIterator[list[Claim]]:

@@ -41,6 +41,7 @@ from pipeline.jobs.types import (
     Piece,
     SourceRewound,
     job_id_for,
+    rollout_group_for,
     seed_for,
 )
 from pipeline.jobs.worker import LeasedWorker
@@ -70,5 +71,6 @@ __all__ = [
     "arq_serializer",
     "func",
     "job_id_for",
+    "rollout_group_for",
     "seed_for",
 ]

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from pipeline.config.suggest import unknown_key
 from pipeline.errors import MessageError, SluiceError, UnknownSchema
-from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING
+from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, run_of
 from pipeline.messages import SCHEMA, DecodeJob, decode, encode
 from pipeline.tokens import from_wire
 
@@ -116,7 +116,7 @@ def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
         if isinstance(given, bytes):
             job = decode(DecodeJob, given)
         elif isinstance(given, dict):
-            fields = {"run": job_id.partition(":")[0], **cast("dict[str, Any]", given), "job_id": job_id}
+            fields = {"run": run_of(job_id), **cast("dict[str, Any]", given), "job_id": job_id}
             kind, schema = fields.pop("kind", _KIND), fields.get("schema", SCHEMA)
             if isinstance(schema, int) and schema > SCHEMA:
                 return None, f"unknown schema: {schema}; this release reads up to {SCHEMA}: upgrade"

@@ -34,7 +34,7 @@ class LeaseKeeper(threading.Thread):
         self._config, self._queue, self._progress, self._on_lost = config, queue, progress, on_lost
         short = min(config.broker.socket_timeout_s, config.worker.lease_s / 4)  # a slow answer must not cost the lease
         patience = msgspec.structs.replace(config.broker, socket_timeout_s=short, connect_timeout_s=short)
-        self._client = broker.connect_sync(patience)
+        self._client = broker.connect_sync(patience, config.run)
         self._script = self._client.register_script(lua.source("renew"))
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from redis.asyncio import Redis
 
-from pipeline.broker import Scripts
+from pipeline.broker import Scripts, is_cluster
 from pipeline.errors import MessageError
 from pipeline.jobs.envelope import arq_payload, call_payload, read_envelope
 from pipeline.jobs.pieces import joined, packed
@@ -31,7 +31,7 @@ from pipeline.jobs.types import (
     Piece,
     SourceRewound,
 )
-from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
 from pipeline.logs import get_logger
 from pipeline.messages import DecodeJob, Progress, encode
 
@@ -51,11 +51,13 @@ class JobQueue:
         self.owner = secrets.token_hex(8)
         self._num_claims, self._latest = 0, b""
         self.script_keys = [keys.jobs, keys.alone, keys.counts, keys.dead, keys.dropped]
-        self.script_keys += [keys.wake, ARQ_ABORT, keys.latest, keys.source, keys.leases, keys.watch]
+        apart = is_cluster(client)  # arq's set of aborts has no tag: it is out of reach there
+        self.script_keys += [keys.wake, keys.aborts if apart else ARQ_ABORT, keys.latest, keys.source, keys.leases]
+        self.script_keys += [keys.watch, keys.sweep]
         self.script_args: list[Any] = [keys.job_state, keys.progress, keys.results, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING]
         self.script_args += [keys.claim]
         self._keep_ms = int(keep_result_s * 1000)
-        self.script_args += [partitions, self._keep_ms, keys.replies]
+        self.script_args += [partitions, self._keep_ms, keys.replies, tagged(keys.run, "") if apart else ""]
 
     async def enqueue(
         self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
@@ -211,6 +213,18 @@ class JobQueue:
         `killed`: from outside, as far as is known, so that no job is to blame.
         """
         return int(await self._run("reap", [owner, max_attempts, int(killed)]))
+
+    async def sweep(self, every_s: float, keys_at_once: int = 5000) -> tuple[int, bool]:
+        """End the jobs that a foreign worker took out of the queue, found among some of the server's keys.
+
+        Does nothing when anybody looked less than `every_s` ago. Returns how many sequences ended, and whether the
+        look came to the end of the keys.
+        """
+        args = [int(every_s * 1000), keys_at_once, f"{self.keys.job_state}*"]
+        ended, whole = await self._run("sweep", args)
+        if ended:
+            get_logger().error("a foreign worker takes jobs from this queue: only producers may be arq's", ended=ended)
+        return int(ended), bool(whole)
 
     def renewal(self, lease_s: float, held: dict[str, int]) -> tuple[list[str], list[Any]]:
         """Keys and arguments of renew.lua for job ids and their attempts (keeper.py calls it from its thread)."""

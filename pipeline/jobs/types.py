@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.errors import SluiceError
+from pipeline.keys import tagged
 from pipeline.messages import DecodeJob, Progress, SequenceResult
 
 Outcome = Literal["enqueued", "duplicate", "done", "over_credit"]
@@ -112,8 +113,16 @@ class Piece(msgspec.Struct, frozen=True):
 
 def job_id_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> str:
     """Deterministic: the same row, epoch, sampling and n give the same id."""
-    parts = msgspec.json.encode([source_row, epoch, sampling, n])
-    return f"{run}:{sha256(parts).hexdigest()[:24]}"
+    return tagged(run, _digest(source_row, epoch, sampling, n))
+
+
+def rollout_group_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> str:
+    """As `job_id_for`, for what is no key of arq's, and stands in URLs: without braces."""
+    return f"{run}:{_digest(source_row, epoch, sampling, n)}"
+
+
+def _digest(*parts: Any) -> str:
+    return sha256(msgspec.json.encode(parts)).hexdigest()[:24]
 
 
 def seed_for(run_seed: int, job_id: str, index: int) -> int:

@@ -43,6 +43,7 @@ from pipeline.logs import get_logger
 
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
 _BEAT_S = 0.5
+_SWEEP_S = 5.0
 _WATCH_POLLS = 40  # a worker that looks for what rings no bell answers for it for so many polls
 _STAND_DOWN_S = 1.0
 
@@ -87,7 +88,7 @@ class LeasedWorker(Worker):
         self._must_drain = False
         self._suspects = set[str]()  # jobs that have this worker for themselves, until they get on
         self._pulse = Pulse(min(_BEAT_S, settings.stall_timeout_s / 4))
-        self._recorded = float("-inf")
+        self._recorded = self._swept = float("-inf")
         self._look_at = float("-inf")  # monotonic seconds
 
     def progress(self) -> float:
@@ -168,6 +169,9 @@ class LeasedWorker(Worker):
         if time.monotonic() - self._recorded >= _BEAT_S:
             self._recorded = time.monotonic()
             await self.heart_beat()
+        if time.monotonic() - self._swept >= _SWEEP_S:
+            self._swept = time.monotonic()
+            await self.queue.sweep(_SWEEP_S)
         claims = await self.before_claim()
         if time.monotonic() < self._look_at:
             self.report()

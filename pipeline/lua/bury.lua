@@ -11,7 +11,7 @@ local function bury(id, how)
   local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p', 'reply', 'log', 'owner', 'since',
     'worker')
   local n, attempt, now = tonumber(f[1] or 1), tonumber(f[2] or 0), now_ms()
-  local content, shown = payload(id) or '', how.shown or id
+  local content, shown = in_reach(id) and payload(id) or '', how.shown or id
   local stream, buried, bytes = stream_of(id), 0, -tonumber(f[4] or 0)
   local holds_it_since = not how.log and f[9] and f[10]
   local log = logged(how.log or f[8], holds_it_since, attempt, f[11] or how.worker, now, 'x', how.reason)

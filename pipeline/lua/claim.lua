@@ -57,8 +57,17 @@ local function give(id, content, attempt, f)
   given[#given + 1] = id
 end
 
+-- No part of it but the id can be read or removed.
+local function stray(id)
+  adopt_empty(id)
+  bury(id, { ending = 'dead', reason = 'malformed_id', detail = 'on a cluster the ids of this run begin with ' .. tag })
+  over = over + 1
+  return 0
+end
+
 -- Returns the number of sequences that it brings; 0 when it cannot be had. together: of a suspect, how many it runs with.
 local function take(id, together)
+  if not in_reach(id) then return stray(id) end
   local content = payload(id)
   if not content then gone(id) return 0 end
   local f = facts(id)

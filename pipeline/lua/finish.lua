@@ -10,7 +10,8 @@ local function finish(id, n, has_progress, answer, kept)
   if has_progress then
     for index = 0, n - 1 do redis.call('DEL', progress_of .. id .. ':' .. index) end
   end
-  redis.call('DEL', payload_of .. id, state_of .. id, running_of .. id)
+  redis.call('DEL', state_of .. id)
+  if in_reach(id) then redis.call('DEL', payload_of .. id, running_of .. id) else kept = 0 end
   for _, line in ipairs({ jobs, leases, alone, aborts }) do
     if not surely_empty[line] then redis.call('ZREM', line, id) end
   end

@@ -1,11 +1,11 @@
 -- What every script of the job queue is given first (JobQueue in pipeline/jobs/queue.py fills it in), and the clock.
 local jobs, alone, counts, dead, dropped = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local wake, aborts, latest, source, leases = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local watch = KEYS[11]
+local watch, sweep = KEYS[11], KEYS[12]
 local state_of, progress_of, results_of = ARGV[1], ARGV[2], ARGV[3]
 local payload_of, answer_of, running_of = ARGV[4], ARGV[5], ARGV[6] -- arq's own: job, result, in-progress
 local claims_of, partitions, keep_ms = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9])
-local replies_of, FIRST = ARGV[10], 11
+local replies_of, tag, FIRST = ARGV[10], ARGV[11], 12 -- tag: what ids begin with on a cluster, else ''
 
 -- Milliseconds; microseconds as fraction.
 local function now_ms()
@@ -20,6 +20,11 @@ end
 
 local function count(name, by)
   if by ~= 0 then redis.call('HINCRBY', counts, name, by) end
+end
+
+-- Whether arq's keys of a job are in the reach of scripts.
+local function in_reach(id)
+  return string.sub(id, 1, #tag) == tag
 end
 
 -- false: there is none. A key of another type is no payload that anyone can read.

@@ -54,7 +54,7 @@ class Feed:
             config.broker, retry_for_s=_HASTY_S, socket_timeout_s=_HASTY_S, connect_timeout_s=_HASTY_S
         )
         self._config = msgspec.structs.replace(config, broker=settings)
-        self._client = broker.connect(settings)
+        self._client = broker.connect(settings, config.run)
         self._letters = DeadLetters(self._client, self._config)
         self._seen: deque[Snapshot] = deque(maxlen=_LOOKS)
         self.view = View(config.run)

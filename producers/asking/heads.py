@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config.types import Config
 from pipeline.errors import DataError
-from pipeline.jobs import job_id_for
+from pipeline.jobs import rollout_group_for
 from pipeline.rollouts import RolloutHead
 from producers.sources import Row, identity
 
@@ -21,12 +21,12 @@ def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
         raise DataError(
             f"row {name[:80]}: the rollout protocol carries no images; leave them out, or unset rollout.url"
         )
-    job_id = job_id_for(config.run, name, epoch, config.sampling, n)
+    group = rollout_group_for(config.run, name, epoch, config.sampling, n)
     metadata = {**row.metadata, "row": name[:256], "epoch": epoch}
     return [
         RolloutHead(
             rollout_id=f"{job_id}:{index}",
-            group_id=job_id,
+            group_id=group,
             group_size=n,
             index=index,
             task=config.rollout_matching.task,

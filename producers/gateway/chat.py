@@ -23,6 +23,7 @@ from pipeline.admission import MAX_TURNS
 from pipeline.config.types import Config
 from pipeline.errors import DeadlineExceeded
 from pipeline.hosts import AllowedHosts
+from pipeline.keys import tagged
 from pipeline.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
 from pipeline.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from pipeline.thread_pool import ThreadPool
@@ -215,7 +216,7 @@ class Chat:
         gateway = self._config.gateway
         return DecodeJob(
             run=self._config.run,
-            job_id=f"{self._config.run}:{name}",
+            job_id=tagged(self._config.run, name),
             sampling=sampling,
             deadline_s=gateway.request_timeout_s,
             reply_to=self._name,

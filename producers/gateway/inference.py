@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pipeline.config.types import Config
 from pipeline.errors import MessageError
 from pipeline.hosts import AllowedHosts
+from pipeline.keys import tagged
 from pipeline.messages import DecodeJob, SamplingParams, SequenceResult
 from producers.gateway.decoding import Decoding
 from producers.gateway.images import images_of, url_ref
@@ -48,7 +49,7 @@ class Inference:
             raise Refusal(400, f"{where}: {len(images)} images; one is supported", f"{where}.images")
         return DecodeJob(
             run=self._config.run,
-            job_id=f"{self._config.run}:infer-{secrets.token_hex(12)}",
+            job_id=tagged(self._config.run, f"infer-{secrets.token_hex(12)}"),
             n=n,
             messages=request.messages,
             images=images,
