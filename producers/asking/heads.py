@@ -25,14 +25,14 @@ def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
     metadata = {**row.metadata, "row": name[:256], "epoch": epoch}
     return [
         RolloutHead(
-            rollout_id=f"{job_id}:{index}",
+            rollout_id=f"{group}:{index}",
             group_id=group,
             group_size=n,
             index=index,
             task=config.rollout_matching.task,
             truth=row.truth,
             metadata=metadata,
-            request=_request(config, f"{job_id}:{index}", row, metadata),
+            request=_request(config, f"{group}:{index}", row, metadata),
         )
         for index in range(n)
     ]
