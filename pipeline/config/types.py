@@ -26,7 +26,6 @@ class BrokerConfig(Section, frozen=True, kw_only=True):
     retry_for_s: float = 90.0  # an outage shorter than this stops no process
     sentinel_master: str | None = None  # then `url` names the Sentinels: redis://:pw@host:26379,host2:26379/0
     cluster: bool = False  # then `url` names nodes of a Redis Cluster: redis://:pw@host:6379,host2:6379/0
-    allow_volatile: bool = False  # take a broker that keeps nothing on disk: its restart loses what is in flight
 
 
 class DataConfig(Section, frozen=True, kw_only=True):

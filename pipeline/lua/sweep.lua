@@ -16,5 +16,9 @@ for _, key in ipairs(found[2]) do
     })
   end
 end
-redis.call('SET', sweep, found[1])
-return { ended, found[1] == '0' and 1 or 0 }
+if found[1] ~= '0' then
+  redis.call('SET', sweep, found[1])
+  return { ended, 0 }
+end
+redis.call('DEL', sweep)
+return { ended, 1 }

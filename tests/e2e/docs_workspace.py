@@ -58,10 +58,10 @@ class Workspace:
     def make_user(self, name: str) -> str:
         """Makes a user of docs/security.md, once for each run of ours; returns its URL."""
         [line] = re.findall(rf"^ACL SETUSER {name} .*$", (DOCS / "security.md").read_text(), re.MULTILINE)
-        assert ":text:" in line
+        assert ":{text}:" in line
         raw: Any = self.admin
         for run in RUNS:
-            raw.execute_command(*line.replace(":text:", f":{run}:").split())
+            raw.execute_command(*line.replace(":{text}:", f":{{{run}}}:").split())
         raw.execute_command("ACL", "LOG", "RESET")
         return f"redis://{name}:PASSWORD@{self._address}"
 

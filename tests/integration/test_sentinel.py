@@ -175,11 +175,11 @@ async def test_a_name_that_no_sentinel_knows_is_an_error_that_says_so(failover: 
     ],
 )
 def test_how_an_address_of_sentinels_is_read(url: str, hosts: list[tuple[str, int]], server: dict[str, Any]) -> None:
-    assert broker.sentinel_addresses(BrokerConfig(url=url, sentinel_master=MASTER)) == (hosts, server)
+    assert broker.node_addresses(BrokerConfig(url=url, sentinel_master=MASTER), 26379) == (hosts, server)
 
 
 @pytest.mark.parametrize("url", ["redis://a,,b/0", "redis://:secret@a:port/0", "http://a:secret@b"])
 def test_an_address_that_is_none_is_an_error_without_its_password(url: str) -> None:
     with pytest.raises(BrokerError) as caught:
-        broker.sentinel_addresses(BrokerConfig(url=url, sentinel_master=MASTER))
+        broker.node_addresses(BrokerConfig(url=url, sentinel_master=MASTER), 26379)
     assert "secret" not in str(caught.value)
