@@ -132,7 +132,7 @@ class _OfSlot(AbstractConnection):
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """As redis-py's."""
         try:
-            return await super().read_response(*args, **options)
+            return await cast(Any, super()).read_response(*args, **options)
         except ResponseError as error:
             if not str(error).startswith(_ELSEWHERE):
                 raise
@@ -181,7 +181,7 @@ class PatientClusterPool(_Patient):
     parts = (_OfSlot,)
 
     def __init__(self, primary: SlotPrimary, **settings: Any) -> None:
-        super().__init__(**settings)
+        cast(Any, super()).__init__(**settings)
         self.primary = primary
 
     def make_connection(self) -> Any:
