@@ -81,5 +81,5 @@ def test_every_section_and_message_is_in_the_reference() -> None:
     ):
         assert key in config
     assert "| `finish_reason` |" in wire
-    assert "`sluice:RUN:jobs`" in wire
+    assert "`sluice:{RUN}:jobs`" in wire
     assert "sluice_decoded_tokens_total" in table("metrics")
