@@ -8,7 +8,8 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 app = App(
-    name="bench", help="Measure: queue, engines, pipeline, guard, weights, rollouts, truth; progress goes to stderr."
+    name="bench",
+    help="Measure: queue, engines, pipeline, guard, weights, rollouts, scale, truth; progress goes to stderr.",
 )
 
 AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
@@ -201,6 +202,30 @@ def operate(
     from bench.report import finish
 
     finish(measure(Plan.of(finished=sequences, rounds=rounds, quick=quick)), as_json=json)
+
+
+@app.command
+def scale(
+    *,
+    json: AsJson = False,
+    count: Annotated[int, Parameter(help="Jobs in the queue, and sequences of the run; at least 1000.")] = 1_000_000,
+    workers: Annotated[int, Parameter(help="Simulated workers that lease, and that wait.")] = 100,
+    idle_s: Annotated[float, Parameter(help="Seconds over which the idle workers are watched.")] = 20.0,
+) -> None:
+    """A million queued jobs, a million sequences in one run, a hundred idle workers: what stays flat.
+
+    Bytes of a queued job with credit lifted; then one continuous run through producer, consumer, history and trainer's
+    session, with an engine that only answers and a trainer that only acks: the time of a sequence at three marks,
+    memory of every role and of the broker; and the broker's share of a core while many workers wait. About half an
+    hour on two cores; --count 10000 takes half a minute, and its marks are at 100, 1,000 and 10,000.
+
+    Example: `sluice bench scale --count 100000 --json`
+    """
+    from bench.report import finish
+    from bench.scale.measure import measure
+    from bench.scale.plan import Plan
+
+    finish(measure(Plan.of(count=count, workers=workers, idle_s=idle_s)), as_json=json)
 
 
 @app.command
