@@ -11,6 +11,7 @@ from pipeline.checks import Check, examine
 from pipeline.config import Config, load_config
 from pipeline.errors import ConfigError
 from pipeline.json_out import print_json
+from pipeline.terminal import say
 
 
 class Diagnosis(msgspec.Struct, kw_only=True):
@@ -38,8 +39,8 @@ def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool =
         print_json(Diagnosis(exit_code=worst, checks=found))
         return worst
     for each in found:
-        print(line(each))
-    print("all is well" if not worst else "mend what is marked WRONG, then run `sluice doctor` again")
+        say(line(each))
+    say("all is well" if not worst else "mend what is marked WRONG, then run `sluice doctor` again")
     return worst
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.dlq import Done
 from pipeline.dlq_look import HEX_BYTES, SCHEMA, Letter, Listing
+from pipeline.escaping import escaped
 from pipeline.json_out import print_json
-from pipeline.logs import escaped
+from pipeline.terminal import Console, say
 
 _DETAIL_CHARS = 60
 _WIDE = 200  # columns, where there is no terminal
@@ -27,11 +27,11 @@ def report(done: list[Done], word: str, *, as_json: bool) -> int:
         return 0 if good else 1
     for each in good:
         to = f" as {each.new_job_id}" if each.new_job_id else ""
-        print(f"{_sequences(len(each.sequences))} of {each.job_id} {word}{to}")
+        say(f"{_sequences(len(each.sequences))} of {each.job_id} {word}{to}")
     for each in bad:
-        print(f"{', '.join(each.sequences)}: not {word}: {each.problem}", file=sys.stderr)
+        say(f"{', '.join(each.sequences)}: not {word}: {each.problem}", file=sys.stderr)
     jobs = len({each.job_id for each in good})
-    print(f"{word}: {_sequences(count)} of {jobs} job{'' if jobs == 1 else 's'}")
+    say(f"{word}: {_sequences(count)} of {jobs} job{'' if jobs == 1 else 's'}")
     return 0 if good else 1
 
 
@@ -41,7 +41,7 @@ def print_listing(found: Listing, *, as_json: bool, dropped: bool = False) -> No
         print_json(found)
         return
     if not found.rows:
-        print("no dropped sequences" if dropped else "no dead letters")
+        say("no dropped sequences" if dropped else "no dead letters")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("sequence", "reason", "attempts", "last worker", "age", "detail"):
@@ -78,7 +78,7 @@ def print_letter(found: Letter, *, as_json: bool) -> None:
     if found.job is not None:
         text = msgspec.json.format(msgspec.json.encode(found.job), indent=2).decode()
         lines += [f"  {line}" for line in text.splitlines()]
-    print(escaped("\n".join(lines)))
+    say("\n".join(lines))
 
 
 def ago(seconds: float) -> str:

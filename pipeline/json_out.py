@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pipeline.escaping import escaped_json
+
 
 def json_line(shown: msgspec.Struct | Mapping[str, object], schema_version: int | None = None) -> bytes:
     """The object; `schema_version` is for what has no such field of its own. Raises ValueError without either."""
@@ -23,5 +25,5 @@ def json_line(shown: msgspec.Struct | Mapping[str, object], schema_version: int 
 
 def print_json(shown: msgspec.Struct | Mapping[str, object], schema_version: int | None = None) -> None:
     """Write `json_line` to stdout, at once."""
-    sys.stdout.write(json_line(shown, schema_version).decode())
+    sys.stdout.write(escaped_json(json_line(shown, schema_version).decode()))
     sys.stdout.flush()

@@ -12,10 +12,9 @@ from typing import Any
 
 import structlog
 
+from pipeline.escaping import escaped
+
 _KEPT = (bool, int, float, type(None))
-_ENDS = [*range(10), *range(11, 32), *range(0x7F, 0xA0), 0x2028, 0x2029]  # line feeds are the renderer's
-_TURNS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # the direction of what follows
-_STEERS = {code: chr(code).encode("unicode_escape").decode() for code in (*_ENDS, *_TURNS)}
 
 
 def configure(role: str, level: int = logging.INFO) -> None:
@@ -42,11 +41,6 @@ def get_logger() -> structlog.stdlib.BoundLogger:
     if not structlog.is_configured():
         configure("", logging.WARNING)
     return structlog.get_logger()
-
-
-def escaped(text: str) -> str:
-    """What could steer a terminal as its escape; line feeds stay."""
-    return text.translate(_STEERS)
 
 
 def _escaped(_: Any, __: str, line: MutableMapping[str, Any]) -> dict[str, Any]:

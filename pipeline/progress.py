@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 
-from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from pipeline.status import Snapshot
 from pipeline.status_words import guard, guard_counts
+from pipeline.terminal import Console
 
 _PLAIN_EVERY_S = 5.0
 _RATE_WINDOW_S = 15.0

@@ -22,6 +22,7 @@ from pipeline.http.ports import free_port
 from pipeline.progress import Progress
 from pipeline.status import Snapshot
 from pipeline.supervise import Supervisor, sluice_command
+from pipeline.terminal import say
 from pipeline.watchman import Watch, Watchman
 
 INTERRUPTED = 130
@@ -115,7 +116,7 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
                 asyncio.get_running_loop().add_signal_handler(number, watchman.stop.set)
             final = await watchman.run()
         if final is None:
-            print(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
+            say(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
             return INTERRUPTED
         write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(final)))
         return _report(final, run_dir, interrupted=watchman.stop.is_set())
@@ -125,11 +126,11 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
 
 def _report(final: Snapshot, run_dir: Path, *, interrupted: bool) -> int:
     word = "interrupted" if interrupted else "complete" if final.complete else "stopped at trainer.max_versions"
-    print(
+    say(
         f"{word}: enqueued {final.enqueued}, trained {final.trained}, dead {final.dead}, dropped {final.dropped}, "
         f"weights v{final.latest_version}; files in {run_dir}",
         file=sys.stderr,
     )
     if interrupted:
-        print(_GO_ON, file=sys.stderr)
+        say(_GO_ON, file=sys.stderr)
     return INTERRUPTED if interrupted else 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from math import isnan
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from consumers.audit.report import Fault, FaultKind, Report, Unchecked, listed
+from pipeline.terminal import Console
 
 _WIDE = 160  # columns, where there is no terminal
 _FAULTS: dict[FaultKind, str] = {

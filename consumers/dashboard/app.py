@@ -1,6 +1,6 @@
 """The dashboard's ASGI application.
 
-    request ─▶ SafeHeaders ─▶ Gate ─▶ BodyLimit ─▶ routes ─▶ Look, HistoryReader
+    request ─▶ SafeHeaders ─▶ Gate ─▶ HostGate ─▶ BodyLimit ─▶ routes ─▶ Look, HistoryReader
 
 - A page module has `router`, and is listed in `PAGES`; what it renders extends templates/base.html.j2.
 """
@@ -32,6 +32,7 @@ from consumers.dashboard.render import STATIC
 from pipeline import __version__
 from pipeline.http.asgi import ASGIApp
 from pipeline.http.body_limit import BodyLimit
+from pipeline.http.hosts import HostGate
 
 PAGES = (overview, jobs, sequences, workers, weights, letters, actions, settings, events, metrics)
 
@@ -43,7 +44,8 @@ def make_app(look: Look, key: str | None = None, *, allow_actions: bool = False)
     app.state.look, app.state.allow_actions = look, allow_actions
     app.state.live = Live(look)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mb * (1 << 20)))
-    app.add_middleware(Gate, key=key, hosts=config.hosts)
+    app.add_middleware(HostGate, names=config.hosts, setting="dashboard.hosts", has_key=key is not None)
+    app.add_middleware(Gate, key=key)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_api_route("/health", lambda: _health(look))
     for page in PAGES:

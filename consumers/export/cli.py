@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.terminal import say
 
 
 def export(
@@ -47,8 +48,8 @@ def export(
     from consumers.export.export import export_run
 
     done = export_run(directory, to, out, source, settings.model.path)
-    print(f"{done.sequences} sequences in {out}")
+    say(f"{done.sequences} sequences in {out}")
     if done.without_weight:
-        print(f"{done.without_weight} left out: no token of theirs has a cross-entropy weight")
+        say(f"{done.without_weight} left out: no token of theirs has a cross-entropy weight")
     if done.weighted:
-        print(f"{done.weighted} have weights other than 0 and 1; labels cannot say those: they count as 1")
+        say(f"{done.weighted} have weights other than 0 and 1; labels cannot say those: they count as 1")

@@ -7,6 +7,7 @@ import signal
 import threading
 
 from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.terminal import say
 
 
 def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
@@ -29,5 +30,5 @@ def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, finish)
     with contextlib.suppress(KeyboardInterrupt), embedded_broker(settings.broker) as url:
-        print(f"broker ready: {hide_password(url)} (data in {settings.broker.embedded_dir})", flush=True)
+        say(f"broker ready: {hide_password(url)} (data in {settings.broker.embedded_dir})", flush=True)
         threading.Event().wait()

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from pipeline.terminal import say
+
 
 def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell that you use.")],
@@ -30,6 +32,6 @@ def completion(
 
     app = build()
     if not install:
-        print(app.generate_completion(shell=shell))
+        say(app.generate_completion(shell=shell))
         return
-    print(f"written: {app.install_completion(shell=shell)}; it works in shells that you open from now on")
+    say(f"written: {app.install_completion(shell=shell)}; it works in shells that you open from now on")

@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from pipeline.cli.options import ConfigPath, Json, Overrides
 from pipeline.errors import ConfigError
+from pipeline.terminal import say
 
 app = App(name="config", help="Look at and check configurations: every key, its value, and what is wrong with a file.")
 SCHEMA = 1
@@ -29,7 +30,7 @@ def show(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json 
     if as_json:
         print_json({"config": parse_yaml(text, "resolved")}, SCHEMA)
     else:
-        print(text, end="")
+        say(text, end="")
 
 
 @app.command
@@ -56,7 +57,7 @@ def check(
         except ConfigError as error:
             problems[file] = str(error)
         if not as_json:
-            print(f"{file}: ok" if problems[file] is None else f"error: {problems[file]}")
+            say(f"{file}: ok" if problems[file] is None else f"error: {problems[file]}")
     if as_json:
         rows = [{"file": str(file), "ok": found is None, "error": found} for file, found in problems.items()]
         print_json({"files": rows}, SCHEMA)
@@ -85,11 +86,11 @@ def schema(
 
     text = json.dumps(msgspec.json.schema(Config), indent=1, sort_keys=True) + "\n"
     if check_file is None:
-        print(text, end="")
+        say(text, end="")
         return 0
     if not check_file.exists() or check_file.read_text() != text:
         raise ConfigError(f"{check_file} is out of date; run `sluice config schema > {check_file}`")
-    print(f"{check_file}: up to date")
+    say(f"{check_file}: up to date")
     return 0
 
 
@@ -115,7 +116,7 @@ def reference(
         pages.write(page, write_file)
     if check_file is not None:
         pages.check(page, check_file)
-        print(f"{check_file}: up to date")
+        say(f"{check_file}: up to date")
     elif write_file is None:
-        print(pages.table(page), end="")
+        say(pages.table(page), end="")
     return 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from pipeline.cli.options import ConfigPath, Json, Overrides
+from pipeline.terminal import say
 
 if TYPE_CHECKING:
     from pipeline.dlq import Selection
@@ -120,7 +121,7 @@ def drop(
     if not yes and not sys.stdin.isatty():
         raise SluiceError("dropped dead letters are gone for good, and nobody is there to ask; confirm with --yes")
     if not yes and not _agrees(dlq_look.matching(settings, selection)):
-        print("nothing was dropped", file=sys.stderr)
+        say("nothing was dropped", file=sys.stderr)
         return 1
     return dlq_view.report(dlq_look.drop(settings, selection), "dropped", as_json=as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.cli.options import ConfigPath, Json, Overrides
+from pipeline.terminal import say
 
 
 def env(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json = False) -> None:
@@ -21,4 +22,4 @@ def env(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json =
     if as_json:
         print_json(found)
     else:
-        print(as_text(found))
+        say(as_text(found))

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from pipeline.terminal import say
+
 
 def help_(
     *topic: Annotated[
@@ -26,8 +28,8 @@ def help_(
     if markdown:
         from pipeline.cli.reference import as_markdown
 
-        print(as_markdown(build()), end="")
+        say(as_markdown(build()), end="")
     elif topic == ("exit-codes",):
-        print(exit_codes.as_text())
+        say(exit_codes.as_text())
     else:
         build()([*topic, "--help"], result_action="return_value", print_error=False, exit_on_error=False)

@@ -18,6 +18,7 @@ from pipeline.cli.exit_codes import INTERRUPTED, WRONG_USAGE
 from pipeline.cli.groups import OPTIONS, heading_of
 from pipeline.cli.layout import Layout
 from pipeline.errors import BrokerError, SluiceError, first_cause
+from pipeline.terminal import say
 
 GROUP = "sluice.commands"
 _HELP = """Rollouts for post-training language models, as a queue on Redis.
@@ -69,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except CycloptsError as error:
         from pipeline.cli.usage import complaint
 
-        print(f"error: {complaint(error)}", file=sys.stderr)
+        say(f"error: {complaint(error)}", file=sys.stderr)
         sys.exit(WRONG_USAGE)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # `sluice status | head`: nobody reads on, and that is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(INTERRUPTED)
         if not isinstance(cause, SluiceError):
             raise
-        print(f"error: {cause}", file=sys.stderr)
+        say(f"error: {cause}", file=sys.stderr)
         sys.exit(cause.exit_code)
     if isinstance(result, int):
         sys.exit(result)

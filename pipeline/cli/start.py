@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.config import load_config
 from pipeline.errors import ConfigError
 from pipeline.stack import run_stack, with_workers
+from pipeline.terminal import say
 
 
 def start(
@@ -29,5 +30,5 @@ def start(
     if as_json:
         print_json(found)
     else:
-        print(as_text(found))
+        say(as_text(found))
     return found.exit_code

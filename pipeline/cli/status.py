@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pipeline.cli.options import ConfigPath, Json, Overrides
+from pipeline.terminal import say
 
 Why = Annotated[
     bool,
@@ -51,11 +52,11 @@ def status(
         if as_json:
             print_json(now)
         else:
-            print(status_view.as_text(now))
+            say(status_view.as_text(now))
         return 0
     found = status_why.look_twice(settings)
     if as_json:
         print_json(status_why.as_json(found))
     else:
-        print(status_why.as_text(found))
+        say(status_why.as_text(found))
     return 0 if found.verdict.is_healthy else 1

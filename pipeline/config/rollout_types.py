@@ -17,6 +17,7 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     count: int = 0  # gateways that `up` and `run` start on this host
     host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
     port: int = 8081  # of the first one; the others follow
+    names: tuple[str, ...] = ()  # without a key: by which callers may ask it, besides localhost and its own address
     model_name: str = "policy"  # in /v1/models; `default` is always known
     max_requests: int = 512  # in hand at a time; more are answered 429
     request_timeout_s: float = 240.0  # below what its callers wait for, so that they are told what was waited for
@@ -32,6 +33,7 @@ class RolloutServerConfig(Section, frozen=True, kw_only=True):
     count: int = 0  # servers that `up` and `run` start on this host
     host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
     port: int = 9000  # of the first one; the others follow
+    names: tuple[str, ...] = ()  # without a key: by which callers may ask it, besides localhost and its own address
     tokenizers: dict[str, str] = {}  # name that a caller gives → model directory or hub id; empty: policy → model.path
     tokenizer_cache_size: int = 5  # tokenizers in memory
     tokenizer_trust_remote_code: bool = False  # runs code of a listed tokenizer
@@ -41,7 +43,7 @@ class RolloutServerConfig(Section, frozen=True, kw_only=True):
     deadline_s: float = 600.0  # of one rollout, callbacks included
     keep_answers_s: float = 3600.0  # how long a repeated id is given its first answer
     keep_answers: int = 10_000  # the newest
-    hosts: tuple[str, ...] = ("127.0.0.1:*", "localhost:*", "[::1]:*")  # "host", "host:port" or "host:*"
+    hosts: tuple[str, ...] = ()  # "host", "host:port" or "host:*", that requests may name, besides this run's gateways
     tools: tuple[str, ...] = ("calculator",)  # or package.module:name of a tool of your own
     tool_latency_ms: tuple[int, int] = (10, 100)  # simulated by the calculator
     tool_timeout_s: float = 60.0  # of one call

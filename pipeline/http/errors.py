@@ -13,6 +13,8 @@ _KINDS = {
     403: ("permission_error", "forbidden"),
     404: ("not_found_error", "not_found"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+    421: ("invalid_request_error", "misdirected_request"),
     429: ("rate_limit_error", "rate_limited"),
     503: ("server_error", "unavailable"),
     504: ("server_error", "timeout"),

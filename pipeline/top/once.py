@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 
-from rich.console import Console
-
 from pipeline.config import Config
 from pipeline.errors import BrokerError, DataError
+from pipeline.terminal import Console, say
 from pipeline.top import parts
 from pipeline.top.feed import UNREADABLE, Feed, View
 
@@ -37,7 +36,7 @@ def print_once(config: Config, apart_s: float = _APART_S) -> None:
         raise DataError(f"{UNREADABLE} ({view.problem}); look with the release that runs it")
     if view.problem:
         raise BrokerError(f"the broker does not answer ({view.problem}); start it, or set REDIS_URL to one that runs")
-    print(frame(view, shutil.get_terminal_size((80, 24)).columns))
+    say(frame(view, shutil.get_terminal_size((80, 24)).columns))
 
 
 async def _look_twice(config: Config, apart_s: float) -> View:

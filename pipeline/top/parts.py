@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.logs import escaped
+from pipeline.escaping import escaped
 from pipeline.stages import StageState, stages
 from pipeline.status import Snapshot
 from pipeline.status_parts import CreditUse, Process

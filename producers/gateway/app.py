@@ -1,6 +1,6 @@
 """The gateway's ASGI application.
 
-    request ─▶ Measured ─▶ BearerAuth ─▶ BodyLimit ─▶ routes ─▶ Service
+    request ─▶ Measured ─▶ BearerAuth ─▶ HostGate ─▶ JsonOnly ─▶ BodyLimit ─▶ routes ─▶ Service
 
 - Every error has the form of OpenAI's API; none repeats what was sent, and no body or key is logged.
 """
@@ -23,6 +23,8 @@ from pipeline import __version__
 from pipeline.errors import SluiceError
 from pipeline.http.auth import BearerAuth
 from pipeline.http.body_limit import BodyLimit
+from pipeline.http.hosts import HostGate
+from pipeline.http.json_only import JsonOnly
 from producers.gateway.metrics import Metrics
 from producers.gateway.openapi import errors
 from producers.gateway.refusals import Refusal, of_schema, refusal_of
@@ -100,6 +102,9 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     )
     app.state.limits = service.limits
     app.add_middleware(BodyLimit, max_bytes=int(service.config.gateway.max_body_mb * (1 << 20)))
+    app.add_middleware(JsonOnly)
+    names = service.config.gateway.names
+    app.add_middleware(HostGate, names=names, setting="gateway.names", has_key=key is not None)
     app.add_middleware(BearerAuth, key=key)
     app.add_middleware(Measured, metrics=service.metrics)
     app.include_router(chat_routes(service))

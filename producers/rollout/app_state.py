@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import aiohttp
+from yarl import URL
 
 from pipeline.config.rollout_types import RolloutServerConfig
 from pipeline.config.types import Config
@@ -17,6 +18,8 @@ from producers.rollout.line import Line
 from producers.rollout.tokenizers import Tokenizers
 from producers.rollout.tools import ToolBox, load_tools
 from producers.rollout.trainer_client import Retries
+
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,23 @@ class AppState:
         return int(self.settings.max_body_mb * 2**20)
 
 
+def gateway_hosts(config: Config) -> list[str]:
+    """Those of the gateways that the configuration names, as entries of a list of hosts: no other port of this host."""
+    gateway, named = config.gateway, config.rollout.gateway_url
+    ports = range(gateway.port, gateway.port + max(1, gateway.count))
+    found = [f"{name}:{port}" for name in _LOCAL for port in ports if port]
+    if named is None:
+        return found
+    url = URL(named)
+    host = f"[{url.raw_host}]" if ":" in (url.raw_host or "") else url.raw_host
+    return [*found, f"{host}:{url.port}"]
+
+
 @contextlib.asynccontextmanager
 async def app_state(config: Config, retries: Retries | None = None) -> AsyncGenerator[AppState]:
     """The state of one server. Raises ConfigError for tools that cannot be had."""
     settings = config.rollout_server
-    hosts = AllowedHosts(settings.hosts, "rollout_server.hosts")
+    hosts = AllowedHosts([*settings.hosts, *gateway_hosts(config)], "rollout_server.hosts")
     line = Line(settings.max_concurrent_rollouts, settings.max_waiting_rollouts)
     tokenizers = Tokenizers.of(config)
     pool = 2 * settings.max_concurrent_rollouts  # those that run, and those that say how they ended

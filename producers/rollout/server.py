@@ -14,6 +14,8 @@ from pipeline.errors import RequestError
 from pipeline.http.auth import BearerAuth
 from pipeline.http.body_limit import BodyLimit
 from pipeline.http.errors import problem_response
+from pipeline.http.hosts import HostGate
+from pipeline.http.json_only import JsonOnly
 from producers.http.api_page import add_api_page
 from producers.http.strict_json import StrictRoute
 from producers.rollout.app_state import AppState
@@ -51,6 +53,9 @@ def build_app(state: AppState, runs: Runs, *, key: str | None = None) -> FastAPI
     add_api_page(app, needs_key=key is not None)
     _add_errors(app, state)
     app.add_middleware(BodyLimit, max_bytes=state.max_bytes)
+    app.add_middleware(JsonOnly)
+    names = state.settings.names
+    app.add_middleware(HostGate, names=names, setting="rollout_server.names", has_key=key is not None)
     app.add_middleware(BearerAuth, key=key)  # the outermost: the last one added
     return app
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 from pydantic import ValidationError
-from rich.console import Console
 
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError
 from pipeline.messages import Message
+from pipeline.terminal import Console
 from pipeline.turn_tokens import Renderer
 from producers.gateway.tool_calls import load_tool_parser
 from producers.gateway.turns import Plan

@@ -158,7 +158,7 @@ def test_the_agents_find_each_other_by_their_services_names() -> None:
     sets = words("rollout-server").split("--set ")[1:]
     config = load_config(ROOT / "configs/agents.yaml", [word.strip() for word in sets], given)
     assert (config.rollout.url, config.rollout.gateway_url) == ("http://rollout-server:9000", "http://gateway:8081")
-    assert config.rollout_server.hosts == ("gateway:*",)
+    assert config.rollout_server.hosts == ("gateway:8081",)
 
 
 def test_gpu_services_see_the_gpus_and_workers_share_the_locks() -> None:

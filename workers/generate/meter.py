@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from pipeline.terminal import Console
 from workers.generate.part_file import Tally
 
 _PLAIN_EVERY_S = 10.0

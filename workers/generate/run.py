@@ -19,6 +19,7 @@ from typing import IO, Any
 from pipeline import logs
 from pipeline.errors import ConfigError, DataError, SluiceError
 from pipeline.rows import is_parquet, parquet_module
+from pipeline.terminal import say
 from workers.generate.decode import Decoding, Sink
 from workers.generate.in_order import write_in_order
 from workers.generate.meter import Meter
@@ -54,7 +55,7 @@ def run(settings: GenerateSettings) -> int:
 def _warn_of_a_late_guard(settings: GenerateSettings) -> None:
     guard, limit = settings.repeat_terminate, settings.options.max_new_tokens
     if guard.enabled and guard.min_new_tokens >= limit:
-        print(
+        say(
             f"warning: the repeat guard can never fire: min_new_tokens {guard.min_new_tokens} is not below "
             f"--max-new-tokens {limit}",
             file=sys.stderr,
@@ -68,7 +69,7 @@ def _scanned(prompts: PromptFile, settings: GenerateSettings) -> Scan:
         others = f"; {len(scan.malformed) - 1} more are malformed" if len(scan.malformed) > 1 else ""
         raise DataError(f"{first.error()}{others}; mend it, or make error rows of them: --on-malformed skip")
     if not scan.total:
-        print(f"warning: {prompts.name} has no rows, so there is nothing to answer", file=sys.stderr)
+        say(f"warning: {prompts.name} has no rows, so there is nothing to answer", file=sys.stderr)
     return scan
 
 
@@ -77,7 +78,7 @@ def _to_stdout(decoding: Decoding, stdout: IO[bytes]) -> int:
     try:
         _answer(decoding, sink, stdout)
     except KeyboardInterrupt:
-        print(f"interrupted: {len(sink)} of {decoding.total} answers were written", file=sys.stderr)
+        say(f"interrupted: {len(sink)} of {decoding.total} answers were written", file=sys.stderr)
         return INTERRUPTED
     return SOME_ROWS_FAILED if sink.tally.errors else 0
 
@@ -94,11 +95,11 @@ def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) ->
         try:
             _answer(decoding, part, stdout)
         except KeyboardInterrupt:
-            print(f"interrupted: {_kept(part, decoding)}", file=sys.stderr)
+            say(f"interrupted: {_kept(part, decoding)}", file=sys.stderr)
             return INTERRUPTED
         except SluiceError:
             if len(part):
-                print(_kept(part, decoding), file=sys.stderr)
+                say(_kept(part, decoding), file=sys.stderr)
             raise
         rows, indices = range(decoding.scan.total), range(settings.n)
         write_in_order(out, part.lines(number_of(row, index) for row in rows for index in indices))
@@ -115,7 +116,7 @@ def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
     """Every answer into the sink, and what to say at the end."""
     before = len(sink)
     if before:
-        print(f"going on: {before} of {decoding.total} answers were done before", file=sys.stderr)
+        say(f"going on: {before} of {decoding.total} answers were done before", file=sys.stderr)
     with Meter(decoding.total, sink.tally) as meter:
         decoding.run(sink, meter)
     if len(sink) != decoding.total:

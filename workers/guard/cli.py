@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from pipeline.cli.options import ConfigPath, Json
+from pipeline.terminal import say
 
 app = App(name="guard", help="The repeat guard: try its thresholds on sequences that were decoded.")
 
@@ -48,8 +49,8 @@ def replay(
 
     found = run(results, make_trials(config, overrides, vary, model), skip_malformed=on_malformed == "skip")
     for row in found.malformed:
-        print(f"warning: left out: {row.error()}", file=sys.stderr)
+        say(f"warning: left out: {row.error()}", file=sys.stderr)
     if not any(trial.endings for trial in found.trials):
-        print(f"warning: {results} has no sequences to replay", file=sys.stderr)
-    print(replay_view.as_json(found) if as_json else replay_view.as_text(found))
+        say(f"warning: {results} has no sequences to replay", file=sys.stderr)
+    say(replay_view.as_json(found) if as_json else replay_view.as_text(found))
     return 0

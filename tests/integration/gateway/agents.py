@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from demo.tools import demonstrations
 from pipeline.config.types import Config
@@ -51,6 +52,8 @@ class RolloutServer:
 @contextlib.asynccontextmanager
 async def rollout_server(config: Config, gateway_url: str) -> AsyncIterator[RolloutServer]:
     """On a free port, until the end of the block."""
+    asked_back = msgspec.structs.replace(config.rollout, gateway_url=gateway_url)
+    config = msgspec.structs.replace(config, rollout=asked_back)
     drain, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve_until(config, drain, port=0, on_ready=port.set_result))
     await asyncio.wait({serving, port}, timeout=30, return_when=asyncio.FIRST_COMPLETED)

@@ -19,6 +19,7 @@ from producers.rollout.role import serve_until
 from producers.rollout.trainer_client import Retries
 from tests.integration.rollout.words import save_words_tokenizer
 
+ANY_PORT = ("127.0.0.1:*", "localhost:*", "[::1]:*")  # trainers of tests have free ones
 QUICK = Retries(first_s=0.02, most_s=0.1, patience_s=0.3, ending_s=0.5)
 
 
@@ -83,7 +84,12 @@ def serve(tokenizer_dirs: dict[str, str]) -> Serve:
 
     @contextlib.asynccontextmanager
     async def serving(*, key: str | None = None, grace_s: float = 10.0, **settings: Any) -> AsyncIterator[Served]:
-        chosen = {"tokenizers": tokenizer_dirs, "tool_latency_ms": (0, 0), "deadline_s": 20.0} | settings
+        chosen = {
+            "tokenizers": tokenizer_dirs,
+            "tool_latency_ms": (0, 0),
+            "deadline_s": 20.0,
+            "hosts": ANY_PORT,
+        } | settings
         config = Config(rollout_server=RolloutServerConfig(**chosen), up=UpConfig(stop_grace_s=grace_s))
         drain, port = asyncio.Event(), asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(

@@ -17,7 +17,6 @@ from redis.asyncio import Redis
 from consumers.dashboard import words
 from consumers.dashboard.actions import in_time
 from consumers.dashboard.app import make_app
-from consumers.dashboard.auth import host_name, is_loopback
 from consumers.dashboard.letters import Reasons
 from consumers.dashboard.live import Live, event
 from consumers.dashboard.look import Look
@@ -28,6 +27,7 @@ from consumers.dashboard.settings import settings
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import BrokerConfig, Config, ProducerConfig
 from pipeline.dlq import Row
+from pipeline.http.hosts import host_name, is_loopback
 from pipeline.messages import DeadLetter
 from pipeline.status import Snapshot
 from pipeline.status_parts import Process, Stall
