@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from io import StringIO
 
-from rich.console import Console
-
 from pipeline.heartbeat import Heartbeat
 from pipeline.progress import Progress
 from pipeline.status import Snapshot
+from pipeline.terminal import Console
 
 
 def beat(role: str = "worker", cause: str | None = None, age_s: float = 0.0, **facts: object) -> Heartbeat:
