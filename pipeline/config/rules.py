@@ -15,18 +15,10 @@ from pipeline.errors import ConfigError
 
 def check(config: Config, origin: str) -> None:
     """Raise ConfigError at the first rule that does not hold."""
-    checks = (
-        *_identity(config),
-        *_numbers(config),
-        *_images(config),
-        *_flow(config),
-        *policy_checks(config),
-        *rollout_checks(config),
-        *operate_checks(config),
-    )
-    for holds, complaint in checks:
-        if not holds:
-            raise ConfigError(f"{origin}: {complaint}")
+    for checks in (_identity, _numbers, _images, _flow, policy_checks, rollout_checks, operate_checks):
+        for holds, complaint in checks(config):  # the later ones reckon with what the earlier ones admit
+            if not holds:
+                raise ConfigError(f"{origin}: {complaint}")
     check_guard(config.rollout_matching.repeat_terminate, origin, "rollout_matching.repeat_terminate")
 
 

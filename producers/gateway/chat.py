@@ -36,7 +36,7 @@ from producers.gateway.images import images_of
 from producers.gateway.metrics import Metrics
 from producers.gateway.refusals import Refusal, closed, unknown
 from producers.gateway.requests import ChatRequest
-from producers.gateway.tool_calls import Parsed, ToolParser, assistant_message
+from producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from producers.gateway.trajectory import known_token_ids, path_to
 from producers.gateway.turns import Plan, plan_turn
 
@@ -225,7 +225,7 @@ class Chat:
         )
 
     def _message(self, request: ChatRequest, result: SequenceResult, key: str) -> Message:
-        parsed = self.parser(result.text) if request.parses_tools else Parsed(result.text)
+        parsed = read_calls(self.parser, result.text) if request.parses_tools else Parsed(result.text)
         return assistant_message(parsed, key)
 
 

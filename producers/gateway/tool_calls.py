@@ -1,6 +1,7 @@
 """Tool calls in a model's text, as OpenAI's clients expect them.
 
-- What is no well-formed call stays content; nothing that the model wrote is lost.
+- What is no well-formed call stays content; nothing that the model wrote is lost. Nor is one a call whose name or
+  arguments hold half of a character (`\\ud800`): no JSON could carry it to a client.
 - Ids are made from the turn's key, so that a repeated request is answered with the same ones.
 - A parser of one's own is a function `text -> Parsed`; its attribute `marker`, if any, is what a call begins with. A
   streaming caller is shown text up to the marker as it comes, and without one all text at the end.
@@ -15,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from pipeline.decoding import too_deep
 from pipeline.errors import ConfigError
+from pipeline.surrogates import lone_surrogate
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -79,6 +82,14 @@ def load_tool_parser(name: str) -> ToolParser:
     return cast(ToolParser, parser)
 
 
+def read_calls(parser: ToolParser, text: str) -> Parsed:
+    """What the parser finds; all of it is text where a call of it could not be sent."""
+    found = parser(text)
+    if lone_surrogate([[call.name, call.arguments] for call in found.calls], "it"):
+        return Parsed(text)
+    return found
+
+
 def assistant_message(parsed: Parsed, key: str) -> dict[str, Any]:
     """The message that a client is answered and sends back."""
     if not parsed.calls:
@@ -103,5 +114,7 @@ def _hermes_call(text: str) -> Call | None:
         return None
     name, arguments = found.get("name"), found.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    if too_deep(arguments, "arguments") or lone_surrogate([name, arguments], "it"):
         return None
     return Call(name, json.dumps(arguments, ensure_ascii=False))

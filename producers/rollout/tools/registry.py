@@ -16,7 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.config.rollout_types import RolloutServerConfig
+from pipeline.decoding import too_deep
 from pipeline.errors import ConfigError
+from pipeline.surrogates import lone_surrogate
 from producers.rollout.tools.calculator import calculator
 from producers.rollout.tools.function import Tool, ToolError
 
@@ -120,6 +122,8 @@ def _object(arguments: Any) -> dict[str, Any]:
         return {}
     if not isinstance(arguments, Mapping):
         raise ToolError(f"the arguments are a {type(arguments).__name__}; write one JSON object")
+    if problem := too_deep(arguments, "the arguments") or lone_surrogate(arguments, "the arguments"):
+        raise ToolError(problem)
     return dict(arguments)
 
 

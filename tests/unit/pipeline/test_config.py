@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,40 @@ def test_any_key_may_be_set_below_a_free_mapping(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "run: a"), ["worker.vllm.extra.max_num_seqs=16", "custom.mine.deep=1"])
     assert config.worker.vllm.extra == {"max_num_seqs": 16}
     assert config.custom == {"mine": {"deep": 1}}
+
+
+BOMBS = {
+    "aliases": "custom:\n  a: &a [x, x, x, x, x, x, x, x, x]\n"
+    + "".join(f"  {b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefgh")),
+    "merges": "custom:\n  a: &a {x: [1, 2]}\n"
+    + "".join(f"  {b}: &{b} {{p: *{a}, q: *{a}, r: *{a}, s: *{a}}}\n" for a, b in pairwise("abcdefghijklm")),
+    "an alias within itself": "custom: {a: &a [*a]}",
+    "deep": "custom: {a: " + "[" * 300 + "]" * 300 + "}",
+    "deeper": "custom: {a: " + "[" * 20_000 + "]" * 20_000 + "}",
+    "deep by aliases": "custom:\n  a: &a [x]\n"
+    + "".join(
+        f"  {b}: &{b} [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[*{a}]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]\n"
+        for a, b in pairwise("abcdefghi")
+    ),
+    "long": "custom: {a: '" + "x" * (1 << 20) + "'}",
+    "a lone surrogate": 'custom: {a: "\\ud800"}',
+    "beyond 64 bits": "seed: " + "9" * 20,
+    "far beyond": "worker: {lease_s: " + "9" * 400 + "}",
+    "no consumer": "consumer: {count: 0}",
+    "no group": "producer: {group_size: 0}",
+    "fewer than none": "consumer: {count: -3}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_whatever_a_file_holds_it_is_a_named_error_at_once(tmp_path: Path, name: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=r"c\.yaml"):
+        load_config(write(tmp_path, BOMBS[name]), environ={})
+    assert time.process_time() - began < 5
+
+
+def test_a_few_aliases_are_welcome(tmp_path: Path) -> None:
+    text = "custom: {a: &a {x: 1}, b: [*a, *a], c: *a}"
+    config = load_config(write(tmp_path, text), environ={})
+    assert config.custom == {"a": {"x": 1}, "b": [{"x": 1}, {"x": 1}], "c": {"x": 1}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from producers import sources
 from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def row(more: bytes) -> bytes:
+    return json.dumps(GOOD).encode()[:-1] + b", " + more + b"}"
 
 
 def jsonl(tmp_path: Path, *lines: bytes | dict[str, Any], **options: Any) -> DataConfig:
@@ -53,9 +59,13 @@ def test_rows_come_in_file_order_with_all_their_fields(tmp_path: Path) -> None:
         (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "malformed row"),
         (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "malformed row"),
         (b"\x00\x01", "malformed row"),
+        (row(b'"metadata": {"a": [' + b"9" * 20 + b"]}"), "metadata.a[0] is an integer beyond 64 bits"),
+        (row(b'"truth": -' + b"9" * 4000), "truth is an integer beyond 64 bits"),
+        (row(b'"truth": {"a": "\\ud800"}'), "truth.a has a lone surrogate"),
     ],
-    ids=["no json", "no message", "no content", "text", "no messages", "a list", "bad utf-8", "nested", "binary"],
-)
+    ids=["no json", "no message", "no content", "text", "no messages", "a list", "bad utf-8", "nested", "binary",
+         "beyond 64 bits", "far beyond", "surrogate"],
+)  # fmt: skip
 def test_a_malformed_row_is_named_by_file_and_line_and_its_neighbours_are_read(
     tmp_path: Path, line: bytes, words: str
 ) -> None:
@@ -130,6 +140,48 @@ def test_a_file_that_is_no_parquet_is_a_data_error(tmp_path: Path) -> None:
     for read in (rows, count_rows):
         with pytest.raises(DataError, match=r"rows\.parquet"):
             read(DataConfig(path=str(path)))
+
+
+def parquet(path: Path) -> bytes:
+    """Three row groups of 100 rows."""
+    table = pa.Table.from_pylist([{**GOOD, "id": f"row-{number}", "truth": "4"} for number in range(300)])
+    pq.write_table(table, path, row_group_size=100, write_page_checksum=True, compression="none", use_dictionary=False)
+    return path.read_bytes()
+
+
+def test_a_damaged_page_costs_its_row_group_and_every_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    raw = bytearray(parquet(path))
+    raw[raw.index(b"row-150")] ^= 1
+    path.write_bytes(raw)
+    found = rows(DataConfig(path=str(path)))
+    assert [isinstance(one, Row) for one in found] == [True] * 100 + [False] * 100 + [True] * 100
+    bad = found[149]
+    assert isinstance(bad, Malformed)
+    assert bad.where == f"{path}: row 150"
+    assert "row group 1 is damaged" in bad.problem
+    assert count_rows(DataConfig(path=str(path))) == 300
+
+
+def test_a_text_that_is_not_utf_8_costs_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    texts = pa.array([b"a", b"\xff\xfe", b"c"]).cast(pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), 3, texts.buffers())
+    pq.write_table(pa.table({"prompt": texts, "messages": pa.array([GOOD["messages"]] * 3), "id": texts}), path)
+    assert [isinstance(one, Row) for one in rows(DataConfig(path=str(path)))] == [True, False, True]
+
+
+def test_whatever_changes_in_a_parquet_file_is_a_row_or_a_named_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    whole, randomly = parquet(path), random.Random(11)
+    config = DataConfig(path=str(path))
+    for _ in range(60):
+        raw = bytearray(whole)
+        for _ in range(3):
+            raw[randomly.randrange(len(raw))] ^= 1 << randomly.randrange(8)
+        path.write_bytes(raw[: randomly.choice((len(raw), randomly.randrange(len(raw))))])
+        with contextlib.suppress(DataError):
+            assert len(rows(config)) == count_rows(config)
 
 
 def test_the_fingerprint_is_that_of_the_contents(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from producers.gateway.tool_calls import Call, Hermes, Parsed, assistant_message, load_tool_parser
+from producers.gateway.tool_calls import Call, Hermes, Parsed, assistant_message, load_tool_parser, read_calls
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -44,6 +44,29 @@ def test_what_was_written_as_calls_is_read_as_calls(calls: list[tuple[str, dict[
     parsed = Hermes()(before + "\n".join(blocks))
     assert parsed.content == before.strip()
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == calls
+
+
+HALVES = {
+    "in a value": '{"name": "add", "arguments": {"a": ["\\ud800"]}}',
+    "in a key": '{"name": "add", "arguments": {"\\udfff": 1}}',
+    "in the name": '{"name": "add\\ud83d", "arguments": {}}',
+    "deep": '{"name": "add", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}",
+}
+
+
+@pytest.mark.parametrize("place", HALVES)
+def test_a_call_that_no_json_could_carry_stays_text(place: str) -> None:
+    text = f"<tool_call>{HALVES[place]}</tool_call>"
+    assert Hermes()(text) == Parsed(text, [])
+    found = Hermes()(text + ADD)
+    assert (found.content, [call.name for call in found.calls]) == (text, ["add"])
+
+
+def test_so_does_one_of_a_parser_of_ones_own() -> None:
+    def careless(text: str) -> Parsed:
+        return Parsed("", [Call("add", '{"a": "\ud800"}')])
+
+    assert read_calls(careless, "said") == Parsed("said")
 
 
 def test_ids_are_the_same_for_the_same_turn() -> None:

@@ -82,6 +82,8 @@ async def test_no_calls_no_messages() -> None:
         (None, "text: Field required"),
         ({}, "text: Field required"),
         ({"text": 3}, "text: Input should be a valid string"),
+        ('{"text": "\\ud800"}', "text has a lone surrogate"),
+        ({"text": "\udfff"}, "text has a lone surrogate"),
         ({"text": "a", "more": 1}, "more: Extra inputs are not permitted"),
         ({"text": "a", "__class__": 1}, "Extra inputs are not permitted"),
     ],
