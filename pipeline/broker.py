@@ -182,7 +182,7 @@ class Scripts:
     """Our Lua scripts over one connection; a server that forgot them (a restart, a failover) is given them again."""
 
     def __init__(self, client: Redis) -> None:
-        self._client: Any = client
+        self.client: Any = client
         self._digests: dict[str, str] = {}
 
     async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -193,9 +193,9 @@ class Scripts:
             digest = self._digests[name] = sha1(text.encode()).hexdigest()
         try:
             try:
-                return await cast("Awaitable[Any]", self._client.evalsha(digest, len(keys), *keys, *args))
+                return await cast("Awaitable[Any]", self.client.evalsha(digest, len(keys), *keys, *args))
             except NoScriptError:  # EVAL runs and keeps it in one step: nothing can be forgotten in between
-                return await cast("Awaitable[Any]", self._client.eval(text, len(keys), *keys, *args))
+                return await cast("Awaitable[Any]", self.client.eval(text, len(keys), *keys, *args))
         except ResponseError as error:
             if may_pass(error):
                 raise BrokerError(f"script {name} was refused: {error}") from error
@@ -203,7 +203,7 @@ class Scripts:
 
     async def _odd_types(self, keys: Sequence[str]) -> str:
         """Redis does not say which key it was that has another type than ours."""
-        pipe = self._client.pipeline(transaction=False)
+        pipe = self.client.pipeline(transaction=False)
         for key in keys:
             pipe.type(key)
         found = zip(keys, await pipe.execute(raise_on_error=False), strict=True)

@@ -37,6 +37,10 @@ class BrokerRefused(BrokerError):
     """Redis answers and refuses: a key of the wrong type, a right that is missing. To ask again changes nothing."""
 
 
+class BrokerDataGone(BrokerError):
+    """Redis knows nothing any more of what this process had there: it was flushed, or lost its disk."""
+
+
 class ModelError(SluiceError):
     """A model directory cannot be loaded."""
 

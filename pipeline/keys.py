@@ -21,7 +21,7 @@ _TYPES = {
     "zset": ("jobs", "leases", "alone", "alone:turns", "rollouts", "aborts"),
     "hash": ("counts", "versions", "source", "processes"),
     "stream": ("results", "batches", "dlq", "dropped", "score:jobs"),
-    "string": ("latest", "metrics", "owner", "state", "watch", "sweep"),
+    "string": ("latest", "metrics", "owner", "state", "watch", "sweep", "contract", "incarnation"),
     "list": ("wake", "score:answers"),
 }
 
@@ -91,6 +91,8 @@ class Keys:
         self.owner = (
             f"{self.prefix}owner:"  # + role → nonce of the one process that plays it; + :last → the newest that did
         )
+        self.contract = f"{self.prefix}contract"  # string: JSON, what all processes of the run agree on
+        self.incarnation = f"{self.prefix}incarnation"  # string: made with the first data, and again when they are gone
         self.state = f"{self.prefix}state"  # string: running | finished
 
     def result_stream(self, group_id: str, partitions: int) -> str:

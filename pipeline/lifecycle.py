@@ -26,6 +26,7 @@ from redis.asyncio import Redis
 
 from pipeline import broker, logs
 from pipeline.config.types import Config
+from pipeline.contract import ONLOOKERS, take_part
 from pipeline.errors import DeadlineExceeded, SluiceError, first_cause
 from pipeline.heartbeat import StatusReporter
 from pipeline.keys import Keys
@@ -104,6 +105,8 @@ async def role_process(config: Config, role: str, name: str, stop: asyncio.Event
                 context.stop = stop
             if address := scope.enter_context(metrics_server(config.metrics, context.telemetry)):
                 context.status.fact(metrics=address)
+            if role not in ONLOOKERS:
+                await take_part(client, config, context.status)
             context.spawn(context.status.run())
             try:
                 yield context

@@ -13,11 +13,22 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 
 from pipeline.broker import Scripts
-from pipeline.errors import DeadlineExceeded, LeaseLost
+from pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, SluiceError
 from pipeline.keys import Keys
 
 TTL_S = 5.0
 _POLL_S = 0.2
+
+
+async def why_fenced(scripts: Scripts, key: str) -> SluiceError:
+    """The error of a process that a script refused as the owner of this role: another has it, or the data are gone."""
+    role = key.rpartition("owner:")[2]
+    if await scripts.client.exists(key, f"{key}:last"):
+        return LeaseLost(f"{role}: another process took this role; this one stops")
+    return BrokerDataGone(
+        f"{role}: the broker's data are gone: it no longer knows that this process plays this role. Start it again: "
+        "rows are read again, what is trained stays trained, and what was under way is done again"
+    )
 
 
 class Ownership:
@@ -46,16 +57,16 @@ class Ownership:
         waiting(None)
 
     async def keep(self) -> None:
-        """Renew until released or cancelled; raises LeaseLost when another process took the role."""
+        """Renew until released or cancelled; raises as `why_fenced` when it is not ours any more."""
         while not self._released:
             await asyncio.sleep(TTL_S / 4)
             if not self._released:
                 await self.confirm()
 
     async def confirm(self) -> None:
-        """Before an effect that no script fences (files); raises LeaseLost when another process took the role."""
+        """Before an effect that no script fences (files); raises as `why_fenced` when the role is lost."""
         if not await self.try_acquire() and not self._released:
-            raise LeaseLost(f"{self.role}: another process took this role; this one stops")
+            raise await why_fenced(self._scripts, self.key)
 
     async def release(self) -> None:
         """Give the role back at once; a renewal that is on its way does not take it again."""

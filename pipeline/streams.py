@@ -17,10 +17,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from pipeline.broker import Scripts
-from pipeline.errors import BrokerError, LeaseLost, ResultsLost
+from pipeline.errors import BrokerError, ResultsLost
 from pipeline.keys import BATCH_GROUP, RESULT_GROUP, Keys
 from pipeline.messages import DeadLetter, TrainingBatch, encode
-from pipeline.ownership import Ownership
+from pipeline.ownership import Ownership, why_fenced
 
 _PAGE = 256
 
@@ -59,7 +59,7 @@ class StreamReader:
         return self._fresh(found)
 
     async def read(self, count: int, block_ms: int) -> list[Entry]:
-        """New entries; an empty list after `block_ms` without any. Raises LeaseLost when another owner took over."""
+        """New entries; an empty list after `block_ms` without any. Raises as `why_fenced` when the role is lost."""
         try:
             found = await self._take(count)
             if not found:
@@ -110,7 +110,7 @@ class StreamReader:
             "read", [self.stream, *fence], [nonce, self.group, self.name, count, self._last]
         )
         if answer == -1:
-            raise LeaseLost(f"{self.stream}: another process took over; this one stops")
+            raise await why_fenced(self._scripts, fence[0])
         rows, pending = answer
         if not rows and int(pending) > len(self.held):
             return await self._all_pending()
@@ -145,8 +145,8 @@ async def hand_off(
 ) -> Literal["ok", "dup"]:
     """Put a batch out, record drops, ack and delete the results behind them, in one step.
 
-    `result_bytes`: what those results held in the broker. Raises LeaseLost when another consumer owns the partition
-    by now; ResultsLost when one of them is not there any more: nothing was done then. A repeat of the same batch_id
+    `result_bytes`: what those results held in the broker. Raises as `why_fenced` when the partition is another
+    consumer's; ResultsLost when one of them is not there any more: nothing was done then. A repeat of the same batch_id
     is `dup`.
     """
     args: list[Any] = [nonce, reader.group, reader.name, batch.batch_id, encode(batch) if batch.samples else b""]
@@ -156,7 +156,7 @@ async def hand_off(
     names = [reader.stream, keys.batches, keys.counts, owner_key, keys.dropped]
     answer = (await scripts.run("handoff", names, args)).decode()
     if answer == "fenced":
-        raise LeaseLost(f"{reader.stream}: another consumer took over; this one stops")
+        raise await why_fenced(scripts, owner_key)
     if answer == "lost":
         raise ResultsLost(f"{reader.stream}: results that were read are gone; reading again")
     reader.release(result_ids)
@@ -173,7 +173,7 @@ async def ack_batches(
     *,
     stepped: bool = True,
 ) -> int:
-    """Ack (stream id, number of samples) pairs; returns the samples counted as trained. Raises LeaseLost if fenced.
+    """Ack (stream id, number of samples) pairs; returns the samples counted as trained. Raises as `why_fenced`.
 
     `drops`: by stream id, letters of the samples that the trainer dropped from that batch; they count as dropped.
     `stepped`: whether an optimiser step, and so a version, came of these batches.
@@ -186,7 +186,7 @@ async def ack_batches(
             args += [letter.reason, encode(letter)]
     counted = int(await scripts.run("ack", [keys.batches, keys.counts, owner_key, keys.dropped], args))
     if counted < 0:
-        raise LeaseLost("another trainer took over; this one stops")
+        raise await why_fenced(scripts, owner_key)
     return counted
 
 

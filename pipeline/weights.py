@@ -22,10 +22,11 @@ from redis.exceptions import ResponseError
 
 from pipeline.broker import Scripts
 from pipeline.decoding import Unreadable, integer, numbered, read_json
-from pipeline.errors import LeaseLost, MessageError, WeightsError
+from pipeline.errors import MessageError, WeightsError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
 from pipeline.keys import Keys
 from pipeline.messages import MOST_VERSION, WeightVersion, decode, encode
+from pipeline.ownership import why_fenced
 
 MANIFEST = "manifest.json"
 _unreadable = Unreadable()  # of this process
@@ -196,12 +197,12 @@ class WeightsRegistry:
             raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
 
     async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
-        """Make a version visible to the workers; repeatable. Raises WeightsError or LeaseLost."""
+        """Make a version visible to the workers; repeatable. Raises WeightsError, or as `why_fenced`."""
         keys = [self._keys.versions, self._keys.latest, owner_key]
         args = [nonce, manifest.version, manifest.digest, encode(manifest), retention]
         answer = (await self._scripts.run("publish", keys, args)).decode()
         if answer == "fenced":
-            raise LeaseLost("another trainer took over; this one publishes nothing")
+            raise await why_fenced(self._scripts, owner_key)
         if answer != "ok":
             raise WeightsError(f"version {manifest.version} refused ({answer}): {_REFUSED[answer]}")
 

@@ -20,6 +20,7 @@ from consumers.training.trackers import Trackers
 from pipeline import metrics
 from pipeline.lifecycle import Role
 from pipeline.messages import TrainingSample
+from pipeline.trained import LEDGER, TrainedIds
 
 
 class StepRecords:
@@ -27,7 +28,8 @@ class StepRecords:
 
     def __init__(self, role: Role, trackers: Trackers, run_dir: Path) -> None:
         self._role, self._trackers = role, trackers
-        self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / "trained.jsonl")
+        self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / LEDGER)
+        self.known = TrainedIds(run_dir)
         self._kept = KeptRollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
         self._history = TrainedRecorder(role.config)
         self._logged = 0
@@ -36,6 +38,7 @@ class StepRecords:
         """Later steps did not come to be."""
         for kept in (self._metrics, self._trained, self._kept):
             kept.cut_after(step)
+        self.known.open(step)
         self._history.forget()
 
     async def log(
@@ -48,7 +51,9 @@ class StepRecords:
         values = {**metrics.reduce([sample.metrics for sample in samples]), **record}
         await asyncio.to_thread(self._kept.save, step, samples)
         self._metrics.append(step, version=version, at=time.time(), **values)
-        self._trained.append(step, seq_ids=[sample.seq_id for sample in samples])
+        seq_ids = [sample.seq_id for sample in samples]
+        self._trained.append(step, seq_ids=seq_ids)
+        self.known.add(step, seq_ids)
         self._history.note(step, version, samples, [])
         self._trackers.log(step, values)
         self._role.telemetry.observe(sluice_train_step_seconds=values["train/step_s"])
@@ -60,5 +65,6 @@ class StepRecords:
         await self._history.flush()
 
     async def close(self) -> None:
-        """Close the history's file."""
+        """Close the files."""
         await self._history.close()
+        self.known.close()

@@ -26,6 +26,7 @@ from consumers.handoff.state import HandoffState, read_state, write_state
 from consumers.training.trackers import Trackers
 from pipeline import weights
 from pipeline.errors import DeadlineExceeded, MessageError, WeightsError
+from pipeline.incarnation import begin_again, recognise
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import TrainingBatch, TrainingSample, WeightVersion, decode
@@ -67,7 +68,9 @@ class Session:
 
     async def open(self) -> None:
         """Make good what an earlier process left half done; a run without versions gets version 0."""
+        client, keys = self._role.client, self._role.keys
         self._role.status.waiting("the versions of this run")
+        gone = not await recognise(client, keys, self.run_dir)
         self._state = await asyncio.to_thread(read_state, self.run_dir)
         latest, number = await self._registry.latest(), weights.newest_number(self.root)
         if number < 0 and latest is not None:
@@ -79,6 +82,9 @@ class Session:
         else:
             await self._register(weights.read_manifest(self.root / f"v{number:06d}"), latest)
         self._records.cut_after(self._state.step)
+        self._records.known.add(self._state.step, self._state.recent)
+        if gone:
+            await begin_again(client, self._config, self.version, f"step {self._state.step}")
         await self._ack()
         self._unread.extend(await self._reader.open())
         self._role.status.waiting(None)
@@ -192,8 +198,8 @@ class Session:
         except (MessageError, KeyError) as error:
             # Nothing but our consumer writes here: losing samples silently is worse than stopping.
             raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
-        recent = set(self._state.recent)
-        fresh = [one for one in batch.samples if one.seq_id not in recent and one.seq_id not in self._seen]
+        known = self._records.known.known(one.seq_id for one in batch.samples)
+        fresh = [one for one in batch.samples if one.seq_id not in known and one.seq_id not in self._seen]
         taken = Taken(entry.entry_id, len(batch.samples), fresh)
         if taken.fresh:
             self._next.append(taken)

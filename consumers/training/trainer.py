@@ -38,6 +38,7 @@ from consumers.training.step import TrainStep
 from consumers.training.trackers import Trackers
 from pipeline import metrics, weights
 from pipeline.errors import DeadlineExceeded, MessageError
+from pipeline.incarnation import begin_again, recognise
 from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
@@ -46,6 +47,7 @@ from pipeline.scores import Scores
 from pipeline.status import snapshot
 from pipeline.streams import Entry, ack_batches, batch_reader
 from pipeline.tokens import TokenArray
+from pipeline.trained import LEDGER, TrainedIds
 
 T = TypeVar("T")
 
@@ -70,8 +72,10 @@ class Trainer:
         self._trackers = trackers or Trackers(role.config)
         self._config = role.config
         run_dir = Path(role.config.run_dir) / role.config.run
+        self._run_dir = run_dir
         self._checkpoints, self._versions = run_dir / "checkpoints", run_dir / "weights"
-        self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / "trained.jsonl")
+        self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / LEDGER)
+        self._known = TrainedIds(run_dir)
         self._rollouts = Rollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
         self._history = TrainedRecorder(role.config)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
@@ -97,12 +101,15 @@ class Trainer:
         if self._state.unacked:  # steps since the last checkpoint, with checkpoint_every > 1
             await self._checkpoint()
         await self._history.close()
+        self._known.close()
 
     def _enough_versions(self) -> bool:
         limit = self._config.trainer.max_versions
         return limit is not None and self._state.version >= limit
 
     async def _resume(self) -> None:
+        client, keys = self._role.client, self._role.keys
+        gone = not await recognise(client, keys, self._run_dir)
         found = await asyncio.to_thread(checkpoint.newest, self._checkpoints)
         if found is None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
@@ -116,6 +123,9 @@ class Trainer:
             get_logger().info("resumed", step=self._state.step, version=self._state.version)
         for kept in (self._metrics, self._trained, self._rollouts):
             kept.cut_after(self._state.step)
+        await asyncio.to_thread(self._known.open, self._state.step, self._state.recent)
+        if gone:
+            await begin_again(client, self._role.config, self._state.version, f"step {self._state.step}")
 
     async def _next_batches(self) -> list[Taken]:
         """Batches worth one optimiser step; fewer at the end of the run; none when it is over or stopped."""
@@ -159,7 +169,7 @@ class Trainer:
         except (MessageError, KeyError) as error:
             # Nothing but our consumer writes here: losing samples silently is worse than stopping.
             raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
-        known, dropped = set(self._state.recent), self._state.dropped
+        known, dropped = self._known.known(sample.seq_id for sample in batch.samples), self._state.dropped
         fresh = [sample for sample in batch.samples if sample.seq_id not in known and sample.seq_id not in dropped]
         again = [sample.seq_id for sample in batch.samples if sample.seq_id in dropped]
         letters = [letter(seq_id, dropped[seq_id], "dropped by the trainer before") for seq_id in again]
@@ -220,7 +230,9 @@ class Trainer:
         self._metrics.append(state.step, version=state.version, at=time.time(), **record)
         self._trackers.log(state.step, record)
         self._role.telemetry.observe(sluice_train_step_seconds=record["train/step_s"])
-        self._trained.append(state.step, seq_ids=[sample.seq_id for sample in samples])
+        seq_ids = [sample.seq_id for sample in samples]
+        self._trained.append(state.step, seq_ids=seq_ids)
+        self._known.add(state.step, seq_ids)
 
     async def _checkpoint(self) -> None:
         await self._owner.confirm()

@@ -1,0 +1,36 @@
+-- A process takes part in its run if it agrees with the run's contract; then it is announced, in the same step. Where
+-- nobody else takes part, it makes the contract, or changes it. Results are read by as many partitions as they were
+-- written to.
+-- KEYS contract processes   ARGV contract name row alive_ms results_of onlookers (roles, one after the other, in commas)
+-- Returns ok | {differs, contract, who takes part …} | {unread, contract, stream, results}
+local stored, t = redis.call('GET', KEYS[1]), redis.call('TIME')
+
+local function others()
+  local found, rows = {}, redis.call('HGETALL', KEYS[2])
+  for i = 1, #rows, 2 do
+    local readable, row = pcall(cjson.decode, rows[i + 1])
+    if rows[i] ~= ARGV[2] and readable and type(row) == 'table' and type(row.at) == 'number' then
+      local age_ms = (tonumber(t[1]) - row.at) * 1000 + tonumber(t[2]) / 1000
+      local takes_part = not string.find(ARGV[6], ',' .. tostring(row.role) .. ',', 1, true)
+      local has_ended = row.ended_at and row.ended_at ~= cjson.null
+      if takes_part and not has_ended and age_ms < tonumber(ARGV[4]) then found[#found + 1] = rows[i] end
+    end
+  end
+  return found
+end
+
+if stored and stored ~= ARGV[1] then
+  local who = others()
+  if #who > 0 then return { 'differs', stored, unpack(who) } end
+  local readable, old = pcall(cjson.decode, stored)
+  local count = readable and type(old) == 'table' and tonumber(old['consumer.count']) or 0
+  if count ~= cjson.decode(ARGV[1])['consumer.count'] then
+    for partition = 0, count - 1 do
+      local unread = redis.call('XLEN', ARGV[5] .. partition)
+      if unread > 0 then return { 'unread', stored, partition, unread } end
+    end
+  end
+end
+redis.call('SET', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+return { 'ok' }

@@ -1,0 +1,145 @@
+"""All sequence ids that a run has trained, on disk: asked for by whoever must not train or enqueue them again.
+
+    <run_dir>/<run>/trained.jsonl     the truth: a line per step, cut back to the checkpoint at each start
+    <run_dir>/<run>/trained.sqlite    its index, 16 bytes of digest an id; made again from it when it is missing
+
+Ids come into the index some thousand at a time; those in between are held in memory. So memory stays flat, and an id
+costs a few microseconds however many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from pipeline.logs import get_logger
+
+LEDGER, INDEX = "trained.jsonl", "trained.sqlite"
+_MOST_HELD = 4096
+_CACHE_KIB = 8192
+_TABLES = """
+create table if not exists trained (digest blob primary key, step integer not null) without rowid;
+create table if not exists read (bytes integer not null);
+"""
+
+
+class _Line(msgspec.Struct):
+    step: int
+    seq_ids: list[str]
+
+
+class TrainedIds:
+    """The trainer's own; one writer."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._ledger, self._path = run_dir / LEDGER, run_dir / INDEX
+        self._db: sqlite3.Connection | None = None
+        self._held: dict[bytes, int] = {}
+
+    def open(self, step: int, recent: Iterable[str] = ()) -> None:
+        """After the ledger was cut back to `step`. `recent`: ids that are trained whatever the ledger says."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._catch_up(step)
+        except sqlite3.DatabaseError as error:
+            get_logger().warning("the index of trained ids is made again", cause=str(error))
+            self.close()
+            for suffix in ("", "-wal", "-shm"):
+                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            self._catch_up(step)
+        self.add(step, recent)
+
+    def known(self, seq_ids: Iterable[str]) -> set[str]:
+        """Those that are trained."""
+        return {each for each in seq_ids if (digest := _digest(each)) in self._held or _is_in(self._db, digest)}
+
+    def add(self, step: int, seq_ids: Iterable[str]) -> None:
+        """They are in the ledger."""
+        self._held.update((_digest(each), step) for each in seq_ids)
+        if len(self._held) >= _MOST_HELD:
+            self._store(_size(self._ledger))
+
+    def close(self) -> None:
+        """What is held in memory is read from the ledger at the next start."""
+        if self._db is not None:
+            self._db.close()
+        self._db, self._held = None, {}
+
+    def _catch_up(self, step: int) -> None:
+        db = self._db = sqlite3.connect(self._path, timeout=5, isolation_level=None, check_same_thread=False)
+        db.execute("pragma journal_mode=wal")
+        db.execute("pragma synchronous=normal")
+        db.execute(f"pragma cache_size=-{_CACHE_KIB}")
+        db.executescript(_TABLES)
+        db.execute("delete from trained where step > ?", (step,))
+        start = min(_bytes_read(db), _size(self._ledger))
+        for number, ids, end in _lines(self._ledger, start):
+            self._held.update((_digest(each), number) for each in ids)
+            if len(self._held) >= _MOST_HELD:
+                self._store(end)
+        self._store(_size(self._ledger))
+
+    def _store(self, end: int) -> None:
+        """What is held, which is all of the ledger up to `end` that is not stored."""
+        db = self._db
+        assert db is not None, "open() comes first"
+        db.execute("begin immediate")
+        db.executemany("insert or ignore into trained values (?, ?)", sorted(self._held.items()))
+        db.execute("delete from read")
+        db.execute("insert into read values (?)", (end,))
+        db.execute("commit")
+        self._held = {}
+
+
+def trained_among(run_dir: Path, seq_ids: Sequence[str]) -> set[str]:
+    """Those that are trained, for a process that does not train; what it cannot read counts as not trained."""
+    digests = {_digest(each): each for each in seq_ids}
+    found: set[str] = set()
+    start = 0
+    path = run_dir / INDEX
+    if path.exists():
+        try:
+            with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as db:
+                found = {each for digest, each in digests.items() if _is_in(db, digest)}
+                start = _bytes_read(db)
+        except sqlite3.DatabaseError as error:
+            get_logger().warning("the index of trained ids cannot be read", path=str(path), cause=str(error))
+            return set()
+    for _, ids, _ in _lines(run_dir / LEDGER, start):
+        found.update(each for each in ids if _digest(each) in digests)
+    return found
+
+
+def _digest(seq_id: str) -> bytes:
+    return blake2b(seq_id.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _is_in(db: sqlite3.Connection | None, digest: bytes) -> bool:
+    return db is not None and db.execute("select 1 from trained where digest = ?", (digest,)).fetchone() is not None
+
+
+def _bytes_read(db: sqlite3.Connection) -> int:
+    row = db.execute("select bytes from read").fetchone()
+    return int(row[0]) if row else 0
+
+
+def _size(ledger: Path) -> int:
+    return ledger.stat().st_size if ledger.exists() else 0
+
+
+def _lines(ledger: Path, start: int) -> Iterable[tuple[int, list[str], int]]:
+    """Step, ids and end of the lines from a place on; a torn one is no line."""
+    if not ledger.exists():
+        return
+    with ledger.open("rb") as stream:
+        stream.seek(start)
+        for raw in stream:
+            start += len(raw)
+            with contextlib.suppress(msgspec.DecodeError):
+                line = msgspec.json.decode(raw, type=_Line)
+                yield line.step, line.seq_ids, start
