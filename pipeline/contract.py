@@ -38,14 +38,14 @@ def contract_of(config: Config) -> dict[str, Any]:
     }
 
 
-async def take_part(client: Redis, config: Config, status: StatusReporter) -> None:
+async def take_part(client: Redis, config: Config, status: StatusReporter, wait_s: float = ALIVE_S + 1) -> None:
     """Announce a process that agrees with the contract; raises ConfigError that names the keys and both values.
 
-    What a killed process has left of itself is waited for until it no longer counts as alive.
+    What a killed process has left of itself is waited for, for `wait_s`, until it no longer counts as alive.
     """
     keys, scripts, mine = Keys(config.run), Scripts(client), contract_of(config)
     await _refuse_old_names(client, keys)
-    until, said = time.monotonic() + ALIVE_S + 1, False
+    until, said = time.monotonic() + wait_s, False
     while True:
         status.row.at = time.time()
         args = [msgspec.json.encode(mine), status.row.name, msgspec.json.encode(status.row), int(ALIVE_S * 1000)]
@@ -79,10 +79,10 @@ def _read(stored: str) -> dict[str, Any]:
 
 def _refusal(run: str, mine: dict[str, Any], theirs: dict[str, Any], alive: list[str]) -> str:
     keys = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
-    differences = "; ".join(f"{key} is {_shown(theirs.get(key))} there and {_shown(mine.get(key))} here" for key in keys)
+    both = [f"{key} is {_shown(theirs.get(key))} there and {_shown(mine.get(key))} here" for key in keys]
     names = ", ".join(alive[:_SHOWN]) + (f" and {len(alive) - _SHOWN} more" if len(alive) > _SHOWN else "")
     return (
-        f"run {run!r} is under way with another configuration: {differences}; give this process the same one, or end "
+        f"run {run!r} is under way with another configuration: {'; '.join(both)}; give this process the same one, or end "
         f"the others first ({names}): a change needs that nobody else takes part"
     )
 

@@ -22,6 +22,10 @@ class Intake(Protocol):
         """At least one; each has `metadata["row"]`. Raises DataError."""
         ...
 
+    def sequences(self, item: Any) -> list[str]:
+        """Ids of the sequences that come of it."""
+        ...
+
     async def room(self) -> bool:
         """Wait until the next chunk may come; False when asked to stop."""
         ...
@@ -61,6 +65,10 @@ class DecodeIntake:
             metadata={**row.metadata, "row": name[:256], "epoch": epoch},
         )
         return [job]
+
+    def sequences(self, item: DecodeJob) -> list[str]:
+        """Its members."""
+        return [f"{item.job_id}:{index}" for index in range(item.n)]
 
     async def room(self) -> bool:
         """Credit alone decides."""

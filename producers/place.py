@@ -14,6 +14,8 @@ from pipeline.logs import get_logger
 from pipeline.run_place import read_cursor
 from producers.sources import Malformed, fingerprint
 
+NOWHERE = "-1:-1"  # the cursor before the first row
+
 
 class SourcePlace:
     """Owned by the one producer of a run."""
@@ -24,9 +26,9 @@ class SourcePlace:
         self._malformed = 0
 
     async def open(self, total: int, credit: Credit) -> str:
-        """Tie the run to its data and its partitions, announce the total; returns the cursor of the last job."""
+        """Tie the run to its data, announce the total; returns the cursor of the last job."""
         held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
-        data, partitions = fingerprint(self._config.data), self._config.consumer.count
+        data = fingerprint(self._config.data)
         if note := refuse_other_source(self._config, held, data):
             get_logger().warning(note, path=self._config.data.path)
         limits = {  # for status pages
@@ -37,8 +39,8 @@ class SourcePlace:
             "group": self._config.producer.group_size,
         }
         path = self._config.data.path
-        await self._set(data=data, path=path, partitions=partitions, total=total, exhausted=0, **limits)
-        return self._cursor(held.get(b"cursor", b"-1:-1"))
+        await self._set(data=data, path=path, total=total, exhausted=0, **limits)
+        return self._cursor(held.get(b"cursor", NOWHERE.encode()))
 
     def _cursor(self, raw: bytes) -> str:
         """Nobody knows where a damaged one was: rows are read from the first, and those that are known are skipped."""
@@ -50,7 +52,7 @@ class SourcePlace:
             cursor=shown(raw),
             help="HSET that key's field cursor to EPOCH:ROW, both from 0, and start again to go on behind that row",
         )
-        return "-1:-1"
+        return NOWHERE
 
     def skip(self, row: Malformed) -> None:
         """Count a malformed row, or raise its DataError where the config says stop."""
@@ -77,17 +79,13 @@ class SourcePlace:
 
 
 def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> str | None:
-    """Raise ConfigError when the run was begun on other data or partitions than now; what else is worth saying.
+    """Raise ConfigError when the run was begun on other data than now; what else is worth saying.
 
-    Other data under a known run name would be skipped in silence; other partitions would strand results. `held` is
-    what the broker has of the source, `data` the fingerprint of the file.
+    Other data under a known run name would be skipped in silence. `held` is what the broker has of the source, `data`
+    the fingerprint of the file.
     """
-    run, path, partitions = config.run, config.data.path, config.consumer.count
+    run, path = config.run, config.data.path
     name_it = "give this one a name of its own (--set run=NAME)"
-    if held.get(b"partitions", b"%d" % partitions) != b"%d" % partitions:
-        raise ConfigError(
-            f"run {run!r} was started with consumer.count {shown(held[b'partitions'])}; set it back, or {name_it}"
-        )
     if held.get(b"data", data.encode()) == data.encode():
         return None
     if held.get(b"exhausted") == b"1" or held.get(b"path") != path.encode():

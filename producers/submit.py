@@ -1,6 +1,7 @@
 """The producer: rows → deterministic jobs → the broker, as far as credit allows.
 
-Waits for credit (unblocked by the trainer's acks and new versions). A restart goes on behind the stored cursor;
+Waits for another producer of its run to end, and for credit (unblocked by the trainer's acks and new versions).
+A restart goes on behind the stored cursor;
 what was enqueued already answers `duplicate` or `done`, so nothing runs twice. A broker that lost its newest part
 (a power loss) is behind what was enqueued: the source is read again from where the broker stands.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pipeline.admission import Limits
 from pipeline.config.types import Config
@@ -17,13 +19,18 @@ from pipeline.errors import DataError
 from pipeline.jobs import Credit, SourceRewound
 from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
+from pipeline.ownership import Ownership
+from pipeline.trained import trained_among
 from producers.intake import DecodeIntake, Intake
-from producers.place import SourcePlace
+from producers.place import NOWHERE, SourcePlace
 from producers.sources import Malformed, count_rows, read_rows
 
 _CREDIT = "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)"
+_PAGE = 100  # rows
+_OTHER_S = 60.0  # that another producer of the run may go on
 
-
+T = TypeVar("T")
+RowItems = tuple[list[Any], str]  # all items of a row, and the cursor that stands behind it
 Placed = tuple[Any, str]  # an item, and the cursor that stands behind it: empty for all but the last one of a row
 
 
@@ -31,6 +38,9 @@ async def produce(config: Config) -> None:
     """Run the producer role until its source is exhausted or it is asked to stop."""
     rows = count_rows(config.data)
     async with role_process(config, "producer", default_name("producer")) as role:
+        owner = Ownership(role.client, role.keys, "producer")
+        await owner.acquire(deadline_s=_OTHER_S, waiting=role.status.waiting)
+        role.spawn(owner.keep())
         place = SourcePlace(role)
         cursor = await place.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
         async with _intake(role) as intake:
@@ -39,16 +49,20 @@ async def produce(config: Config) -> None:
                 try:
                     if await _read_all(config, place, intake, submitter):
                         await place.finish()
-                    return
+                    break
                 except SourceRewound as back:
                     get_logger().warning("reading again: the broker lost its newest part", behind=back.cursor)
                     submitter.cursor = back.cursor
                     place.rewind()
+        await owner.release()
 
 
 async def _read_all(config: Config, place: SourcePlace, intake: Intake, submitter: Submitter) -> bool:
     """Enqueue everything behind the submitter's cursor; False when asked to stop. Raises SourceRewound."""
-    for chunk in _chunks(_placed(config, submitter.cursor, place, intake), intake.chunk):
+    rows = _rows(config, submitter.cursor, place, intake)
+    if submitter.cursor == NOWHERE:  # at the first start nothing is trained; later the broker's data are gone
+        rows = _not_trained(config, rows, intake)
+    for chunk in _chunks(_placed(rows), intake.chunk):
         await place.store_skipped()
         if not (await intake.room() and await submitter.submit(chunk)):
             return False
@@ -108,9 +122,9 @@ def _credit(config: Config) -> Credit:
     return Credit(settings.max_in_flight, per_version, settings.max_staleness, settings.max_in_flight_mb << 20)
 
 
-def _chunks(placed: Iterator[Placed], size: int) -> Iterator[list[Placed]]:
+def _chunks(placed: Iterator[T], size: int) -> Iterator[list[T]]:
     """Lists of up to `size`; what came before a malformed row goes out before its error."""
-    chunk: list[Placed] = []
+    chunk: list[T] = []
     try:
         for item in placed:
             chunk.append(item)
@@ -124,7 +138,28 @@ def _chunks(placed: Iterator[Placed], size: int) -> Iterator[list[Placed]]:
         yield chunk
 
 
-def _placed(config: Config, cursor: str, place: SourcePlace, intake: Intake) -> Iterator[Placed]:
+def _placed(rows: Iterator[RowItems]) -> Iterator[Placed]:
+    for (*others, last), cursor in rows:
+        yield from ((item, "") for item in others)
+        yield last, cursor
+
+
+def _not_trained(config: Config, rows: Iterator[RowItems], intake: Intake) -> Iterator[RowItems]:
+    """Without the rows of which everything is trained, as far as this host has the run's directory."""
+    run_dir, skipped = Path(config.run_dir) / config.run, 0
+    for page in _chunks(rows, _PAGE):
+        named = [(row, [name for item in row[0] for name in intake.sequences(item)]) for row in page]
+        known = trained_among(run_dir, [name for _, names in named for name in names])
+        for row, names in named:
+            if known.issuperset(names):
+                skipped += 1
+            else:
+                yield row
+    if skipped:
+        get_logger().warning("rows that are trained are not enqueued again", rows=skipped)
+
+
+def _rows(config: Config, cursor: str, place: SourcePlace, intake: Intake) -> Iterator[RowItems]:
     limits = Limits.of_model(config.model.path)
     done_epoch, done_row = (int(part) for part in cursor.split(":"))
     for epoch in range(config.data.epochs):
@@ -132,6 +167,4 @@ def _placed(config: Config, cursor: str, place: SourcePlace, intake: Intake) -> 
             if isinstance(row, Malformed):
                 place.skip(row)
             elif (epoch, number) > (done_epoch, done_row):
-                *others, last = intake.items(row, epoch)
-                yield from ((item, "") for item in others)
-                yield last, f"{epoch}:{number}"
+                yield intake.items(row, epoch), f"{epoch}:{number}"

@@ -27,6 +27,10 @@ class RolloutIntake:
         """The group of one row."""
         return heads_of(self._role.config, row, epoch)
 
+    def sequences(self, item: RolloutHead) -> list[str]:
+        """Its first part, which every rollout has."""
+        return [item.rollout_id]
+
     async def room(self) -> bool:
         """Wait for a free place; False when asked to stop."""
         return await self._asker.fewer_than(self._role.config.rollout.max_concurrent)

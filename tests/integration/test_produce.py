@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.config.types import BrokerConfig, Config, DataConfig
@@ -15,6 +16,7 @@ from pipeline.errors import ConfigError, DataError, first_cause
 from pipeline.jobs import Claim, Finished, JobQueue
 from pipeline.keys import Keys
 from pipeline.status import Snapshot, snapshot
+from pipeline.trained import LEDGER
 from producers.submit import produce
 from tests.factories import sequence_result
 from tests.roles import eventually, run_config
@@ -171,15 +173,37 @@ async def test_an_empty_file_is_exhausted_at_once(
     assert (now.enqueued, now.total, now.complete) == (0, 0, True)
 
 
-async def test_other_partitions_under_a_known_run_name_are_refused(
+async def test_a_second_producer_waits_until_the_first_has_ended(
     broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
 ) -> None:
-    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(2)])
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(4)], wide=2)
+    first = asyncio.create_task(produce(config))
+    async with asyncio.timeout(20):
+        while (await snapshot(client, keys)).enqueued < 2:
+            await asyncio.sleep(0.02)
+        second = asyncio.create_task(produce(config))
+        while not any(
+            "another process holds" in (p.waiting_for or "") for p in (await snapshot(client, keys)).processes
+        ):
+            await asyncio.sleep(0.02)
+        await client.hincrby(keys.counts, "trained", 4)
+        await asyncio.gather(first, second)
+    assert (await snapshot(client, keys)).enqueued == 4
+
+
+async def test_rows_that_are_trained_are_not_enqueued_again_by_a_broker_without_data(
+    broker_config: BrokerConfig, client: Any, keys: Keys, tmp_path: Path
+) -> None:
+    config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(250)])
     await produce(config)
-    await client.hset(keys.source, "partitions", 3)
-    with pytest.raises((ConfigError, ExceptionGroup)) as caught:
-        await produce(config)
-    assert "consumer.count 3" in str(first_cause(caught.value))
+    ids = [job.decode() for job in await client.zrange(keys.jobs, 0, -1)]
+    ledger = Path(config.run_dir) / config.run / LEDGER
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    ledger.write_bytes(msgspec.json.encode({"step": 1, "seq_ids": [f"{job_id}:0" for job_id in ids[:249]]}) + b"\n")
+    await client.delete(*[name async for name in client.scan_iter(match=f"*{keys.run}*")])
+    await produce(config)
+    assert [job.decode() for job in await client.zrange(keys.jobs, 0, -1)] == ids[249:]
+    assert (await snapshot(client, keys)).exhausted
 
 
 async def test_rows_before_a_malformed_one_are_enqueued_and_the_mended_file_goes_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from consumers.training.rollouts import read_rollouts
 from consumers.training.trainer import Trainer
 from pipeline.broker import Scripts
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import DeadlineExceeded, ModelError, first_cause
+from pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
 from pipeline.keys import Keys
 from pipeline.messages import ImageRef, TrainingBatch, encode
 from pipeline.ownership import Ownership
@@ -25,7 +26,7 @@ from pipeline.status import snapshot
 from pipeline.weights import WeightsRegistry, verify
 from tests.cut_off import CutOff, cut_off_at
 from tests.faulty_models import save_faulty
-from tests.roles import role_of, run_config
+from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, train_step
 
@@ -240,3 +241,44 @@ async def test_a_loss_that_is_not_finite_stops_nobody(
     monkeypatch.setattr(Trainer, "_train", poisoned)
     await train(config, source)
     await assert_each_once(client, keys, config, 2)
+
+
+async def test_a_broker_whose_data_are_gone_repeats_no_training(
+    broker_config: BrokerConfig,
+    client: Any,
+    keys: Keys,
+    run_dir: Path,
+    source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoint, "_RECENT_IDS", 2)
+    config = config_of(broker_config, keys, run_dir, checkpoint_every=2)
+    await hand_on(client, keys, 0, 6)
+    await train(config, source)
+    await client.delete(*[name async for name in client.scan_iter(match=f"*{keys.run}*")])
+    await hand_on(client, keys, 0, 8)
+    await train(config, source)
+    assert trained(config) == Counter(f"{number}-{member}:0" for number in range(8) for member in range(2))
+    now = await snapshot(client, keys)
+    assert (now.trained, now.waiting_batches, now.complete) == (16, 0, True)
+    assert now.credit.max_ahead is None or now.credit.max_ahead <= 3 * 2 * 2 + 16
+    assert "the broker's data are gone" in capsys.readouterr().err
+
+
+async def test_a_trainer_whose_broker_is_flushed_says_so(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir, batch_wait_s=20)
+    await hand_on(client, keys, 0, 1, last=False)
+    training = asyncio.create_task(train(config, source))
+    await eventually(lambda: is_trained(client, keys, 2), "the first step")
+    await client.delete(*[name async for name in client.scan_iter(match=f"*{keys.run}*")])
+    with pytest.raises((BrokerDataGone, ExceptionGroup)) as caught:
+        await training
+    assert isinstance(first_cause(caught.value), BrokerDataGone)
+    assert "another process" not in str(first_cause(caught.value))
+
+
+async def is_trained(client: Any, keys: Keys, count: int) -> bool:
+    return (await snapshot(client, keys)).trained == count

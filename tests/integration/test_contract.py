@@ -1,0 +1,97 @@
+"""What all processes of a run agree on, and whether the broker still has the run's data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from pipeline import contract
+from pipeline.config.types import BrokerConfig, Config
+from pipeline.errors import BrokerDataGone, ConfigError, LeaseLost
+from pipeline.heartbeat import ALIVE_S, StatusReporter
+from pipeline.incarnation import FILE, recognise
+from pipeline.keys import Keys
+from pipeline.ownership import Ownership
+from tests.roles import role_of, run_config
+
+
+@pytest.fixture
+def made(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Any:
+    return lambda **sections: run_config(broker_config, keys, run_dir, **sections)
+
+
+async def take_part(client: Redis, config: Config, name: str, role: str = "worker") -> None:
+    await contract.take_part(client, config, StatusReporter(client, Keys(config.run), role, name), wait_s=0.3)
+
+
+async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(client: Redis, made: Any) -> None:
+    async with role_of(made(), "trainer", "t"):
+        with pytest.raises(ConfigError) as caught:
+            await take_part(client, made(consumer={"count": 2}, sampling={"temperature": 0.5}), "w")
+    assert "consumer.count is 1 there and 2 here" in str(caught.value)
+    assert "sampling.temperature is 1.0 there and 0.5 here" in str(caught.value)
+    assert "(t)" in str(caught.value)
+
+
+async def test_who_is_alone_may_change_it(client: Redis, keys: Keys, made: Any) -> None:
+    await take_part(client, made(), "killed")  # its row is all that is left of it
+    row = msgspec.json.decode(await client.hget(keys.processes, "killed") or b"")
+    await client.hset(keys.processes, "killed", msgspec.json.encode(row | {"at": row["at"] - ALIVE_S + 0.2}))
+    await take_part(client, made(producer={"samples_per_version": 8}), "new")
+    held = msgspec.json.decode(await client.get(keys.contract) or b"")
+    assert held["producer.samples_per_version"] == 8
+
+
+async def test_an_onlooker_takes_no_part(client: Redis, made: Any) -> None:
+    async with role_of(made(), "dashboard", "d"):
+        await take_part(client, made(producer={"samples_per_version": 8}), "w")
+        await take_part(client, made(producer={"samples_per_version": 8}), "x")
+
+
+async def test_partitions_change_when_no_result_is_unread(client: Redis, keys: Keys, made: Any) -> None:
+    await take_part(client, made(consumer={"count": 2}), "c")
+    await client.hdel(keys.processes, "c")
+    entry = await client.xadd(f"{keys.results}1", {"r": b"x"})
+    with pytest.raises(ConfigError, match="from 2 to 1, and 1 results wait in partition 1"):
+        await take_part(client, made(), "c")
+    await client.xdel(f"{keys.results}1", entry)
+    await take_part(client, made(), "c")
+
+
+@pytest.mark.parametrize("damaged", [b"", b"no json", b"[1]", b'{"consumer.count": "x"}'])
+async def test_a_damaged_contract_or_row_stops_nobody(client: Redis, keys: Keys, made: Any, damaged: bytes) -> None:
+    await client.set(keys.contract, damaged)
+    for name, row in {"a": b"\xff", "b": b"[]", "c": b'{"at": "x"}', "d": b'{"at": null, "role": 7}'}.items():
+        await client.hset(keys.processes, name, row)
+    await take_part(client, made(), "w")
+
+
+async def test_a_run_of_an_earlier_release_is_refused(client: Redis, keys: Keys, made: Any) -> None:
+    await client.set(f"sluice:{keys.run}:latest", "3")
+    with pytest.raises(ConfigError, match=r"begun by an earlier release.*--set run=NAME"):
+        await take_part(client, made(), "w")
+
+
+async def test_a_directory_knows_the_data_that_it_belongs_to(client: Redis, keys: Keys, run_dir: Path) -> None:
+    assert await recognise(client, keys, run_dir)
+    assert await recognise(client, keys, run_dir)
+    before = (run_dir / FILE).read_text()
+    await client.delete(keys.incarnation)
+    assert not await recognise(client, keys, run_dir)
+    assert (run_dir / FILE).read_text() != before
+    assert await recognise(client, keys, run_dir)
+
+
+async def test_a_role_that_the_broker_forgot_is_not_called_taken(client: Redis, keys: Keys) -> None:
+    owner, other = Ownership(client, keys, "trainer"), Ownership(client, keys, "trainer")
+    assert await owner.try_acquire()
+    await client.delete(owner.key, f"{owner.key}:last")
+    with pytest.raises(BrokerDataGone, match="the broker's data are gone"):
+        await owner.confirm()
+    assert await other.try_acquire()
+    with pytest.raises(LeaseLost, match="another process took this role"):
+        await owner.confirm()

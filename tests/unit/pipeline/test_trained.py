@@ -1,0 +1,92 @@
+"""All ids that a run has trained: exact, flat in memory, and never ahead of the checkpoint."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from consumers.training.ledger import StepLog
+from pipeline.trained import INDEX, LEDGER, TrainedIds, trained_among
+
+
+def write(run_dir: Path, first: int, last: int, each: int = 100) -> None:
+    """Steps first…last of the ledger."""
+    with (run_dir / LEDGER).open("ab") as stream:
+        for step in range(first, last + 1):
+            ids = [f"{{r}}:{step}-{k}:0" for k in range(each)]
+            stream.write(msgspec.json.encode({"step": step, "seq_ids": ids}) + b"\n")
+
+
+def opened(run_dir: Path, step: int, recent: list[str] | None = None) -> TrainedIds:
+    found = TrainedIds(run_dir)
+    found.open(step, recent or [])
+    return found
+
+
+ASKED = ["{r}:1-0:0", "{r}:70-99:0", "{r}:100-3:0", "{r}:101-0:0", "{r}:1-0:1"]
+
+
+def test_every_id_is_known_after_a_restart_and_no_other(tmp_path: Path) -> None:
+    write(tmp_path, 1, 100)
+    for _ in range(2):
+        ids = opened(tmp_path, 100)
+        assert ids.known(ASKED) == set(ASKED[:3])
+        ids.close()
+    assert trained_among(tmp_path, ASKED) == set(ASKED[:3])
+
+
+def test_steps_that_are_done_again_are_not_known(tmp_path: Path) -> None:
+    write(tmp_path, 1, 100)
+    opened(tmp_path, 100).close()
+    StepLog(tmp_path / LEDGER).cut_after(69)
+    ids = opened(tmp_path, 69)
+    assert ids.known(ASKED) == {ASKED[0]}
+    write(tmp_path, 70, 70)
+    ids.add(70, [ASKED[1]])
+    ids.close()
+    assert opened(tmp_path, 70).known(ASKED) == set(ASKED[:2])
+
+
+def test_what_is_not_stored_yet_is_read_from_the_ledger_by_others(tmp_path: Path) -> None:
+    write(tmp_path, 1, 50)
+    ids = opened(tmp_path, 50)
+    write(tmp_path, 51, 100)
+    ids.add(51, [])  # too few to be stored
+    assert trained_among(tmp_path, ASKED) == set(ASKED[:3])
+
+
+@pytest.mark.parametrize("bytes_there", [b"", b"no database at all" * 100])
+def test_an_index_that_is_damaged_is_made_again(tmp_path: Path, bytes_there: bytes) -> None:
+    write(tmp_path, 1, 100)
+    (tmp_path / INDEX).write_bytes(bytes_there)
+    assert opened(tmp_path, 100).known(ASKED) == set(ASKED[:3])
+
+
+def test_a_damaged_index_or_line_hides_nothing_from_the_trainer_and_stops_no_producer(tmp_path: Path) -> None:
+    write(tmp_path, 1, 1)
+    with (tmp_path / LEDGER).open("ab") as stream:
+        stream.write(b'{"step": 2, "seq_i\n')
+    write(tmp_path, 3, 3)
+    ids = opened(tmp_path, 3, ["mine"])
+    assert ids.known(["{r}:3-0:0", "mine", "other"]) == {"{r}:3-0:0", "mine"}
+    ids.close()
+    (tmp_path / INDEX).write_bytes(b"no database at all" * 100)
+    assert trained_among(tmp_path, ASKED) == set()
+
+
+def test_nothing_is_known_where_nothing_is(tmp_path: Path) -> None:
+    assert trained_among(tmp_path / "nowhere", ASKED) == set()
+    assert opened(tmp_path, 0).known(ASKED) == set()
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    write(tmp_path, 1, 1000)
+    tracemalloc.start()
+    ids = opened(tmp_path, 1000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000  # of 100,000 ids
+    assert ids.known(["{r}:1-0:0", "{r}:1000-99:0"]) == {"{r}:1-0:0", "{r}:1000-99:0"}
