@@ -162,6 +162,22 @@ def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
     return facts
 
 
+def refuse_unsafe(config: BrokerConfig, facts: dict[str, Any]) -> None:
+    """Raises BrokerError where what INFO says (CONFIG may be forbidden) loses what a run relies on."""
+    url, policy = hide_password(broker_url(config)), str(facts.get("maxmemory_policy", ""))
+    if policy.startswith("allkeys"):
+        raise BrokerError(
+            f"{url}: maxmemory-policy is {policy}: a full broker would throw away what nobody has read yet; set it to "
+            "noeviction (CONFIG SET maxmemory-policy noeviction, and in its configuration)"
+        )
+    if not facts.get("aof_enabled") and not config.allow_volatile:
+        raise BrokerError(
+            f"{url}: the append-only file is off: a restart of the broker loses what is in flight; set appendonly to "
+            "yes (CONFIG SET appendonly yes, and in its configuration), or accept the loss: "
+            "--set broker.allow_volatile=true"
+        )
+
+
 async def wait_ready(config: BrokerConfig, run: str = "") -> dict[str, Any]:
     """`ping`, but a broker that is away is waited for as long as `connect` would."""
     until = time.monotonic() + config.retry_for_s

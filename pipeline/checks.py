@@ -77,7 +77,8 @@ def broker(config: Config) -> str:
     url, facts = broker_facts(config)
     if not facts:
         return f"none running; `sluice up` will start {Path(find_server()).name} in {config.broker.embedded_dir}"
-    notes = "" if facts.get("aof_enabled") else "; AOF is off: a restart of the broker loses the run"
+    connections.refuse_unsafe(config.broker, facts)
+    notes = "" if facts.get("aof_enabled") else "; AOF is off: a restart of the broker loses what is in flight"
     policy = facts.get("maxmemory_policy")
     notes += "" if policy == "noeviction" else f"; maxmemory-policy is {policy}: set noeviction"
     name = "valkey" if "valkey_version" in facts else "redis"

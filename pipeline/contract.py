@@ -82,8 +82,8 @@ def _refusal(run: str, mine: dict[str, Any], theirs: dict[str, Any], alive: list
     both = [f"{key} is {_shown(theirs.get(key))} there and {_shown(mine.get(key))} here" for key in keys]
     names = ", ".join(alive[:_SHOWN]) + (f" and {len(alive) - _SHOWN} more" if len(alive) > _SHOWN else "")
     return (
-        f"run {run!r} is under way with another configuration: {'; '.join(both)}; give this process the same one, or end "
-        f"the others first ({names}): a change needs that nobody else takes part"
+        f"run {run!r} is under way with another configuration: {'; '.join(both)}; give this process the same one, or "
+        f"end the others first ({names}): a change needs that nobody else takes part"
     )
 
 

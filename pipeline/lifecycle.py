@@ -92,7 +92,7 @@ class Role:
 async def role_process(config: Config, role: str, name: str, stop: asyncio.Event | None = None) -> AsyncGenerator[Role]:
     """The scope of one role process; with `stop` given, signals are the caller's business."""
     logs.configure(name)
-    await broker.wait_ready(config.broker, config.run)
+    broker.refuse_unsafe(config.broker, await broker.wait_ready(config.broker, config.run))
     async with contextlib.AsyncExitStack() as scope:
         client = broker.connect(config.broker, config.run)
         scope.push_async_callback(client.aclose)

@@ -57,7 +57,7 @@ def run_stack(
             url = scope.enter_context(embedded_broker(config.broker))
             settings = msgspec.structs.replace(config.broker, url=url)
             config = msgspec.structs.replace(config, broker=settings)
-        connections.ping(config.broker, config.run)
+        connections.refuse_unsafe(config.broker, connections.ping(config.broker, config.run))
         return asyncio.run(_supervised(with_dashboard_port(config), title, watch, extra or {}))
 
 

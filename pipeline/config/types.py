@@ -25,6 +25,7 @@ class BrokerConfig(Section, frozen=True, kw_only=True):
     connect_timeout_s: float = 5.0
     retry_for_s: float = 90.0  # an outage shorter than this stops no process
     sentinel_master: str | None = None  # then `url` names the Sentinels: redis://:pw@host:26379,host2:26379/0
+    allow_volatile: bool = False  # take a broker without an append-only file: its restart loses what is in flight
     cluster: bool = False  # then `url` names nodes of a Redis Cluster: redis://:pw@host:6379,host2:6379/0
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from redis.asyncio import Redis
 
 from pipeline import contract
 from pipeline.config.types import BrokerConfig, Config
@@ -24,11 +23,11 @@ def made(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Any:
     return lambda **sections: run_config(broker_config, keys, run_dir, **sections)
 
 
-async def take_part(client: Redis, config: Config, name: str, role: str = "worker") -> None:
+async def take_part(client: Any, config: Config, name: str, role: str = "worker") -> None:
     await contract.take_part(client, config, StatusReporter(client, Keys(config.run), role, name), wait_s=0.3)
 
 
-async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(client: Redis, made: Any) -> None:
+async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(client: Any, made: Any) -> None:
     async with role_of(made(), "trainer", "t"):
         with pytest.raises(ConfigError) as caught:
             await take_part(client, made(consumer={"count": 2}, sampling={"temperature": 0.5}), "w")
@@ -37,7 +36,7 @@ async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(c
     assert "(t)" in str(caught.value)
 
 
-async def test_who_is_alone_may_change_it(client: Redis, keys: Keys, made: Any) -> None:
+async def test_who_is_alone_may_change_it(client: Any, keys: Keys, made: Any) -> None:
     await take_part(client, made(), "killed")  # its row is all that is left of it
     row = msgspec.json.decode(await client.hget(keys.processes, "killed") or b"")
     await client.hset(keys.processes, "killed", msgspec.json.encode(row | {"at": row["at"] - ALIVE_S + 0.2}))
@@ -46,13 +45,13 @@ async def test_who_is_alone_may_change_it(client: Redis, keys: Keys, made: Any) 
     assert held["producer.samples_per_version"] == 8
 
 
-async def test_an_onlooker_takes_no_part(client: Redis, made: Any) -> None:
+async def test_an_onlooker_takes_no_part(client: Any, made: Any) -> None:
     async with role_of(made(), "dashboard", "d"):
         await take_part(client, made(producer={"samples_per_version": 8}), "w")
         await take_part(client, made(producer={"samples_per_version": 8}), "x")
 
 
-async def test_partitions_change_when_no_result_is_unread(client: Redis, keys: Keys, made: Any) -> None:
+async def test_partitions_change_when_no_result_is_unread(client: Any, keys: Keys, made: Any) -> None:
     await take_part(client, made(consumer={"count": 2}), "c")
     await client.hdel(keys.processes, "c")
     entry = await client.xadd(f"{keys.results}1", {"r": b"x"})
@@ -63,20 +62,20 @@ async def test_partitions_change_when_no_result_is_unread(client: Redis, keys: K
 
 
 @pytest.mark.parametrize("damaged", [b"", b"no json", b"[1]", b'{"consumer.count": "x"}'])
-async def test_a_damaged_contract_or_row_stops_nobody(client: Redis, keys: Keys, made: Any, damaged: bytes) -> None:
+async def test_a_damaged_contract_or_row_stops_nobody(client: Any, keys: Keys, made: Any, damaged: bytes) -> None:
     await client.set(keys.contract, damaged)
     for name, row in {"a": b"\xff", "b": b"[]", "c": b'{"at": "x"}', "d": b'{"at": null, "role": 7}'}.items():
         await client.hset(keys.processes, name, row)
     await take_part(client, made(), "w")
 
 
-async def test_a_run_of_an_earlier_release_is_refused(client: Redis, keys: Keys, made: Any) -> None:
+async def test_a_run_of_an_earlier_release_is_refused(client: Any, keys: Keys, made: Any) -> None:
     await client.set(f"sluice:{keys.run}:latest", "3")
     with pytest.raises(ConfigError, match=r"begun by an earlier release.*--set run=NAME"):
         await take_part(client, made(), "w")
 
 
-async def test_a_directory_knows_the_data_that_it_belongs_to(client: Redis, keys: Keys, run_dir: Path) -> None:
+async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: Keys, run_dir: Path) -> None:
     assert await recognise(client, keys, run_dir)
     assert await recognise(client, keys, run_dir)
     before = (run_dir / FILE).read_text()
@@ -86,7 +85,7 @@ async def test_a_directory_knows_the_data_that_it_belongs_to(client: Redis, keys
     assert await recognise(client, keys, run_dir)
 
 
-async def test_a_role_that_the_broker_forgot_is_not_called_taken(client: Redis, keys: Keys) -> None:
+async def test_a_role_that_the_broker_forgot_is_not_called_taken(client: Any, keys: Keys) -> None:
     owner, other = Ownership(client, keys, "trainer"), Ownership(client, keys, "trainer")
     assert await owner.try_acquire()
     await client.delete(owner.key, f"{owner.key}:last")

@@ -179,13 +179,14 @@ async def test_a_second_producer_waits_until_the_first_has_ended(
     config = config_of(broker_config, keys, tmp_path, [row(i) for i in range(4)], wide=2)
     first = asyncio.create_task(produce(config))
     async with asyncio.timeout(20):
-        while (await snapshot(client, keys)).enqueued < 2:
-            await asyncio.sleep(0.02)
+        await is_full(client, keys, 2)
         second = asyncio.create_task(produce(config))
-        while not any(
-            "another process holds" in (p.waiting_for or "") for p in (await snapshot(client, keys)).processes
-        ):
-            await asyncio.sleep(0.02)
+
+        async def waits() -> bool:
+            causes = [process.waiting_for or "" for process in (await snapshot(client, keys)).processes]
+            return any("another process holds" in cause for cause in causes)
+
+        await eventually(waits, "the second one to wait")
         await client.hincrby(keys.counts, "trained", 4)
         await asyncio.gather(first, second)
     assert (await snapshot(client, keys)).enqueued == 4

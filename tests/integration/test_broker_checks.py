@@ -1,0 +1,57 @@
+"""A broker that would lose what a run relies on is refused, by what INFO says alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pipeline import broker, checks
+from pipeline.config.types import BrokerConfig, Config
+from pipeline.errors import BrokerError
+from tests.killable_broker import KillableBroker
+from tests.roles import role_of
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerConfig]:
+    """A broker of its own."""
+    server = KillableBroker(tmp_path_factory.mktemp("broker"))
+    server.start()
+    yield BrokerConfig(url=server.url)
+    server.kill()
+
+
+async def configure(settings: BrokerConfig, **values: str) -> None:
+    await broker.wait_ready(settings)
+    with broker.connect_sync(settings) as admin:
+        raw: Any = admin
+        for name, value in values.items():
+            raw.config_set(name.replace("_", "-"), value)
+
+
+async def test_eviction_of_anything_is_refused_by_doctor_and_roles(settings: BrokerConfig) -> None:
+    await configure(settings, maxmemory_policy="allkeys-lru")
+    with pytest.raises(BrokerError, match=r"allkeys-lru.*CONFIG SET maxmemory-policy noeviction"):
+        checks.broker(Config(broker=settings))
+    with pytest.raises(BrokerError, match="allkeys-lru"):
+        async with role_of(Config(broker=replace(settings, allow_volatile=True))):
+            pass
+    await configure(settings, maxmemory_policy="noeviction")
+    assert "set noeviction" not in checks.broker(Config(broker=settings))
+
+
+async def test_a_broker_that_keeps_nothing_is_refused_unless_that_is_accepted(settings: BrokerConfig) -> None:
+    await configure(settings, appendonly="no")
+    with pytest.raises(BrokerError, match=r"--set broker.allow_volatile=true"):
+        checks.broker(Config(broker=settings))
+    with pytest.raises(BrokerError, match="CONFIG SET appendonly yes"):
+        async with role_of(Config(broker=settings)):
+            pass
+    accepted = Config(broker=replace(settings, allow_volatile=True))
+    assert "AOF is off" in checks.broker(accepted)
+    async with role_of(accepted) as role:
+        assert role.name == "w"
+    await configure(settings, appendonly="yes")
