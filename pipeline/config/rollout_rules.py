@@ -25,6 +25,7 @@ def rollout_checks(config: Config) -> list[tuple[bool, str]]:
         "rollout_server.keep_answers_s": server.keep_answers_s,
         "rollout_server.keep_answers": server.keep_answers,
         "rollout_server.tool_timeout_s": server.tool_timeout_s,
+        "rollout_server.max_tool_calls": server.max_tool_calls,
         "rollout_server.max_body_mb": server.max_body_mb,
         "rollout.max_concurrent": rollout.max_concurrent,
         "rollout.max_turns": rollout.max_turns,

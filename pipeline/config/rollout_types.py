@@ -43,10 +43,11 @@ class RolloutServerConfig(Section, frozen=True, kw_only=True):
     deadline_s: float = 600.0  # of one rollout, callbacks included
     keep_answers_s: float = 3600.0  # how long a repeated id is given its first answer
     keep_answers: int = 10_000  # the newest
-    hosts: tuple[str, ...] = ()  # "host", "host:port" or "host:*", that requests may name, besides this run's gateways
+    hosts: tuple[str, ...] = ()  # "host", "host:port" or "host:*", that requests may name, besides those of this file
     tools: tuple[str, ...] = ("calculator",)  # or package.module:name of a tool of your own
     tool_latency_ms: tuple[int, int] = (10, 100)  # simulated by the calculator
     tool_timeout_s: float = 60.0  # of one call
+    max_tool_calls: int = 32  # of one turn; the model is told which of its calls were not run
     template_tools: bool = True  # the tools are given to the chat template
     template_drift: Literal["error", "warn"] = "error"  # warn: for trainers that are not ours
     max_body_mb: float = 16  # of one request

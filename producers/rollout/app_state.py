@@ -41,23 +41,22 @@ class AppState:
         return int(self.settings.max_body_mb * 2**20)
 
 
-def gateway_hosts(config: Config) -> list[str]:
-    """Those of the gateways that the configuration names, as entries of a list of hosts: no other port of this host."""
-    gateway, named = config.gateway, config.rollout.gateway_url
+def named_hosts(config: Config) -> list[str]:
+    """The run's gateways and tool server as entries of a list of hosts: no other port of this host."""
+    gateway, rollout = config.gateway, config.rollout
     ports = range(gateway.port, gateway.port + max(1, gateway.count))
     found = [f"{name}:{port}" for name in _LOCAL for port in ports if port]
-    if named is None:
-        return found
-    url = URL(named)
-    host = f"[{url.raw_host}]" if ":" in (url.raw_host or "") else url.raw_host
-    return [*found, f"{host}:{url.port}"]
+    for url in (rollout.gateway_url, rollout.tool_server_url):
+        if url is not None and (host := URL(url).raw_host):
+            found.append(f"[{host}]:{URL(url).port}" if ":" in host else f"{host}:{URL(url).port}")
+    return found
 
 
 @contextlib.asynccontextmanager
 async def app_state(config: Config, retries: Retries | None = None) -> AsyncGenerator[AppState]:
     """The state of one server. Raises ConfigError for tools that cannot be had."""
     settings = config.rollout_server
-    hosts = AllowedHosts([*settings.hosts, *gateway_hosts(config)], "rollout_server.hosts")
+    hosts = AllowedHosts([*settings.hosts, *named_hosts(config)], "rollout_server.hosts")
     line = Line(settings.max_concurrent_rollouts, settings.max_waiting_rollouts)
     tokenizers = Tokenizers.of(config)
     pool = 2 * settings.max_concurrent_rollouts  # those that run, and those that say how they ended

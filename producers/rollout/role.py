@@ -16,6 +16,7 @@ from pipeline.config.types import Config
 from pipeline.http.serve import serve
 from pipeline.lifecycle import default_name, leave_within
 from pipeline.logs import get_logger
+from pipeline.loop_watch import watch_loop
 from pipeline.telemetry.exporter import metrics_server
 from producers.rollout.app_state import app_state
 from producers.rollout.runs import Runs, open_runs
@@ -67,7 +68,7 @@ async def serve_until(
         beside = [_drained(runs, drain, closed, grace_s), state.tokenizers.warm()]
         helpers = [tasks.create_task(one) for one in beside]
         app = build_app(state, runs, key=key)
-        with metrics_server(config.metrics, state.counters.telemetry) as address:
+        with watch_loop(), metrics_server(config.metrics, state.counters.telemetry) as address:
             get_logger().info("metrics", address=address)
             await serve(app, host=settings.host, port=port, stop=closed, grace_s=_CLOSE_S, on_ready=ready)
         for helper in helpers:

@@ -3,6 +3,8 @@
 - The schema is that of the function's annotations, and the arguments are checked against it before the call.
 - A coroutine runs in the event loop, a plain function in a thread. A deadline ends the wait for a thread, not the
   thread: write what may wait as a coroutine.
+- Each plain function has places of its own, so that one that hangs takes none of another's; its clock starts when it
+  does.
 """
 
 from __future__ import annotations
@@ -10,12 +12,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
+from math import inf
 from typing import Any, Protocol, get_type_hints, runtime_checkable
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
-from pipeline.errors import ConfigError, SluiceError
+from pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
+from pipeline.thread_pool import ThreadPool
+
+_PLACES, _MOST_LOST = 8, 32  # of one function: calls at a time, and calls that never ended
 
 
 class ToolError(SluiceError):
@@ -35,12 +43,22 @@ class Tool(Protocol):
         ...
 
 
+@runtime_checkable
+class TimedTool(Tool, Protocol):
+    """One whose call may wait for a place first."""
+
+    async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        """As `call`; the time begins with the work. Raises DeadlineExceeded."""
+        ...
+
+
 class FunctionTool:
     """A Python function as a tool."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
         self._function = function
+        self._places = ThreadPool(f"tool {self.name}", _PLACES, max_lost=_MOST_LOST)
         self._arguments, parameters = _arguments_model(function)
         parameters.pop("title", None)
         for parameter in parameters.get("properties", {}).values():
@@ -50,17 +68,34 @@ class FunctionTool:
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Text as the function gives it, all else as JSON. Raises ToolError for arguments that do not fit."""
+        return await self.call_within(arguments, inf)
+
+    async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        """The same. Raises DeadlineExceeded."""
+        values = self._checked(arguments)
+        if inspect.iscoroutinefunction(self._function):
+            result = await self._awaited(values, timeout_s)
+        else:
+            work = partial(copy_context().run, self._function, **values)
+            result = await self._places.run(work, timeout_s=timeout_s, what=self.name)
+        return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+
+    async def _awaited(self, values: dict[str, Any], timeout_s: float) -> Any:
+        try:
+            async with asyncio.timeout(None if timeout_s == inf else timeout_s) as deadline:
+                return await self._function(**values)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(f"{self.name} did not end within {timeout_s:g} s") from error
+
+    def _checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
             checked = self._arguments.model_validate(arguments)
         except ValidationError as error:
             complaints = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise ToolError(f"{self.name} cannot take these arguments ({complaints}); correct them") from error
-        values = {name: getattr(checked, name) for name in type(checked).model_fields}
-        if inspect.iscoroutinefunction(self._function):
-            result = await self._function(**values)
-        else:
-            result = await asyncio.to_thread(self._function, **values)
-        return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+        return {name: getattr(checked, name) for name in type(checked).model_fields}
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:

@@ -1,7 +1,9 @@
 """The tools of a rollout server.
 
-- Calls of one turn run in parallel, each under its own deadline; results come in the order of the calls.
-- A failing tool is data: whatever goes wrong is an "Error: …" message for the model, and the loop goes on.
+- Calls of one turn run in parallel, each under its own deadline; results come in the order of the calls. Beyond
+  `max_calls` none is run, and the model is told so.
+- A failing tool is data: whatever goes wrong is an "Error: …" message for the model, and the loop goes on. What a tool
+  raises may hold a secret: only a ToolError's words are the model's, all else is the log's.
 - A result is bounded, and always text that can be encoded.
 """
 
@@ -17,20 +19,22 @@ from typing import Any
 
 from pipeline.config.rollout_types import RolloutServerConfig
 from pipeline.decoding import too_deep
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DeadlineExceeded
+from pipeline.logs import get_logger
 from pipeline.surrogates import lone_surrogate
 from producers.rollout.tools.calculator import calculator
-from producers.rollout.tools.function import Tool, ToolError
+from producers.rollout.tools.function import TimedTool, Tool, ToolError
 
 MAX_RESULT_CHARS = 262_144
+MAX_CALLS = 32
 _MAX_REASON_CHARS = 2_000
 
 
 class ToolBox:
     """Tools by name. Raises ConfigError where two have one name."""
 
-    def __init__(self, tools: Iterable[Tool], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, tools: Iterable[Tool], timeout_s: float, max_calls: int = MAX_CALLS) -> None:
+        self._timeout_s, self._max_calls = timeout_s, max_calls
         self._tools: dict[str, Tool] = {}
         for one in tools:
             if self._tools.setdefault(one.name, one) is not one:
@@ -44,7 +48,7 @@ class ToolBox:
 
     def plus(self, tools: Iterable[Tool], prefix: str) -> ToolBox:
         """These and those; a name that is taken gets the prefix, then a number."""
-        made = ToolBox((), self._timeout_s)
+        made = ToolBox((), self._timeout_s, self._max_calls)
         made._tools = dict(self._tools)
         for one in tools:
             names = (one.name, f"{prefix}_{one.name}", *(f"{prefix}_{one.name}_{at}" for at in range(2, 1000)))
@@ -53,11 +57,14 @@ class ToolBox:
 
     async def run(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """One tool message per call {id, function: {name, arguments}}, in their order. Raises nothing of a tool's."""
-        return list(await asyncio.gather(*map(self._message, calls)))
+        taken, refused = calls[: self._max_calls], calls[self._max_calls :]
+        tasks = [asyncio.create_task(self._message(call), name=f"tool {_name(call)[:80]}") for call in taken]
+        answers = list(await asyncio.gather(*tasks))
+        text = f"Error: not run: {len(calls)} calls in one turn, and at most {self._max_calls} are; ask for it again"
+        return answers + [_answer(call, text) for call in refused]
 
     async def _message(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call.get("function") or {}
-        name = str(function.get("name", ""))
+        function, name = call.get("function") or {}, _name(call)
         try:
             text = await self._within_deadline(name, function.get("arguments"))
         except ToolError as error:
@@ -68,19 +75,22 @@ class ToolBox:
             text = f"Error: {name} was cancelled from inside; try another way"
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
-            text = f"Error: {name} failed ({reason}); correct the arguments, or try another way"
-        return {"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": _bounded(text)}
+            get_logger().warning("a tool failed", tool=name, why=reason)
+            text = f"Error: {name} failed; correct the arguments, or try another way"
+        return _answer(call, text)
 
     async def _within_deadline(self, name: str, arguments: Any) -> str:
         if name not in self._tools:
             known = ", ".join(self._tools) or "none"
             raise ToolError(f"there is no tool {name[:256]!r}; the tools are: {known}")
-        given = _object(arguments)
+        given, tool = _object(arguments), self._tools[name]
         try:
+            if isinstance(tool, TimedTool):
+                return await tool.call_within(given, self._timeout_s)
             async with asyncio.timeout(self._timeout_s) as deadline:
-                return await self._tools[name].call(given)
-        except TimeoutError as error:
-            if not deadline.expired():
+                return await tool.call(given)
+        except (TimeoutError, DeadlineExceeded) as error:
+            if isinstance(error, TimeoutError) and (isinstance(tool, TimedTool) or not deadline.expired()):
                 raise
             message = f"{name} did not answer within {self._timeout_s:g} s; ask for less, or try another way"
             raise ToolError(message) from error
@@ -91,7 +101,7 @@ def load_tools(config: RolloutServerConfig) -> ToolBox:
     found: list[Tool] = []
     for name in config.tools:
         found += calculator(config.tool_latency_ms) if name == "calculator" else _imported(name)
-    return ToolBox(found, config.tool_timeout_s)
+    return ToolBox(found, config.tool_timeout_s, config.max_tool_calls)
 
 
 def _imported(name: str) -> list[Tool]:
@@ -109,6 +119,14 @@ def _imported(name: str) -> list[Tool]:
     if not all(isinstance(one, Tool) for one in tools):
         raise ConfigError(f"{where} is no tool; decorate the function with producers.rollout.tools.tool")
     return tools
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    return str((call.get("function") or {}).get("name", ""))
+
+
+def _answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call.get("id", ""), "name": _name(call), "content": _bounded(text)}
 
 
 def _object(arguments: Any) -> dict[str, Any]:

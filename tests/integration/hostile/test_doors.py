@@ -12,7 +12,7 @@ from pipeline.config.rollout_types import GatewayConfig, RolloutConfig
 from pipeline.config.types import Config
 from pipeline.errors import RequestError
 from pipeline.hosts import AllowedHosts
-from producers.rollout.app_state import gateway_hosts
+from producers.rollout.app_state import named_hosts
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve, a_request
 
@@ -95,10 +95,11 @@ async def test_no_port_of_this_host_is_asked_that_the_configuration_does_not_nam
         (GatewayConfig(port=8100, count=2), RolloutConfig(), ["http://127.0.0.1:8100", "http://127.0.0.1:8101"]),
         (GatewayConfig(), RolloutConfig(gateway_url="http://gateway:9999"), ["http://gateway:9999"]),
         (GatewayConfig(), RolloutConfig(gateway_url="https://[fd00::1]/"), ["https://[fd00::1]"]),
+        (GatewayConfig(), RolloutConfig(tool_server_url="http://127.0.0.1:8100/mcp"), ["http://127.0.0.1:8100/mcp"]),
     ],
 )
-def test_the_gateways_that_it_names_are_asked(gateway: GatewayConfig, rollout: RolloutConfig, urls: list[str]) -> None:
-    hosts = AllowedHosts(gateway_hosts(Config(gateway=gateway, rollout=rollout)), "rollout_server.hosts")
+def test_the_servers_that_it_names_are_asked(gateway: GatewayConfig, rollout: RolloutConfig, urls: list[str]) -> None:
+    hosts = AllowedHosts(named_hosts(Config(gateway=gateway, rollout=rollout)), "rollout_server.hosts")
     for url in urls:
         hosts.admit(url, "server_url")
     for url in ("http://127.0.0.1:8102", "http://127.0.0.1", "http://gateway:1"):

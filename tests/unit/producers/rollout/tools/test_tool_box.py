@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.rollout_types import RolloutServerConfig
 from pipeline.errors import ConfigError
+from pipeline.loop_watch import watch_loop
 from producers.rollout.tools import Tool, ToolBox, ToolError, load_tools, tool
 from producers.rollout.tools.registry import MAX_RESULT_CHARS
 
@@ -107,7 +109,9 @@ def test_whatever_the_arguments_are_there_is_a_message(arguments: str) -> None:
     assert isinstance(asyncio.run(said(echo, arguments)), str)
 
 
-async def test_whatever_a_tool_raises_is_a_message() -> None:
+async def test_whatever_a_tool_raises_is_a_message_and_its_words_are_the_logs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     errors = [
         ValueError("v"),
         RecursionError("r"),
@@ -123,12 +127,9 @@ async def test_whatever_a_tool_raises_is_a_message() -> None:
 
     box = ToolBox([tool(fails)], 20)
     contents = [one["content"] for one in await box.run([call("fails", {"at": at}) for at in range(len(errors))])]
-    assert contents[:4] == [
-        "Error: fails failed (ValueError: v); correct the arguments, or try another way",
-        "Error: fails failed (RecursionError: r); correct the arguments, or try another way",
-        "Error: fails failed (TimeoutError: t); correct the arguments, or try another way",
-        "Error: fails failed (SystemExit: 3); correct the arguments, or try another way",
-    ]
+    assert contents[:4] == ["Error: fails failed; correct the arguments, or try another way"] * 4
+    logged = capsys.readouterr().err
+    assert all(why in logged for why in ("ValueError: v", "RecursionError: r", "TimeoutError: t", "SystemExit: 3"))
     assert contents[4] == "Error: fails was cancelled from inside; try another way"
 
 
@@ -146,6 +147,77 @@ async def test_a_tool_that_does_not_answer_is_left() -> None:
         "Error: hangs did not answer within 0.05 s; ask for less, or try another way"
     )
     assert left.is_set()
+
+
+async def test_calls_beyond_the_bound_are_not_run_and_say_so() -> None:
+    ran: list[int] = []
+
+    async def note(at: int) -> str:
+        """Notes it."""
+        ran.append(at)
+        return "done"
+
+    box = ToolBox([tool(note)], 20, max_calls=3)
+    messages = await box.run([call("note", {"at": at}, f"c{at}") for at in range(100_000)])
+    assert ran == [0, 1, 2]
+    assert [one["tool_call_id"] for one in messages[:5]] == ["c0", "c1", "c2", "c3", "c4"]
+    assert len(messages) == 100_000
+    text = "Error: not run: 100000 calls in one turn, and at most 3 are; ask for it again"
+    assert {one["content"] for one in messages[3:]} == {text}
+    assert (await box.plus([], "server").run([call("note", {"at": 0})] * 4))[3]["content"].startswith("Error: not run")
+
+
+async def test_a_plain_function_that_hangs_takes_no_place_of_another() -> None:
+    gate = threading.Event()
+
+    def hangs() -> None:
+        """Waits."""
+        gate.wait()
+
+    def answers() -> str:
+        """At once."""
+        return "here"
+
+    box = ToolBox([tool(hangs), tool(answers)], 3, max_calls=100)
+    hanging = asyncio.create_task(box.run([call("hangs")] * 40))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(2):
+        (message,) = await box.run([call("answers")])
+    assert message["content"] == "here"
+    gate.set()
+    assert {one["content"] for one in await hanging} == {"null"}, "the clock of one starts when it does"
+
+
+async def test_the_clock_of_a_plain_function_starts_when_it_does() -> None:
+    gate = threading.Event()
+
+    def hangs() -> None:
+        """Waits."""
+        gate.wait(20)
+
+    box = ToolBox([tool(hangs)], 0.1, max_calls=100)
+    contents = [one["content"] for one in await box.run([call("hangs")] * 20)]
+    gate.set()
+    assert set(contents) == {"Error: hangs did not answer within 0.1 s; ask for less, or try another way"}
+
+
+async def test_a_tool_that_blocks_the_loop_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    async def computes() -> str:
+        """Without a pause."""
+        time.sleep(0.3)  # noqa: ASYNC251 - the fault that is looked for
+        return "done"
+
+    with watch_loop(0.05) as watch:
+        (message,) = await ToolBox([tool(computes)], 20).run([call("computes")])
+    logged = ""
+    async with asyncio.timeout(5):
+        while "is blocked" not in logged:
+            await asyncio.sleep(0.01)
+            logged += capsys.readouterr().err
+    assert message["content"] == "done"
+    assert watch.blocked == 1
+    assert 'task="tool computes"' in logged
+    assert "in computes" in logged
 
 
 async def test_who_cancels_the_turn_cancels_its_tools() -> None:
@@ -198,7 +270,7 @@ async def test_what_has_no_json_is_an_error() -> None:
         """Something."""
         return object()
 
-    assert (await said(gives)).startswith("Error: gives failed (TypeError: ")
+    assert (await said(gives)).startswith("Error: gives failed; ")
 
 
 @pytest.mark.parametrize("fails", [False, True])
