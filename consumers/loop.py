@@ -18,9 +18,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 from consumers.group import Assembler, Group
 from consumers.history.recorder import Recorder
+from consumers.history.store import FinishedJob
 from consumers.pack import pack_rows
 from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
@@ -37,6 +39,15 @@ from pipeline.status import snapshot
 from pipeline.streams import Entry, hand_off, result_reader
 
 _READ = 128
+
+
+class _Made(NamedTuple):
+    """What a group comes to."""
+
+    group: Group
+    samples: list[TrainingSample]
+    letters: list[DeadLetter]
+    finished: list[FinishedJob]  # for the history
 
 
 class Consumer:
@@ -84,14 +95,27 @@ class Consumer:
     async def _take(self, entries: Sequence[Entry]) -> None:
         if entries:
             self._role.status.waiting(None)
+        groups: list[Group] = []
         for entry in entries:
             self._sizes[entry.entry_id] = entry.num_bytes
             group = await self._assemble(entry)
             if group is not None:
-                await self._finish_group(group)
+                groups.append(group)
+        if groups:
+            # In a thread: a slow task must not keep this process from renewing its ownership.
+            for group, samples, letters, finished in await asyncio.to_thread(self._made_of, groups):
+                self._history.keep(finished)
+                await self._finish_group(group, samples, letters)
                 if len(self._samples) >= self._batch_size:
                     await self._hand_off_batch()
         self._report()
+
+    def _made_of(self, groups: Sequence[Group]) -> list[_Made]:
+        made: list[_Made] = []
+        for group in groups:
+            samples, letters = self._sampler.samples_of(group)
+            made.append(_Made(group, samples, letters, self._history.encoded(group, samples, letters)))
+        return made
 
     async def _assemble(self, entry: Entry) -> Group | None:
         fields = entry.fields
@@ -136,10 +160,7 @@ class Consumer:
         self._sizes[entry.entry_id] = 0  # credit never counted it
         await self._out(TrainingBatch(batch_id=_batch_id([entry.entry_id]), samples=[]), [entry.entry_id], [])
 
-    async def _finish_group(self, group: Group) -> None:
-        # In a thread: a slow task must not keep this process from renewing its ownership.
-        samples, letters = await asyncio.to_thread(self._sampler.samples_of, group)
-        await asyncio.to_thread(self._history.note, group, samples, letters)
+    async def _finish_group(self, group: Group, samples: list[TrainingSample], letters: list[DeadLetter]) -> None:
         if samples:
             # Its drops leave with the group's samples, or a consumer killed in between would record them twice.
             self._samples += samples

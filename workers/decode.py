@@ -150,10 +150,14 @@ class DecodeWorker(LeasedWorker):
             sequences=self.committer.sequences,
             tokens=self.committer.tokens,
             engine=f"{self._backend.facts.name} {self._backend.facts.engine_version}",
-            memory_bytes=resident_bytes(),
         )
         if self._backend.facts.repeat_terminate:
             status.fact(repeat_terminate="on")
+
+    async def heart_beat(self) -> None:
+        """Now and then, unlike `report`."""
+        self._role.status.fact(memory_bytes=resident_bytes())
+        await super().heart_beat()
 
     async def _ping(self, ctx: dict[Any, Any]) -> dict[str, Any]:
         """For `enqueue_job("ping")`: which worker answers, with which weights."""

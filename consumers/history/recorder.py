@@ -80,10 +80,22 @@ class Recorder(_Recorder[FinishedJob]):
             self._logs[group_id] = raw
 
     def note(self, group: Group, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
-        """A finished group: encodes it, so call it in a thread."""
+        """A finished group."""
+        self.keep(self.encoded(group, samples, letters))
+
+    def encoded(
+        self, group: Group, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]
+    ) -> list[FinishedJob]:
+        """For `keep`: takes its time, so call it in a thread. Empty where there is no history."""
+        found: list[FinishedJob] = []
         log = self._logs.pop(group.group_id, b"")
         if self._on:
-            self._try(lambda: self._noted.append(_finished(group, samples, letters, log)))
+            self._try(lambda: found.append(_finished(group, samples, letters, log)))
+        return found
+
+    def keep(self, finished: list[FinishedJob]) -> None:
+        """Write it with the next `flush`."""
+        self._noted += finished
 
     def forget(self) -> None:
         """Drop what was noted: it will be done again."""

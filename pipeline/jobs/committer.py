@@ -1,12 +1,14 @@
 """Commits what has ended: everything of a tick goes out in one script call.
 
-While the engine's batch is full a tick lasts `TICK_S`: every call to the broker takes time from the decode thread.
-Otherwise a result goes out at once. Progress of running sequences goes out after the results.
+While the engine's batch is full a tick lasts `TICK_S`: every call to the broker takes time from the decode thread. It
+is shorter where a caller waits. Otherwise a result goes out at once. Progress of running sequences goes out after the
+results.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from pipeline.jobs.queue import JobQueue
@@ -14,7 +16,7 @@ from pipeline.jobs.types import Called, Finished, Piece
 from pipeline.logs import get_logger
 
 _MOST_AT_ONCE = 256
-TICK_S = 0.04
+TICK_S, ASKED_TICK_S = 0.1, 0.04
 
 
 class Committer:
@@ -29,6 +31,7 @@ class Committer:
         self._pieces: list[Piece] = []
         self._after: list[Callable[[], None]] = []
         self._ready = asyncio.Event()
+        self._asked = asyncio.Event()  # a caller waits for something that is pending
         self._one_flush = asyncio.Lock()
         self.sequences = 0
         self.tokens = 0
@@ -37,11 +40,15 @@ class Committer:
     def put(self, ended: Finished | Called) -> None:
         """Commit this one with the next tick."""
         self._pending.append(ended)
+        if isinstance(ended, Called) or ended.result.reply_to:
+            self._asked.set()
         self._ready.set()
 
     def store(self, piece: Piece) -> None:
         """Store this progress with the next tick."""
         self._pieces.append(piece)
+        if piece.delta:
+            self._asked.set()
         self._ready.set()
 
     def when_flushed(self, call: Callable[[], None]) -> None:
@@ -54,13 +61,17 @@ class Committer:
         while True:
             await self._ready.wait()
             if self._busy():
-                await asyncio.sleep(TICK_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S - ASKED_TICK_S):
+                        await self._asked.wait()
+                await asyncio.sleep(ASKED_TICK_S)
             await self.flush()
 
     async def flush(self) -> None:
         """Commit what is pending now."""
         async with self._one_flush:
             self._ready.clear()
+            self._asked.clear()
             calls, self._after = self._after, []
             while self._pending:
                 batch = self._pending[:_MOST_AT_ONCE]

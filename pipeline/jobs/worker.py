@@ -266,7 +266,8 @@ class LeasedWorker(Worker):
     def ended(self, claim: Claim) -> None:
         """A job's last task has ended: its lease is kept until what it brought is committed."""
         self.committer.when_flushed(lambda: self.keeper.drop(claim.job_id, claim.attempt))
-        if self.broken is not None or self.more or self._must_drain or not self.num_held():
+        wants_more = self.more and self._has_room()
+        if self.broken is not None or wants_more or self._must_drain or not self.num_held():
             self.wake.set()
 
     def _lost_from_thread(self, job_id: str, attempt: int | None) -> None:
