@@ -29,7 +29,15 @@ from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
 
 from pipeline import room
 from pipeline.cluster import SlotPrimary
@@ -43,8 +51,9 @@ TRANSIENT: list[type[Exception]] = [
     OutOfMemoryError,
     OSError,
 ]
-# What a node of a cluster says while the slot is elsewhere, or on its way.
-_ELSEWHERE = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
+# What a node of a cluster says while the slot is elsewhere, or on its way; redis-py 8 has classes for it, 5 has words.
+_ELSEWHERE = (AskError, TryAgainError, ClusterDownError)  # MovedError is an AskError
+_ELSEWHERE_WORDS = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
 # No classes of their own, or not everywhere; a pipeline writes words of its own before.
 _FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
 _BACKOFF_CAP_S = 1.0
@@ -58,8 +67,14 @@ class UntilRetry(Retry):
         super().__init__(ExponentialBackoff(cap=_BACKOFF_CAP_S, base=0.02), 0)  # type: ignore[no-untyped-call]
         self._for_s = for_s
 
-    async def call_with_retry(self, do: Callable[[], Awaitable[Any]], fail: Callable[[redis.RedisError], Any]) -> Any:
-        """The answer of `do`, or its last transient error once the time is up."""
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[Any]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> Any:
+        """The answer of `do`, or its last transient error once the time is up. The last two arguments: redis-py 8."""
         for_s = 0 if _inside.get() else self._for_s
         until = time.monotonic() + for_s
         token = _inside.set(True)
@@ -69,7 +84,10 @@ class UntilRetry(Retry):
                 try:
                     return await do()
                 except (*self._supported_errors, ResponseError) as error:
-                    await self._after(error, fail)
+                    if is_retryable and not is_retryable(error):
+                        raise
+                    counted = functools.partial(_counted, fail, failures + 1) if with_failure_count else fail
+                    await self._after(error, counted)
                     full = room.is_full(error)
                     if time.monotonic() >= until:
                         if full and for_s > 0:
@@ -97,6 +115,10 @@ class UntilRetry(Retry):
 def may_pass(error: Exception) -> bool:
     """Whether a server that refuses with this may take the same later."""
     return any(word in str(error) for word in _FOR_NOW)
+
+
+def _counted(fail: Callable[..., Any], failures: int, error: Exception) -> Any:
+    return fail(error, failures)
 
 
 class _Heedful(AbstractConnection):
@@ -134,7 +156,7 @@ class _OfSlot(AbstractConnection):
         try:
             return await cast(Any, super()).read_response(*args, **options)
         except ResponseError as error:
-            if not str(error).startswith(_ELSEWHERE):
+            if not (isinstance(error, _ELSEWHERE) or str(error).startswith(_ELSEWHERE_WORDS)):
                 raise
             await self.disconnect(nowait=True)
             raise redis.ConnectionError(f"slot {self.primary.slot} is elsewhere, or on its way: {error}") from error
