@@ -42,8 +42,9 @@ def parse_yaml(text: str, origin: str) -> Any:
     """Parse one document; raises ConfigError with the origin and line."""
     if len(text) > _MOST_CHARS:
         raise ConfigError(f"{origin}: {len(text)} characters; a configuration has at most {_MOST_CHARS}")
-    loader: Any = _Loader(text)
+    loader: Any = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -54,7 +55,8 @@ def parse_yaml(text: str, origin: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OverflowError) as error:
         raise ConfigError(f"{origin}: not valid YAML: {error}") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if problem := no_plain_value(value, ""):
         raise ConfigError(f"{origin}: {problem}")
     return value
