@@ -40,8 +40,10 @@ demo: ## Run the demo; installs only what it needs (ARGS="--help" for its option
 test: setup ## Run the tests (TESTS=tests/unit for a part)
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadfile $(TESTS)
 
-soak: setup ## Random faults against a run of real processes (FAULTS=200, SEED=n repeats one)
-	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s tests/soak/test_soak.py tests/soak/test_recovery.py $(ARGS)
+# The mutants alone (minutes): make soak TESTS=tests/soak/test_fuzz.py
+soak: TESTS := $(if $(TESTS),$(TESTS),tests/soak/test_soak.py tests/soak/test_recovery.py tests/soak/test_fuzz.py)
+soak: setup ## Random faults against real processes, mutants of all they read (FAULTS=200, SEED=n repeats one)
+	@SLUICE_SOAK_FAULTS=$(FAULTS) SLUICE_CHAOS_SEED=$(SEED) SLUICE_FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s $(TESTS) $(ARGS)
 
 check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/ruff check .

@@ -16,7 +16,8 @@ from redis.asyncio import Redis
 
 from pipeline.broker import Scripts, is_cluster
 from pipeline.config.types import Config
-from pipeline.errors import ConfigError
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, MessageError
 from pipeline.heartbeat import ALIVE_S, StatusReporter
 from pipeline.keys import Keys
 from pipeline.logs import get_logger
@@ -72,8 +73,8 @@ async def take_part(client: Redis, config: Config, status: StatusReporter, wait_
 
 def _read(stored: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(stored, type=dict[str, Any])
-    except msgspec.DecodeError:
+        return read_json(stored.encode(), dict[str, Any], "the contract")
+    except MessageError:
         return {}
 
 

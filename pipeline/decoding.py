@@ -69,13 +69,15 @@ def shown(raw: bytes) -> str:
 
 def read_json(raw: bytes, kind: type[_T], what: str) -> _T:
     """JSON as a value of `kind`. Raises MessageError, which begins with `what`."""
+    problem: object
     try:
         value = msgspec.json.decode(raw, type=kind)
+        may_be_odd = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _LONG.search(raw)
+        problem = no_plain_value(msgspec.json.decode(raw), "") if may_be_odd else None  # also what `kind` leaves out
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MessageError) as error:
         problem = lone_surrogate_in_json(raw, "it") or ("it is nested too deeply" if _is_depth(error) else error)
         raise MessageError(f"{what} cannot be read: {problem}") from error
-    may_be_odd = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH or _LONG.search(raw)
-    if may_be_odd and (problem := no_plain_value(msgspec.json.decode(raw), "")):  # also in what `kind` leaves out
+    if problem is not None:
         raise MessageError(f"{what} cannot be read: {problem}")
     return value
 

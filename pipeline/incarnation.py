@@ -6,6 +6,7 @@ trained is known from the directory, and all else is done again.
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import Any, cast
@@ -13,23 +14,34 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from pipeline.config.types import Config
+from pipeline.decoding import shown
 from pipeline.files import write_atomic
 from pipeline.keys import Keys
 from pipeline.logs import get_logger
 
 FILE = "incarnation"
+_NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
 async def recognise(client: Redis, keys: Keys, run_dir: Path) -> bool:
     """False when the broker's data are not those that this directory was last used with; both agree afterwards."""
     raw, path = cast(Any, client), run_dir / FILE
-    known = path.read_text().strip() if path.exists() else ""
+    known = _read(path)
     await raw.set(keys.incarnation, secrets.token_hex(16), nx=True)
     held = cast(bytes, await raw.get(keys.incarnation)).decode(errors="replace")
     if held != known:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(path, held.encode())
     return known in ("", held)
+
+
+def _read(path: Path) -> str:
+    """Empty where there is none, or none that was written here: then the broker's counts."""
+    raw = path.read_bytes().strip() if path.exists() else b""
+    if raw and not _NONCE.fullmatch(raw):
+        get_logger().warning("a file cannot be read and is written again", file=str(path), content=shown(raw))
+        return ""
+    return raw.decode()
 
 
 async def begin_again(client: Redis, config: Config, version: int, so_far: str) -> None:

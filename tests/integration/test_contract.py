@@ -61,7 +61,7 @@ async def test_partitions_change_when_no_result_is_unread(client: Any, keys: Key
     await take_part(client, made(), "c")
 
 
-@pytest.mark.parametrize("damaged", [b"", b"no json", b"[1]", b'{"consumer.count": "x"}'])
+@pytest.mark.parametrize("damaged", [b"", b"no json", b"[1]", b'{"consumer.count": "x"}', b'{"consumer.count": 1e18}'])
 async def test_a_damaged_contract_or_row_stops_nobody(client: Any, keys: Keys, made: Any, damaged: bytes) -> None:
     await client.set(keys.contract, damaged)
     for name, row in {"a": b"\xff", "b": b"[]", "c": b'{"at": "x"}', "d": b'{"at": null, "role": 7}'}.items():
@@ -83,6 +83,18 @@ async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: 
     assert not await recognise(client, keys, run_dir)
     assert (run_dir / FILE).read_text() != before
     assert await recognise(client, keys, run_dir)
+    for damaged in (b"\xff", b"", b"x" * 10):
+        (run_dir / FILE).write_bytes(damaged)
+        assert await recognise(client, keys, run_dir)
+        assert (run_dir / FILE).read_text() == (await client.get(keys.incarnation)).decode()
+
+
+async def test_a_contract_that_cannot_be_read_is_another_one(client: Any, keys: Keys, made: Any) -> None:
+    async with role_of(made(), "trainer", "t"):
+        for damaged in (b"[" * 5000, b'{"a": "\\ud800"}', b"\xff", b'{"consumer.count": 1e18}'):
+            await client.set(keys.contract, damaged)
+            with pytest.raises(ConfigError, match=r"run .* is under way with another configuration"):
+                await take_part(client, made(), "w")
 
 
 async def test_a_role_that_the_broker_forgot_is_not_called_taken(client: Any, keys: Keys) -> None:

@@ -58,6 +58,7 @@ DAMAGED = {
     "empty": b"", "junk": b"\xff\xfe", "cut": b'{"at": 1', "list": b"[]", "type": b'{"at": "x"}',
     "huge": b'{"at": ' + b"9" * 30 + b"}", "huger": b'{"more": ' + b"9" * 5000 + b"}",
     "surrogate": b'{"more": "\\ud800"}', "inf": b'{"more": 1e999}',
+    "huge in what is left out": b'{"x": ' + b"9" * 400 + b".0}",
     "deep": b'{"more": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
     "deeper": b'{"more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
 }  # fmt: skip
