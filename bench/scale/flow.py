@@ -36,7 +36,7 @@ ROLES = ("trainer", "worker", "consumer", "producer")
 async def flow(plan: Plan, client: Any, url: str, home: Path) -> dict[str, Any]:
     """To the end of the run."""
     data = home / "rows.jsonl"
-    _write_rows(data, plan.count)
+    _write_rows(data, plan.rows)
     overrides = plan.overrides(home, data)
     keys = Keys(load_config(None, overrides).run)
     settings = [part for value in overrides for part in ("--set", value)]
@@ -110,7 +110,7 @@ class _Watch:
     async def run(self) -> None:
         """Raises SluiceError when a role fails, DeadlineExceeded when nothing moves."""
         marks, last = list(self._plan.marks), time.monotonic()
-        while self._marks.trained < self._plan.count:
+        while self._marks.trained < self._plan.rows:
             counts = {name: int(value) for name, value in (await self._client.hgetall(self._keys.counts)).items()
                       if not name.startswith(b"last:")}  # fmt: skip
             if counts.get(b"dead") or counts.get(b"dropped"):
@@ -121,13 +121,10 @@ class _Watch:
             if -1 < self._marks.trained < trained:
                 last = now
                 self._marks.saw(trained, now)
-                for mark in [
-                    mark for mark in marks if trained >= mark - 2 * self._plan.batch
-                ]:  # at the end, roles leave
-                    self._rss[mark] = self._resident()
+                for mark in [mark for mark in marks if trained >= mark]:
+                    self._rss[mark] = {role: _resident(fleet) for role, fleet in self._fleets.items()}
                     self._redis[mark] = await used_bytes(self._client)
                     self._cpu_s[mark] = await self._processor_s()
-                for mark in [mark for mark in marks if trained >= mark]:
                     marks.remove(mark)
                     say(f"{trained:,} sequences: {self._marks.us_at(mark):.0f} us each")
             self._check(trained)
@@ -156,16 +153,9 @@ class _Watch:
     async def _processor_s(self) -> dict[str, float]:
         return {role: fleet.cpu_s() for role, fleet in self._fleets.items()} | {"broker": await broker_s(self._client)}
 
-    def _resident(self) -> dict[str, int]:
-        return {role: _resident(self._fleets[role]) or self._last(role) for role in ROLES}
-
-    def _last(self, role: str) -> int:
-        """Of a role that has ended: what it had at its last look."""
-        return next((rows[role] for rows in reversed(self._rss.values()) if rows.get(role)), 0)
-
     def _check(self, trained: int) -> None:
         for role, fleet in self._fleets.items():
-            done = role == "producer" or trained >= self._plan.count - self._plan.batch * 2
+            done = role == "producer" or trained >= self._plan.count
             if not (done and all(process.returncode in (None, 0) for process in fleet.processes)):
                 fleet.check()
 

@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 
 HOME = Path(".sluice/bench")
 _LEAST = 1000
-_SAMPLES, _FEWEST_SAMPLES = 512, 50  # of one batch
+_SAMPLES, _FEWEST_SAMPLES = 500, 50  # of one batch; the last one is whole
 _TOMBSTONE_S = 2.0
 
 
@@ -44,6 +44,11 @@ class Plan:
     def batch(self) -> int:
         """Sequences of one training batch; each costs the trainer an fsync."""
         return min(_SAMPLES, max(_FEWEST_SAMPLES, self.span // 10))
+
+    @property
+    def rows(self) -> int:
+        """Some more than are measured: the last mark must not be the moment in which the run drains."""
+        return self.count + 8 * self.batch
 
     def overrides(self, home: Path, data: Path) -> list[str]:
         """`--set` values of the run."""

@@ -17,7 +17,7 @@ def plan(count: int) -> Plan:
 
 def test_the_marks_of_a_million() -> None:
     found = plan(1_000_000)
-    assert (found.marks, found.span, found.batch) == ((10_000, 100_000, 1_000_000), 10_000, 512)
+    assert (found.marks, found.span, found.batch) == ((10_000, 100_000, 1_000_000), 10_000, 500)
 
 
 @pytest.mark.parametrize(("count", "workers", "idle_s"), [(999, 1, 1.0), (1000, 0, 1.0), (1000, 1, 0.0)])
