@@ -128,6 +128,8 @@ class _Heedful(AbstractConnection):
         """As redis-py's; a command that was sent for nobody takes its connection with it, so its answer is not read."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         asked = task.cancelling()
+        if not self.is_connected:  # redis-py 8 would open the socket to the old address, without asking a Sentinel
+            await self.connect()
         await super().send_packed_command(command, check_health)
         if task.cancelling() > asked:
             await self.disconnect(nowait=True)
@@ -145,11 +147,9 @@ class _OfSlot(AbstractConnection):
 
     primary: SlotPrimary
 
-    async def connect(self) -> None:
-        """As redis-py's, to wherever the slot is now."""
-        if not self.is_connected:
-            self.host, self.port = await asyncio.to_thread(self.primary.find)
-        await super().connect()
+    async def _connect(self) -> None:
+        self.host, self.port = await asyncio.to_thread(self.primary.find)
+        await super()._connect()
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """As redis-py's."""

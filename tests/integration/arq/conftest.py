@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ MakeWorker = Callable[..., LeasedWorker]
 async def foreign(broker_config: BrokerConfig, keys: Keys) -> AsyncIterator[ArqRedis]:
     """arq's own client with our serialiser, on connections of its own."""
     pool = await create_pool(
-        RedisSettings.from_dsn(broker_config.url or ""),
+        replace(RedisSettings.from_dsn(broker_config.url or ""), max_connections=1000),  # 100 by default in redis-py 8
         job_serializer=arq_serializer,
         job_deserializer=arq_deserializer,
         default_queue_name=keys.jobs,
