@@ -10,13 +10,22 @@ from pathlib import Path
 from pipeline.embedded import find_server
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens on, all different."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
 class KillableBroker:
     """A broker on a fixed port that can be killed and started again on its own data."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        [self.port] = free_ports(1)
         self._options = [
             "--port",
             str(self.port),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -39,6 +38,7 @@ from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.streams import ack_batches, batch_reader, hand_off, result_reader
 from tests.factories import decode_job, sequence_result, training_sample
+from tests.killable_broker import free_ports
 
 PASSWORD = "secret"
 PLENTY = Credit(max_in_flight=1000, samples_per_version=1000, max_staleness=1)
@@ -49,7 +49,7 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.ports, buses = _free_ports(3), _free_ports(3)
+        self.ports, buses = free_ports(3), free_ports(3)
         for port, bus in zip(self.ports, buses, strict=True):
             home = directory / str(port)
             home.mkdir()
@@ -118,16 +118,6 @@ class Cluster:
             self.ask(source, "MIGRATE", "127.0.0.1", target, "", 0, 5000, "AUTH", PASSWORD, "KEYS", *names)
         for port in (target, source, *self.ports):
             self.ask(port, "CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pipeline import broker
 from pipeline.config.types import BrokerConfig
 from pipeline.embedded import find_server
 from pipeline.errors import BrokerError
+from tests.killable_broker import free_ports
 
 PASSWORD = "secret"
 MASTER = "sluice"
@@ -29,7 +29,7 @@ class Failover:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._processes = directory, dict[int, subprocess.Popen[bytes]]()
-        self.primary, self.replica, *self.sentinels = _free_ports(5)
+        self.primary, self.replica, *self.sentinels = free_ports(5)
         shared = f"bind 127.0.0.1\nrequirepass {PASSWORD}\nmasterauth {PASSWORD}\nappendonly yes\nsave ''\n"
         shared += "repl-diskless-sync-delay 0\n"
         self._start(self.primary, shared)
@@ -98,16 +98,6 @@ class Failover:
         with redis.Redis(port=port, password=PASSWORD, socket_timeout=2) as client:
             raw: Any = client
             return raw.info("replication")
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.fixture
