@@ -53,6 +53,7 @@ def _keys() -> str:
     rows = [
         (f"`{value}`", comments.get(name, "")) for name, value in vars(names).items() if name not in ("run", "prefix")
     ]
-    rows += [(f"`{getattr(keys, name)}`", f"{words}, by arq's name; ids are `{{RUN}}:…`") for name, words in _ARQ.items()]
+    ids = "ids are `{RUN}:…`"
+    rows += [(f"`{getattr(keys, name)}`", f"{words}, by arq's name; {ids}") for name, words in _ARQ.items()]
     groups = f"Consumer groups: `{keys.RESULT_GROUP}`, `{keys.BATCH_GROUP}`, `{keys.SCORE_GROUP}`."
     return f"## Names in Redis\n\n`RUN` is the run's name. {groups}\n\n{table_of(('key', 'what it is'), rows)}"
