@@ -19,7 +19,7 @@ import yaml
 from pipeline import broker
 from pipeline.config.types import BrokerConfig
 from pipeline.jobs import NO_LIMIT, JobQueue
-from pipeline.keys import Keys
+from pipeline.keys import Keys, tagged
 from pipeline.messages import DecodeJob
 from tests.e2e.agents import free_ports
 from tests.e2e.docs_pages import DOCS, ROOT
@@ -120,7 +120,7 @@ class Workspace:
         client = broker.connect(BrokerConfig(url=self.broker_url))
         queue = JobQueue(client, Keys("letters"), worker="worker-0")
         ask = [{"role": "user", "content": "say it"}]
-        jobs = [DecodeJob(run="letters", job_id=f"letters:{name}", messages=ask) for name in "ab"]
+        jobs = [DecodeJob(run="letters", job_id=tagged("letters", name), messages=ask) for name in "ab"]
         await queue.enqueue(jobs, NO_LIMIT)
         claims = (await queue.claim(2, 5.0, 3)).claims
         await queue.fail(claims[0], "worker_deaths", "3 workers died over it")

@@ -21,7 +21,7 @@ from consumers.training.ledger import read_steps
 from pipeline import broker
 from pipeline.config import Config, load_config
 from pipeline.config.types import BrokerConfig
-from pipeline.jobs import job_id_for
+from pipeline.jobs import job_id_for, rollout_group_for
 from pipeline.keys import Keys
 from pipeline.status import Snapshot, snapshot
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch, marked
@@ -160,8 +160,9 @@ class Stack:
     def expected(self, rows: Iterable[Row] | None = None) -> set[str]:
         """The sequence ids that rows of the data imply."""
         config, n = self.config, self.config.producer.group_size
+        name_of = rollout_group_for if config.rollout.url else job_id_for
         jobs = [
-            job_id_for(self.run, json.dumps(row["id"]), epoch, config.sampling, n)
+            name_of(self.run, json.dumps(row["id"]), epoch, config.sampling, n)
             for row in (self.rows if rows is None else rows)
             for epoch in range(config.data.epochs)
         ]
