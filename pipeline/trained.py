@@ -14,9 +14,12 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from pipeline.decoding import MOST, read_json
+from pipeline.errors import MessageError
 from pipeline.logs import get_logger
 
 LEDGER, INDEX = "trained.jsonl", "trained.sqlite"
@@ -29,7 +32,7 @@ create table if not exists read (bytes integer not null);
 
 
 class _Line(msgspec.Struct):
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0, le=MOST)]
     seq_ids: list[str]
 
 
@@ -77,8 +80,7 @@ class TrainedIds:
         db.execute(f"pragma cache_size=-{_CACHE_KIB}")
         db.executescript(_TABLES)
         db.execute("delete from trained where step > ?", (step,))
-        start = min(_bytes_read(db), _size(self._ledger))
-        for number, ids, end in _lines(self._ledger, start):
+        for number, ids, end in _lines(self._ledger, _place(db, self._ledger)):
             self._held.update((_digest(each), number) for each in ids)
             if len(self._held) >= _MOST_HELD:
                 self._store(end)
@@ -106,7 +108,7 @@ def trained_among(run_dir: Path, seq_ids: Sequence[str]) -> set[str]:
         try:
             with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as db:
                 found = {each for digest, each in digests.items() if _is_in(db, digest)}
-                start = _bytes_read(db)
+                start = _place(db, run_dir / LEDGER)
         except sqlite3.DatabaseError as error:
             get_logger().warning("the index of trained ids cannot be read", path=str(path), cause=str(error))
             return set()
@@ -123,9 +125,10 @@ def _is_in(db: sqlite3.Connection | None, digest: bytes) -> bool:
     return db is not None and db.execute("select 1 from trained where digest = ?", (digest,)).fetchone() is not None
 
 
-def _bytes_read(db: sqlite3.Connection) -> int:
+def _place(db: sqlite3.Connection, ledger: Path) -> int:
+    """How much of the ledger is stored."""
     row = db.execute("select bytes from read").fetchone()
-    return int(row[0]) if row else 0
+    return min(row[0], _size(ledger)) if row and type(row[0]) is int and row[0] >= 0 else 0
 
 
 def _size(ledger: Path) -> int:
@@ -140,6 +143,6 @@ def _lines(ledger: Path, start: int) -> Iterable[tuple[int, list[str], int]]:
         stream.seek(start)
         for raw in stream:
             start += len(raw)
-            with contextlib.suppress(msgspec.DecodeError):
-                line = msgspec.json.decode(raw, type=_Line)
+            with contextlib.suppress(MessageError):
+                line = read_json(raw, _Line, "the line")
                 yield line.step, line.seq_ids, start

@@ -50,6 +50,7 @@ from pipeline.messages import (
 )
 from pipeline.rows import Malformed, read_rows
 from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.trained import INDEX, LEDGER, TrainedIds, trained_among
 from pipeline.weights import read_manifest, tensor_table
 from pipeline.wire import Wire
 from producers.sources import Row, identity
@@ -266,6 +267,15 @@ def _small_files(directory: Path) -> list[tuple[str, Path, Callable[[], Any]]]:
         _Remote("t", directory, lambda _: None)
 
     tracked()
+    StepLog(directory / LEDGER).append(1, seq_ids=["r:a:0", "r:b:0"])
+
+    def trained() -> None:
+        (directory / INDEX).unlink(missing_ok=True)
+        ids = TrainedIds(directory)
+        ids.open(1)
+        ids.known(["r:a:0"])
+        ids.close()
+        trained_among(directory, ["r:b:0"])
 
     def recovered() -> None:
         with part.open("rb") as stream:
@@ -280,6 +290,7 @@ def _small_files(directory: Path) -> list[tuple[str, Path, Callable[[], Any]]]:
         ("config", resolved, lambda: load_config(resolved, environ={})),
         ("broker", directory / "broker.json", lambda: broker_url(broker)),
         ("part", part, recovered),
+        ("trained", directory / LEDGER, trained),
         ("tracker", directory / "tracking" / "t.json", tracked),
     ]  # fmt: skip
 

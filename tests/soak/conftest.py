@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fixtures import make_stack, model_dir
+from tests.integration.hostile.conftest import backend, config, serve, source, tokenizer_dirs
 from tests.soak.spinning import save_spinning_model
 
-__all__ = ["make_stack", "model_dir", "spinning_model"]
+__all__ = [
+    "backend", "config", "make_stack", "model_dir", "serve", "source", "spinning_model", "tokenizer_dirs"
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

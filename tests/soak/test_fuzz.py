@@ -1,6 +1,8 @@
-"""All mutants: 100,000 of what goes over the wire, 6,000 configurations, 10,000 rows, every byte of every small file.
+"""All mutants: 100,000 of what goes over the wire, 6,000 configurations, 10,000 rows, every byte of every small file,
+and 20,000 requests to all servers with a worker behind them.
 
-`make soak` runs them; SLUICE_FUZZ_SEED repeats a run. The suite has a sample of them (`tests/unit/test_fuzz.py`).
+`make soak` runs them; SLUICE_FUZZ_SEED repeats a run. The suite has a sample of them (`tests/unit/test_fuzz.py`,
+`tests/integration/hostile/test_fuzz.py`).
 """
 
 from __future__ import annotations
@@ -8,10 +10,15 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.config.types import Config
 from tests import fuzz
+from tests.fuzz_http import everywhere
+from tests.integration.rollout.conftest import Serve
+from workers.generation.backends.hf import HfBackend
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,3 +52,9 @@ def test_rows(seed: int, tmp_path: Path) -> None:
 def test_every_byte_of_every_small_file(tmp_path: Path) -> None:
     assert fuzz.files(tmp_path / "run") > 500
     fuzz.checkpoints(tmp_path / "checkpoints")
+
+
+async def test_requests(seed: int, config: Config, backend: HfBackend, serve: Serve, client: Any) -> None:
+    seen = await everywhere(config, backend, serve, client, 20_000, seed)
+    assert sum(seen.values()) == 20_000
+    print(sorted(seen.items()))

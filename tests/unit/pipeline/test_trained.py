@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,6 +78,34 @@ def test_a_damaged_index_or_line_hides_nothing_from_the_trainer_and_stops_no_pro
     ids.close()
     (tmp_path / INDEX).write_bytes(b"no database at all" * 100)
     assert trained_among(tmp_path, ASKED) == set()
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"step": 9223372036854775808, "seq_ids": ["a"]}', b'{"step": -1, "seq_ids": []}', b"[" * 5000, b"\xff",
+             b'{"step": 2, "seq_ids": ["\\ud800"]}', b'{"step": 2, "seq_ids": [], "x": ' + b"[" * 5000]
+)  # fmt: skip
+def test_a_line_that_is_none_costs_that_line(tmp_path: Path, line: bytes) -> None:
+    with (tmp_path / LEDGER).open("ab") as stream:
+        stream.write(line + b"\n")
+    write(tmp_path, 1, 1)
+    ids = opened(tmp_path, 1)
+    assert ids.known(ASKED) == {ASKED[0]}
+    ids.close()
+    assert trained_among(tmp_path, ASKED) == {ASKED[0]}
+
+
+@pytest.mark.parametrize("place", ["x", -5, None, 1.5, b"\xff", 2**62])
+def test_a_place_that_is_none_reads_the_ledger_from_its_begin(tmp_path: Path, place: Any) -> None:
+    opened(tmp_path, 0).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / INDEX)) as db:
+        db.execute("drop table read")
+        db.execute("create table read (bytes)")
+        db.execute("insert into read values (?)", (place,))
+        db.commit()
+    write(tmp_path, 1, 1)
+    expected = set() if place == 2**62 else {ASKED[0]}
+    assert trained_among(tmp_path, ASKED) == expected
+    assert opened(tmp_path, 1).known(ASKED) == expected
 
 
 def test_nothing_is_known_where_nothing_is(tmp_path: Path) -> None:
