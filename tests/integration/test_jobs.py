@@ -189,6 +189,10 @@ async def test_a_clock_that_steps_back_holds_up_nobody_and_changes_no_order(clie
     queue = queue_of(client, keys)
     await enqueue(queue, "a", "b")
     await arq_pool(client, keys.jobs).enqueue_job("ping", _job_id=f"{keys.run}:foreign")
+    while (
+        await client.zscore(keys.jobs, f"{keys.run}:foreign") or 0
+    ) > 1e12:  # arq rounds its time up to a millisecond
+        await claim(queue, 0)
     await enqueue(queue, "c")
     [first] = await claim(queue, 1)
     await queue.release([first])
