@@ -157,3 +157,20 @@ def test_arqs_own_command_ends_within_its_grace_time_when_the_broker_is_gone(
     worker.expendable = True
     assert worker.terminate(20) == 1, worker.tail()
     assert "did not stop in time; leaving" in worker.text()
+
+
+def test_a_run_whose_broker_is_flushed_trains_nothing_twice(outer: tuple[Stack, KillableBroker]) -> None:
+    """Its roles say so and are started again; what is trained is known from the run's directory."""
+    stack, broker = outer
+    run = stack.start("run")
+    wait(lambda: stack.snapshot().trained > 8, "the first steps", run)
+    with redis.Redis(port=broker.port, socket_timeout=5) as admin:
+        raw: Any = admin
+        raw.flushdb()
+    assert run.wait(2 * DEADLINE_S) == 0, run.tail()
+    trained = stack.trained()
+    assert len(trained) == len(set(trained))
+    assert set(trained) == stack.expected()
+    log = (stack.run_dir / "logs" / "trainer.log").read_text()
+    assert "the broker's data are gone" in log
+    assert "another process" not in log
