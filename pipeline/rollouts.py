@@ -126,7 +126,7 @@ class Rollouts:
             return grown
         self._seen.forget(rollout_id)
         found = cast("dict[bytes, bytes]", await self._client.hgetall(key))
-        rollout = _read(rollout_id, found) if found else None
+        rollout = read_rollout(rollout_id, found) if found else None
         if rollout and rollout.turns:
             sizes = (len(found[b"turn:%d" % at]) for at in range(len(rollout.turns)))
             newest = found[b"turn:%d" % (len(rollout.turns) - 1)]
@@ -210,7 +210,7 @@ class Rollouts:
         return await self._scripts.run(f"rollout_{name}", self._script_keys, [*self._script_args, *args])
 
 
-def _read(rollout_id: str, found: dict[bytes, bytes]) -> Rollout:
+def read_rollout(rollout_id: str, found: dict[bytes, bytes]) -> Rollout:
     """Of the hash's fields; raises MessageError."""
     if (state := found.get(b"state", b"")) not in (b"open", b"closed"):
         raise MessageError(f"its field state is {shown(state)!r}, neither open nor closed")

@@ -185,3 +185,9 @@ def test_a_few_aliases_are_welcome(tmp_path: Path) -> None:
     text = "custom: {a: &a {x: 1}, b: [*a, *a], c: *a}"
     config = load_config(write(tmp_path, text), environ={})
     assert config.custom == {"a": {"x": 1}, "b": [{"x": 1}, {"x": 1}], "c": {"x": 1}}
+
+
+@pytest.mark.parametrize("count", [0, -1, -(2**63)])
+def test_no_partitions_are_a_named_error(count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"consumer\.count must be > 0, got {count}"):
+        load_config(None, [f"consumer.count={count}"], {})

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 from pydantic import ValidationError
+from redis.exceptions import ResponseError
 
+from pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
 from pipeline.hosts import AllowedHosts
 from pipeline.messages import DeadLetter, ImageRef, SamplingParams
 from producers.gateway.images import images_of
@@ -158,3 +160,16 @@ def test_a_dead_sequence_is_the_callers_fault_or_ours() -> None:
 def test_an_error_of_the_network_says_nothing_of_addresses() -> None:
     refusal = refusal_of(ConnectionError("redis://:password@host"))
     assert (refusal.status, refusal.headers["Retry-After"], "password" in str(refusal)) == (503, "1", False)
+
+
+@pytest.mark.parametrize(
+    "error", [MessageError("x"), BrokerRefused("x"), ResponseError("x"), ZeroDivisionError(), UnicodeError()]
+)
+def test_a_fault_that_would_come_again_is_not_asked_for_again(error: Exception) -> None:
+    refusal = refusal_of(error)
+    assert (refusal.status, refusal.headers) == (500, {"x-should-retry": "false"})
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("x"), LeaseLost("x"), ResultsLost("x")])
+def test_one_that_may_pass_is_not_final(error: Exception) -> None:
+    assert "x-should-retry" not in refusal_of(error).headers
