@@ -106,6 +106,11 @@ def no_plain_value(value: Any, where: str) -> str | None:
     return None
 
 
+def too_wide(raw: bytes, value: Any, where: str) -> str | None:
+    """Why `value`, read from the JSON `raw`, holds an integer that cannot travel; None when it holds none."""
+    return no_plain_value(value, where) if _LONG.search(raw) else None
+
+
 class Unreadable:
     """The entries that one reader skipped; each is told once, as long as it stays what it is."""
 

@@ -36,7 +36,7 @@ _ANSWER_S = 60
 _FORM = {
     "Sec-Fetch-Site": "same-origin", "HX-Request": "true", "Content-Type": "application/x-www-form-urlencoded"
 }  # fmt: skip
-_FAULTS = (b"internal_error", b"fault of the", b"Traceback", b'"code":500', b'"code": 500')
+_FAULTS = (b"internal error (", b"fault of the", b"Traceback", b'"code":500', b'"code": 500')
 _ODD_PARTS = [
     "",
     ".",
@@ -60,7 +60,7 @@ Seen = Counter[tuple[str, int]]  # of endpoint and status
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`path` and `bodies` are honest ones; `{}` in them is a number that no other request has. No bodies: a GET."""
+    """`path` and `bodies` are honest ones; `{}` in them is the number of a round. No bodies: a GET."""
 
     path: str
     bodies: Sequence[Any] = ()
@@ -181,7 +181,7 @@ def _requests(sites: dict[str, list[Endpoint]], count: int, seed: int) -> Iterat
     gets = [(url, one) for url, endpoints in sites.items() for one in endpoints if not one.bodies]
     seeds = [raw for _, _, raw in posts]
     for number in range(count):
-        mark = str(number)
+        mark = str(number // len(posts))
         if randomly.random() < 0.25:
             (url, endpoint), body = randomly.choice(gets), None
         else:
@@ -190,7 +190,7 @@ def _requests(sites: dict[str, list[Endpoint]], count: int, seed: int) -> Iterat
             body = honest if randomly.random() < 0.1 else make(honest, seeds, randomly)
             body = body.replace(b"{}", mark.encode())
         path = endpoint.path.replace("{}", mark)
-        if body is None or randomly.random() < 0.1:
+        if randomly.random() < (0.5 if body is None else 0.1):
             path = _path(path, randomly)
         yield endpoint, url + path, body
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.admission import Limits, admit_json, admit_prompt
+from pipeline.decoding import too_wide
 from pipeline.errors import MessageError
 from pipeline.messages import MAX_GROUP, Message, SamplingParams, SequenceResult
 from pipeline.rows import check_messages
@@ -128,6 +129,8 @@ def read_call(body: bytes, limits: Limits | None = None) -> InferCall:
         call = msgspec.json.decode(body, type=InferCall)
         for place, one in enumerate(call.infer_requests):
             admit_prompt(one.messages, None, limits or Limits(), f"infer_requests.{place}.messages")
+            if problem := too_wide(body, one.messages, f"infer_requests.{place}.messages"):
+                raise MessageError(f"/infer/: {problem}")
         return call
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"/infer/: {lone_surrogate_in_json(body, 'the body') or error}") from error

@@ -16,6 +16,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from pipeline.admission import Limits, admit_json, admit_request
+from pipeline.decoding import too_wide
 from pipeline.errors import RequestError
 from pipeline.surrogates import lone_surrogate_in_json
 
@@ -29,6 +30,8 @@ def decode(body: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
     except (ValueError, msgspec.MsgspecError) as error:
         raise ValueError(lone_surrogate_in_json(body, "the body") or str(error)) from error
+    if problem := too_wide(body, value, "the body"):
+        raise ValueError(problem)
     return value
 
 

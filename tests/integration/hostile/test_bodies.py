@@ -60,6 +60,8 @@ IN_A_MESSAGE = {
     "surrogate as a part": b'[{"type": "text", "text": "\\ud800"}]',
     "nan in a part": b'[{"type": "text", "text": "a", "more": NaN}]',
     "huge in a part": b'[{"type": "text", "text": "a", "more": ' + b"9" * 300 + b"}]",
+    "huge": b"9" * 300,
+    "beyond 64 bits": b"18446744073709551616",
     "deep part": b'[{"type": "text", "text": "a", "more": ' + b"[" * 5000 + b"]" * 5000 + b"}]",
     "a number": b"1",
 }
@@ -110,6 +112,13 @@ async def test_the_gateway(config: Config, client: Any, keys: Any) -> None:
         for name, body in bodies.items():
             status, problem = await ask(gateway.http, url, body)
             assert (status, problem["error"]["type"]) in REFUSED, (name, status, problem)
+            if name in ("message: huge", "message: beyond 64 bits", "message: surrogate"):
+                body = b'{"infer_requests": [' + body + b"]}"
+                status, problem = await ask(gateway.http, gateway.url + "/infer/", body)
+                assert (status, problem["error"]["type"]) in REFUSED, (name, status, problem)
+        body = b'{"final_status": "COMPLETED", "truth": ' + b"9" * 30 + b"}"
+        status, problem = await ask(gateway.http, gateway.url + "/v1/rollout/r-1/finish", body)
+        assert (status, "beyond 64 bits" in problem["error"]["message"]) == (422, True), problem
     assert await client.zcard(keys.jobs) == 0
 
 
