@@ -47,8 +47,8 @@ async def test_one_of_many_idle_workers_polls(client: Any, keys: Keys, idle: lis
         before, began = await calls_of_scripts(client), time.monotonic()
         await asyncio.sleep(1.5 * WATCH_S)
         calls, seconds = await calls_of_scripts(client) - before, time.monotonic() - began
-        alone = seconds / POLL_S
-        assert calls <= 1.1 * alone + len(idle) * (seconds / WATCH_S + 2)
+        # Were all to poll, there would be as many times more; of two watchers one may not know yet that it is none.
+        assert calls <= len(idle) / 2 * seconds / POLL_S
         assert await watcher(client, keys) in {worker.queue.owner for worker in idle}
 
 

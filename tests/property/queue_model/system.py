@@ -63,6 +63,7 @@ class System:
         self.keys = Keys(f"model-{uuid4().hex[:12]}")
         self.scripts = Scripts(self.client)
         self._keep_s = keep_s
+        self.redis("DEL", ARQ_ABORT)  # the one key that all runs of a server share; other tests leave ids there
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """The result of a call."""
