@@ -150,7 +150,7 @@ class UpConfig(Section, frozen=True, kw_only=True):
 
     restart_backoff_s: float = 0.5  # before the first restart; it doubles
     restart_backoff_max_s: float = 30.0
-    max_restarts: int = 20  # of one process within `restart_window_s`; a poison job among many ends a worker up to 10 times
+    max_restarts: int = 20  # of one process within `restart_window_s`; a poison job may cost 10
     restart_window_s: float = 300.0
     stop_grace_s: float = 30.0  # from SIGTERM to SIGKILL
 
