@@ -87,7 +87,7 @@ async def test_a_body_that_is_too_large_is_413(serve: Serve) -> None:
 
 
 async def test_whatever_a_message_carries_comes_back(serve: Serve, tools_tokenizer: Any) -> None:
-    odd = {"role": "user", "content": "😀 \u0000 7", "name": "me", "mine": {"big": 10**30, "deep": [[[None]]]}}
+    odd = {"role": "user", "content": "😀 \u0000 7", "name": "me", "mine": {"big": 2**64 - 1, "deep": [[[None]]]}}
     async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve() as served:
         _, answer = await served.post("/rollout", a_request(trainer.url, messages=[odd]))
         assert answer["final_messages"][0] == odd
