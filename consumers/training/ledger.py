@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ class StepLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def cut_after(self, step: int) -> None:
-        """Keep whole lines up to and with `step`."""
+        """Cut what lies behind the last whole line of `step` or earlier; damage before it keeps its place."""
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
-        aside = self.path.with_suffix(".tmp")
-        aside.write_bytes(b"".join(kept))
-        aside.replace(self.path)
+        size = kept = 0
+        with self.path.open("rb") as stream:
+            for line in stream:
+                size += len(line)
+                if _step_of(line) <= step:
+                    kept = size
+        if kept < size:
+            os.truncate(self.path, kept)
 
     def append(self, step: int, **values: Any) -> None:
         """One line."""
@@ -39,7 +44,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             found += [read_json(line, dict[str, Any], "it")] if line.strip() else []
         except MessageError as error:

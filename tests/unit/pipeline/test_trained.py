@@ -53,6 +53,17 @@ def test_steps_that_are_done_again_are_not_known(tmp_path: Path) -> None:
     assert opened(tmp_path, 70).known(ASKED) == set(ASKED[:2])
 
 
+def test_a_damaged_line_moves_nothing_that_comes_after_it(tmp_path: Path) -> None:
+    write(tmp_path, 1, 50)
+    opened(tmp_path, 50).close()
+    write(tmp_path, 51, 100)  # in the ledger, not in the index
+    lines = (tmp_path / LEDGER).read_bytes().split(b"\n")
+    (tmp_path / LEDGER).write_bytes(b"\n".join([*lines[:9], b"\xff" * len(lines[9]), *lines[10:]]))
+    StepLog(tmp_path / LEDGER).cut_after(100)
+    every = [f"{{r}}:{step}-0:0" for step in range(1, 101)]
+    assert opened(tmp_path, 100).known(every) == set(every)
+
+
 def test_what_is_not_stored_yet_is_read_from_the_ledger_by_others(tmp_path: Path) -> None:
     write(tmp_path, 1, 50)
     ids = opened(tmp_path, 50)
