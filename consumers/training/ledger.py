@@ -46,7 +46,9 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
-            found += [read_json(line, dict[str, Any], "it")] if line.strip() else []
+            if line.strip():
+                read_json(line, _Step, "it")
+                found.append(read_json(line, dict[str, Any], "it"))
         except MessageError as error:
             get_logger().warning("a line cannot be read and is skipped", where=f"{path}:{number}", problem=str(error))
     return found
