@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ _LEAST_BYTES = 1 << 18  # a prompt that is too long for a tiny context is refuse
 _UNKNOWN_CONTEXT = 1 << 18  # tokens
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: nothing is kept to go back to
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -76,11 +78,7 @@ def admit_json(raw: bytes, where: str) -> None:
 
 def admit_prompt(messages: object, tools: object, limits: Limits, where: str = "messages") -> None:
     """Raise RequestError for a prompt that costs too much. What is malformed in it is left to its reader."""
-    if isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
-        _at_most(len(cast("Sequence[Any]", messages)), MAX_MESSAGES, where, "messages")
-        for place, message in enumerate(cast("Sequence[Any]", messages)):
-            if isinstance(message, Mapping):
-                _admit_message(cast("Mapping[str, Any]", message), f"{where}.{place}")
+    _admit_messages(messages, where)
     if isinstance(tools, Sequence) and not isinstance(tools, str | bytes):
         _at_most(len(cast("Sequence[Any]", tools)), MAX_TOOLS, "tools", "tools")
     size = _size(cast(object, messages)) + _size(cast(object, tools))
@@ -96,9 +94,18 @@ def admit_request(body: object, limits: Limits) -> None:
     if not isinstance(body, dict):
         return
     fields = cast("dict[str, Any]", body)
-    for name in ("messages", "final_messages"):
-        if name in fields:
-            admit_prompt(fields[name], fields.get("tools"), limits, name)
+    if "messages" in fields:
+        admit_prompt(fields["messages"], fields.get("tools"), limits)
+    if "final_messages" in fields:
+        _admit_messages(fields["final_messages"], "final_messages")  # never rendered: tools may have said a lot
+
+
+def _admit_messages(messages: object, where: str) -> None:
+    if isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
+        _at_most(len(cast("Sequence[Any]", messages)), MAX_MESSAGES, where, "messages")
+        for place, message in enumerate(cast("Sequence[Any]", messages)):
+            if isinstance(message, Mapping):
+                _admit_message(cast("Mapping[str, Any]", message), f"{where}.{place}")
 
 
 def _admit_message(message: Mapping[str, Any], where: str) -> None:
@@ -127,11 +134,5 @@ def _size(value: object) -> int:
 
 
 def _depth(brackets: bytes) -> int:
-    """Levels, counted up to one beyond the limit; of brackets that do not fit together those that do."""
-    depth = 0
-    while brackets and depth <= MAX_DEPTH:
-        inner = brackets.replace(b"[]", b"").replace(b"{}", b"")
-        if len(inner) == len(brackets):
-            break
-        brackets, depth = inner, depth + 1
-    return depth
+    """The most levels that are open at a place."""
+    return max(accumulate(memoryview(brackets.translate(_STEPS)).cast("b")), default=0)

@@ -51,7 +51,7 @@ async def take_part(client: Redis, config: Config, status: StatusReporter, wait_
         status.row.at = time.time()
         args = [msgspec.json.encode(mine), status.row.name, msgspec.json.encode(status.row), int(ALIVE_S * 1000)]
         answer = await scripts.run(
-            "agree", [keys.contract, keys.processes], [*args, keys.results, f",{','.join(ONLOOKERS)},"]
+            "agree", [keys.contract, keys.processes, keys.rollouts], [*args, keys.results, f",{','.join(ONLOOKERS)},"]
         )
         word, *about = [part.decode(errors="replace") if isinstance(part, bytes) else part for part in answer]
         if word == "ok":
@@ -60,8 +60,8 @@ async def take_part(client: Redis, config: Config, status: StatusReporter, wait_
         if word == "unread":
             old, new = theirs.get("consumer.count"), mine["consumer.count"]
             raise ConfigError(
-                f"run {config.run!r}: consumer.count changes from {old} to {new}, and {about[2]} results wait in "
-                f"partition {about[1]}; let consumers with consumer.count={old} read them first"
+                f"run {config.run!r}: consumer.count changes from {old} to {new}, and {about[2]} {about[1]}; "
+                f"let the roles with consumer.count={old} end them first"
             )
         if time.monotonic() >= until:
             raise ConfigError(_refusal(config.run, mine, theirs, about[1:]))

@@ -24,15 +24,19 @@ _NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
 async def recognise(client: Redis, keys: Keys, run_dir: Path) -> bool:
-    """False when the broker's data are not those that this directory was last used with; both agree afterwards."""
+    """False when the broker's data are not those that this directory was last used with, until `begin_again`."""
     raw, path = cast(Any, client), run_dir / FILE
     known = _read(path)
     await raw.set(keys.incarnation, secrets.token_hex(16), nx=True)
     held = cast(bytes, await raw.get(keys.incarnation)).decode(errors="replace")
-    if held != known:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, held.encode())
+    if not known:
+        _write(path, held)
     return known in ("", held)
+
+
+def _write(path: Path, held: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, held.encode())
 
 
 def _read(path: Path) -> str:
@@ -44,12 +48,16 @@ def _read(path: Path) -> str:
     return raw.decode()
 
 
-async def begin_again(client: Redis, config: Config, version: int, so_far: str) -> None:
-    """Say what follows, and let credit count from here: what was trained before is no part of the new data."""
+async def begin_again(client: Redis, config: Config, run_dir: Path, version: int, so_far: str) -> None:
+    """Say what follows, and let credit count from here: what was trained before is no part of the new data.
+
+    Before anything is acked. The directory belongs to the new data only then: a kill on the way changes nothing.
+    """
     samples = version * config.producer.samples_per_version * config.trainer.checkpoint_every
-    raw, counts = cast(Any, client), Keys(config.run).counts
-    if not await raw.hexists(counts, "trained"):
-        await raw.hset(counts, "thinned", samples)
+    raw, keys = cast(Any, client), Keys(config.run)
+    if not int(await raw.hget(keys.counts, "trained") or 0):
+        await raw.hset(keys.counts, "thinned", samples)
+    _write(run_dir / FILE, cast(bytes, await raw.get(keys.incarnation) or b"").decode(errors="replace"))
     get_logger().warning(
         "the broker's data are gone: rows are read again, what was trained is not trained again, and what was under "
         "way is done again",

@@ -1,7 +1,8 @@
 """Work of others (a template, a tokenizer, a plain function) beside the event loop, under a deadline.
 
-- A thread cannot be ended. Work that outlives its deadline, or whose caller left, keeps its thread; a new one takes its
-  place, and the lost one ends with its work. At `max_lost` of them nothing more is taken.
+- A thread cannot be ended. Work that outlives its deadline keeps its thread; a new one takes its place, and the lost
+  one ends with its work. At `max_lost` of them nothing more is taken.
+- A caller that leaves changes nothing: until its deadline the work has its place.
 - Whatever the work raises is its caller's alone. A Rust panic is no Exception, and would pass by every caller.
 - The threads are daemons: what hangs does not keep the process.
 """
@@ -16,6 +17,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from pipeline.errors import DeadlineExceeded, EngineError, RequestError
+
+_LEFT_ALONE_S = 600.0  # for work without a deadline of its own whose caller left
 
 Made = TypeVar("Made")
 
@@ -79,10 +82,14 @@ class ThreadPool:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
+            self._lose(call)
             raise DeadlineExceeded(f"{what} did not end within {timeout_s:g} s") from error
+        except asyncio.CancelledError:
+            if not self._drop(call):
+                loop.call_later(min(timeout_s, _LEFT_ALONE_S), self._lose, call)
+            raise
         finally:
             left = True
-            self._leave(call)
 
     def close(self) -> None:
         """Idle threads end, and those at work after it."""
@@ -99,7 +106,14 @@ class ThreadPool:
         self._threads += 1
         threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
-    def _leave(self, call: _Call) -> None:
+    def _drop(self, call: _Call) -> bool:
+        """Whether nothing of it was begun; then nothing will be."""
+        with self._lock:
+            call.given_up = call.given_up or not call.started
+            return call.given_up
+
+    def _lose(self, call: _Call) -> None:
+        """It has had its time: another thread takes its place."""
         with self._lock:
             if call.ended or call.given_up:
                 return
@@ -107,8 +121,11 @@ class ThreadPool:
             if call.started:
                 self._lost += 1
                 self._threads -= 1
-                if self._calls.qsize() > self._idle:
-                    self._start()
+                self._start_for_waiting()
+
+    def _start_for_waiting(self) -> None:
+        if self._lost < self._max_lost and self._threads < self._size and self._calls.qsize() > self._idle:
+            self._start()
 
     def _serve(self) -> None:
         while self._serve_one():
@@ -123,6 +140,7 @@ class ThreadPool:
             call.ended = True
             if call.given_up:
                 self._lost -= 1
+                self._start_for_waiting()
                 return False  # another thread has its place
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             call.tell(result, error)
@@ -145,6 +163,10 @@ class ThreadPool:
 def _done(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return work(), None
+    except StopIteration as error:  # no future takes it
+        failure = RuntimeError(f"StopIteration: {error}")
+        failure.__cause__ = error
+        return None, failure
     except Exception as error:
         return None, error
     except BaseException as error:  # a Rust panic, an exit: the caller's failure, never this process's

@@ -28,6 +28,7 @@ _CACHE_KIB = 8192
 _TABLES = """
 create table if not exists trained (digest blob primary key, step integer not null) without rowid;
 create table if not exists read (bytes integer not null);
+create table if not exists durable (step integer not null);
 """
 
 
@@ -52,7 +53,7 @@ class TrainedIds:
         except sqlite3.DatabaseError as error:
             get_logger().warning("the index of trained ids is made again", cause=str(error))
             self.close()
-            for suffix in ("", "-wal", "-shm"):
+            for suffix in ("", "-journal"):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
             self._catch_up(step)
         self.add(step, recent)
@@ -67,6 +68,15 @@ class TrainedIds:
         if len(self._held) >= _MOST_HELD:
             self._store(_size(self._ledger))
 
+    def durable(self, step: int) -> None:
+        """Steps up to this one are in a checkpoint: from now on others count them as trained."""
+        db = self._db
+        assert db is not None, "open() comes first"
+        db.execute("begin immediate")
+        db.execute("delete from durable")
+        db.execute("insert into durable values (?)", (step,))
+        db.execute("commit")
+
     def close(self) -> None:
         """What is held in memory is read from the ledger at the next start."""
         if self._db is not None:
@@ -75,7 +85,7 @@ class TrainedIds:
 
     def _catch_up(self, step: int) -> None:
         db = self._db = sqlite3.connect(self._path, timeout=5, isolation_level=None, check_same_thread=False)
-        db.execute("pragma journal_mode=wal")
+        db.execute("pragma journal_mode=truncate")  # a run's directory may be shared between hosts, which WAL cannot
         db.execute("pragma synchronous=normal")
         db.execute(f"pragma cache_size=-{_CACHE_KIB}")
         db.executescript(_TABLES)
@@ -85,6 +95,7 @@ class TrainedIds:
             if len(self._held) >= _MOST_HELD:
                 self._store(end)
         self._store(_size(self._ledger))
+        self.durable(step)
 
     def _store(self, end: int) -> None:
         """What is held, which is all of the ledger up to `end` that is not stored."""
@@ -99,21 +110,26 @@ class TrainedIds:
 
 
 def trained_among(run_dir: Path, seq_ids: Sequence[str]) -> set[str]:
-    """Those that are trained, for a process that does not train; what it cannot read counts as not trained."""
+    """Those that are in a checkpoint, for a process that does not train; what it cannot read counts as not trained.
+
+    The ledger and the index may be ahead of the newest checkpoint; steps beyond it will be done again.
+    """
     digests = {_digest(each): each for each in seq_ids}
-    found: set[str] = set()
-    start = 0
     path = run_dir / INDEX
-    if path.exists():
-        try:
-            with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as db:
-                found = {each for digest, each in digests.items() if _is_in(db, digest)}
-                start = _place(db, run_dir / LEDGER)
-        except sqlite3.DatabaseError as error:
-            get_logger().warning("the index of trained ids cannot be read", path=str(path), cause=str(error))
-            return set()
-    for _, ids, _ in _lines(run_dir / LEDGER, start):
-        found.update(each for each in ids if _digest(each) in digests)
+    if not path.exists():
+        return set()
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as db:
+            row = db.execute("select step from durable").fetchone()
+            durable = row[0] if row and type(row[0]) is int else -1
+            found = {each for digest, each in digests.items() if _is_in(db, digest, durable)}
+            start = _place(db, run_dir / LEDGER)
+    except sqlite3.DatabaseError as error:
+        get_logger().warning("the index of trained ids cannot be read", path=str(path), cause=str(error))
+        return set()
+    for step, ids, _ in _lines(run_dir / LEDGER, start):
+        if step <= durable:
+            found.update(each for each in ids if _digest(each) in digests)
     return found
 
 
@@ -121,8 +137,10 @@ def _digest(seq_id: str) -> bytes:
     return blake2b(seq_id.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _is_in(db: sqlite3.Connection | None, digest: bytes) -> bool:
-    return db is not None and db.execute("select 1 from trained where digest = ?", (digest,)).fetchone() is not None
+def _is_in(db: sqlite3.Connection | None, digest: bytes, most: int = MOST) -> bool:
+    """In a step up to `most`."""
+    asked = "select 1 from trained where digest = ? and step <= ?"
+    return db is not None and db.execute(asked, (digest, most)).fetchone() is not None
 
 
 def _place(db: sqlite3.Connection, ledger: Path) -> int:

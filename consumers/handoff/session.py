@@ -84,7 +84,7 @@ class Session:
         self._records.cut_after(self._state.step)
         self._records.known.add(self._state.step, self._state.recent)
         if gone:
-            await begin_again(client, self._config, self.version, f"step {self._state.step}")
+            await begin_again(client, self._config, self.run_dir, self.version, f"step {self._state.step}")
         await self._ack()
         self._unread.extend(await self._reader.open())
         self._role.status.waiting(None)
@@ -218,6 +218,7 @@ class Session:
 
     async def _finish(self, state: HandoffState) -> bool:
         self._state, self._given = state, []
+        await asyncio.to_thread(self._records.known.durable, state.step)
         await self._ack()
         await self._records.settle()
         self._role.status.fact(step=state.step, version=self.version, samples=state.samples)

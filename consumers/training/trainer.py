@@ -111,21 +111,23 @@ class Trainer:
         client, keys = self._role.client, self._role.keys
         gone = not await recognise(client, keys, self._run_dir)
         found = await asyncio.to_thread(checkpoint.newest, self._checkpoints)
+        if found is not None:
+            self._role.status.waiting(f"checkpoint {found.name} to load")
+            model, optimizer = self._step.model, self._step.optimizer
+            self._state = await asyncio.to_thread(checkpoint.load, found, model, optimizer, self._config.model)
+        if gone:
+            so_far = f"step {self._state.step}"
+            await begin_again(client, self._role.config, self._run_dir, self._state.version, so_far)
         if found is None:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             await self._publish(self._source)
         else:
-            self._role.status.waiting(f"checkpoint {found.name} to load")
-            model, optimizer = self._step.model, self._step.optimizer
-            self._state = await asyncio.to_thread(checkpoint.load, found, model, optimizer, self._config.model)
             await self._ack()
             await self._publish(found)
             get_logger().info("resumed", step=self._state.step, version=self._state.version)
         for kept in (self._metrics, self._trained, self._rollouts):
             kept.cut_after(self._state.step)
         await asyncio.to_thread(self._known.open, self._state.step, self._state.recent)
-        if gone:
-            await begin_again(client, self._role.config, self._state.version, f"step {self._state.step}")
 
     async def _next_batches(self) -> list[Taken]:
         """Batches worth one optimiser step; fewer at the end of the run; none when it is over or stopped."""
@@ -246,6 +248,7 @@ class Trainer:
             self._state,
             self._source,
         )
+        await asyncio.to_thread(self._known.durable, self._state.step)
         await self._ack()
         await self._publish(directory)
         checkpoint.prune(self._checkpoints, self._config.trainer.keep_checkpoints)

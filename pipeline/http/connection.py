@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from functools import cache
 from http import HTTPStatus
 from typing import cast
 
@@ -27,9 +28,13 @@ _LINGER_S, _LINGER_BYTES = 2.0, 1 << 20  # what a refused caller may still send,
 _MOST, _LEAST = 2_048, 64  # connections
 
 
+@cache
 def max_connections() -> int:
-    """Half of the files that this process may open, within bounds."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Half of the files that this process may open, within bounds. The soft limit is raised as far as that needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < 2 * _MOST:
+        soft = 2 * _MOST if hard < 0 else min(2 * _MOST, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return _MOST if soft < 0 else min(_MOST, max(_LEAST, soft // 2))
 
 
@@ -38,18 +43,19 @@ class Connection(HttpToolsProtocol):
 
     head_s, body_silent_s, body_s, write_s = HEAD_S, BODY_SILENT_S, BODY_S, WRITE_S
     max_head_bytes = MAX_HEAD_BYTES
-    max_connections = max_connections()
+    max_connections = 0  # as many as this process may have
 
     _in_body = _in_head = _refused = False
     _head_bytes = _thrown_away = 0
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _since = _body_began = _heard = 0.0
+    _unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._since = self.loop.time()
-        if len(self.connections) > self.max_connections and not self._make_room():
+        if len(self.connections) > (self.max_connections or max_connections()) and not self._make_room():
             self._refuse(503, "too many connections; come again later")
         else:
             self._arm(self.head_s)
@@ -101,6 +107,9 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
         elif hosts != 1 and (hosts or version == "1.1"):
             self._refuse(400, "a request names one host; send one Host header")
+        elif self.parser.should_upgrade() and self._has_body():  # type: ignore[union-attr]
+            # httptools would skip the body, and read it as the next request.
+            self._refuse(400, "an Upgrade with a body may be read in two ways; send the request without Upgrade")
         else:
             super().on_headers_complete()
 
@@ -116,6 +125,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._since = self.loop.time()
         if self.transport.is_closing():
             self._arm_write()
 
@@ -140,8 +150,12 @@ class Connection(HttpToolsProtocol):
         return oldest is not None
 
     def _is_idle(self) -> bool:
-        """No request of it is whole."""
-        return not self._in_body and not self._answers()
+        """No request of it is whole, and no answer under way."""
+        return not self._in_body and not self._answers() and not self.transport.get_write_buffer_size()
+
+    def _has_body(self) -> bool:
+        given = dict(self.headers)
+        return b"transfer-encoding" in given or bool(given.get(b"content-length", b"").strip(b" 0"))
 
     def _answers(self) -> bool:
         cycle = cast("RequestResponseCycle | None", self.cycle)  # None before the first request
@@ -158,7 +172,16 @@ class Connection(HttpToolsProtocol):
 
     def _arm_write(self) -> None:
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.write_s, self.transport.abort)
+            self._unsent = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(self.write_s, self._write_late)
+
+    def _write_late(self) -> None:
+        """Whoever has read something since is slow, not silent."""
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._arm_write()
+        else:
+            self.transport.abort()
 
     def _late(self) -> None:
         self._timer = None

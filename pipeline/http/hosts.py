@@ -21,7 +21,7 @@ class HostGate:
 
     def __init__(self, app: ASGIApp, *, names: Iterable[str], setting: str, has_key: bool) -> None:
         self._app, self._setting, self._has_key = app, setting, has_key
-        self._names = frozenset(name.lower() for name in names)
+        self._names = frozenset(map(host_name, names))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._has_key or scope["path"] in OPEN_PATHS or self._is_ours(scope):
@@ -49,8 +49,10 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(value: str) -> str:
-    """A Host header without its port, in lower case."""
+    """A Host header, or a name as people write it, without its port and in lower case."""
     name = value.strip().lower()
+    if name.count(":") > 1 and not name.startswith("["):
+        return f"[{name}]"
     if name.startswith("["):
         return name.partition("]")[0] + "]"
     return name.rpartition(":")[0] if ":" in name else name

@@ -18,7 +18,7 @@ import redis
 
 from pipeline import broker, lua
 from pipeline.config.types import Config
-from pipeline.errors import EngineError
+from pipeline.errors import BrokerError, EngineError
 from pipeline.jobs.queue import JobQueue
 from pipeline.jobs.types import Claim
 from pipeline.logs import get_logger
@@ -33,9 +33,9 @@ class LeaseKeeper(threading.Thread):
         super().__init__(name="lease-keeper", daemon=True)
         self._config, self._queue, self._progress, self._on_lost = config, queue, progress, on_lost
         short = min(config.broker.socket_timeout_s, config.worker.lease_s / 4)  # a slow answer must not cost the lease
-        patience = msgspec.structs.replace(config.broker, socket_timeout_s=short, connect_timeout_s=short)
-        self._client = broker.connect_sync(patience, config.run)
-        self._script = self._client.register_script(lua.source("renew"))
+        self._broker = msgspec.structs.replace(config.broker, socket_timeout_s=short, connect_timeout_s=short)
+        self._client: redis.Redis | None = None
+        self._script: Any = None
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -71,7 +71,7 @@ class LeaseKeeper(threading.Thread):
                     os._exit(EngineError.exit_code)
             elif held:
                 self._renew(held)
-        self._client.close()
+        self._disconnect()
 
     def stop(self) -> None:
         """End the thread."""
@@ -81,10 +81,19 @@ class LeaseKeeper(threading.Thread):
     def _renew(self, held: dict[str, int]) -> None:
         keys, args = self._queue.renewal(self._config.worker.lease_s, held)
         try:
+            if self._client is None:
+                self._client = broker.connect_sync(self._broker, self._config.run)
+                self._script = self._client.register_script(lua.source("renew"))
             lost: Any = self._script(keys=keys, args=args)
-        except redis.RedisError as error:
+        except (redis.RedisError, BrokerError) as error:
             get_logger().warning("renewal failed; the next one is due soon", error=str(error))
+            self._disconnect()  # in a cluster the run may have moved to another node
             return
         for raw in lost:
             job_id = raw.decode(errors="replace")
             self._on_lost(job_id, held.get(job_id))
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None

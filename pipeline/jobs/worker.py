@@ -197,7 +197,8 @@ class LeasedWorker(Worker):
         self.jobs_failed += got.over
         self.more = got.more
         self._must_drain = got.must_drain
-        if got.must_drain:
+        # It is empty for the suspects that it holds.
+        if got.must_drain and not any(self.holds(job_id) for job_id in self._suspects):
             await self.put_back()
         for job_id in got.cancelled:
             self._lost(job_id, None)

@@ -1,8 +1,8 @@
 -- A process takes part in its run if it agrees with the run's contract; then it is announced, in the same step. Where
 -- nobody else takes part, it makes the contract, or changes it. Results are read by as many partitions as they were
 -- written to.
--- KEYS contract processes   ARGV contract name row alive_ms results_of onlookers (roles, one after the other, in commas)
--- Returns ok | {differs, contract, who takes part …} | {unread, contract, stream, results}
+-- KEYS contract processes rollouts   ARGV contract name row alive_ms results_of onlookers (roles, one after the other, in commas)
+-- Returns ok | {differs, contract, who takes part …} | {unread, contract, what, how many}
 local stored, t = redis.call('GET', KEYS[1]), redis.call('TIME')
 
 local function others()
@@ -28,8 +28,11 @@ if stored and stored ~= ARGV[1] then
   if count ~= cjson.decode(ARGV[1])['consumer.count'] then
     for partition = 0, count - 1 do
       local unread = redis.call('XLEN', ARGV[5] .. partition)
-      if unread > 0 then return { 'unread', stored, partition, unread } end
+      if unread > 0 then return { 'unread', stored, 'results wait in partition ' .. partition, unread } end
     end
+    -- An open rollout keeps the partition that it was opened with.
+    local open = redis.call('ZCARD', KEYS[3])
+    if open > 0 then return { 'unread', stored, 'rollouts are open', open } end
   end
 end
 redis.call('SET', KEYS[1], ARGV[1])

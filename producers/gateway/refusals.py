@@ -24,6 +24,7 @@ from pipeline.errors import (
     BrokerError,
     BrokerRefused,
     DeadlineExceeded,
+    EngineError,
     LeaseLost,
     RequestError,
     ResultsLost,
@@ -70,6 +71,8 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(503, "the broker does not answer; try again later, and look at `sluice status`")
     if isinstance(error, RequestError):
         return Refusal(400, str(error))
+    if isinstance(error, EngineError):  # too many renderings hang
+        return Refusal(503, str(error))
     if isinstance(error, RecursionError):
         return Refusal(400, "the request is nested too deeply; send a flatter one")
     if isinstance(error, SluiceError):

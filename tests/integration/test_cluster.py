@@ -27,6 +27,7 @@ from pipeline.jobs import (
     Finished,
     JobQueue,
     LeasedWorker,
+    LeaseKeeper,
     arq_deserializer,
     arq_serializer,
     func,
@@ -39,6 +40,7 @@ from pipeline.status import snapshot
 from pipeline.streams import ack_batches, batch_reader, hand_off, result_reader
 from tests.factories import decode_job, sequence_result, training_sample
 from tests.killable_broker import free_ports
+from tests.roles import eventually
 
 PASSWORD = "secret"
 PLENTY = Credit(max_in_flight=1000, samples_per_version=1000, max_staleness=1)
@@ -221,13 +223,26 @@ async def test_an_id_of_another_slot_is_a_dead_letter_and_stops_nobody(client: R
     assert [letter.reason for letter in letters] == ["malformed_id"] * 8
 
 
-async def test_connections_follow_the_slot(cluster: Cluster, client: Redis, keys: Keys) -> None:
+async def test_connections_follow_the_slot(cluster: Cluster, client: Redis, keys: Keys, settings: BrokerConfig) -> None:
     queue, slot = JobQueue(client, keys, worker="w"), key_slot(keys.jobs.encode())
     await queue.enqueue([decode_job(tagged(keys.run, "a"))], PLENTY)
     [held] = await claim(queue)
+    config = Config(run=keys.run, broker=settings, worker=WorkerConfig(renew_s=0.1))
+    keeper = LeaseKeeper(config, queue, time.monotonic, lambda *lost: None)
+    keeper.hold(held)
+    keeper.start()
+
+    async def renewed() -> bool:
+        return (await client.zscore(keys.leases, held.job_id) or 0) > 1
+
+    await client.zadd(keys.leases, {held.job_id: 1}, xx=True)
+    await eventually(renewed, "the keeper to renew")
     target = next(port for port in cluster.ports if port != cluster.primary_of(slot))
     await asyncio.to_thread(cluster.move, slot, target)
     assert cluster.primary_of(slot) == target
+    await client.zadd(keys.leases, {held.job_id: 1}, xx=True)
+    await eventually(renewed, "the keeper to follow")
+    keeper.stop()
     assert await queue.commit([Finished(held, sequence_result(held.job_id))]) == ["ok"]
     assert (await snapshot(client, keys)).committed == 1
 

@@ -12,7 +12,7 @@ from pipeline import contract
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import BrokerDataGone, ConfigError, LeaseLost
 from pipeline.heartbeat import ALIVE_S, StatusReporter
-from pipeline.incarnation import FILE, recognise
+from pipeline.incarnation import FILE, begin_again, recognise
 from pipeline.keys import Keys
 from pipeline.ownership import Ownership
 from tests.roles import role_of, run_config
@@ -55,9 +55,13 @@ async def test_partitions_change_when_no_result_is_unread(client: Any, keys: Key
     await take_part(client, made(consumer={"count": 2}), "c")
     await client.hdel(keys.processes, "c")
     entry = await client.xadd(f"{keys.results}1", {"r": b"x"})
-    with pytest.raises(ConfigError, match="from 2 to 1, and 1 results wait in partition 1"):
+    with pytest.raises(ConfigError, match="from 2 to 1, and 1 results wait in partition 1; let"):
         await take_part(client, made(), "c")
     await client.xdel(f"{keys.results}1", entry)
+    await client.zadd(keys.rollouts, {"r": 1})  # its results go where it was opened
+    with pytest.raises(ConfigError, match="from 2 to 1, and 1 rollouts are open; let"):
+        await take_part(client, made(), "c")
+    await client.delete(keys.rollouts)
     await take_part(client, made(), "c")
 
 
@@ -75,14 +79,19 @@ async def test_a_run_of_an_earlier_release_is_refused(client: Any, keys: Keys, m
         await take_part(client, made(), "w")
 
 
-async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: Keys, run_dir: Path) -> None:
+async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: Keys, run_dir: Path, made: Any) -> None:
     assert await recognise(client, keys, run_dir)
     assert await recognise(client, keys, run_dir)
     before = (run_dir / FILE).read_text()
     await client.delete(keys.incarnation)
-    assert not await recognise(client, keys, run_dir)
+    for _ in range(2):  # a process that is killed before it began again changes nothing
+        assert not await recognise(client, keys, run_dir)
+    assert (run_dir / FILE).read_text() == before
+    config = made()
+    await begin_again(client, config, run_dir, 3, "step 3")
     assert (run_dir / FILE).read_text() != before
     assert await recognise(client, keys, run_dir)
+    assert int(await client.hget(keys.counts, "thinned")) == 3 * config.producer.samples_per_version
     for damaged in (b"\xff", b"", b"x" * 10):
         (run_dir / FILE).write_bytes(damaged)
         assert await recognise(client, keys, run_dir)

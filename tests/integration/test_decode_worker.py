@@ -17,7 +17,7 @@ from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.jobs import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
 from pipeline.keys import ARQ_JOB, ARQ_RESULT, Keys
 from pipeline.lifecycle import Role
-from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, WeightVersion, decode
+from pipeline.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
 from pipeline.ownership import Ownership
 from pipeline.status import snapshot
 from pipeline.tokens import TokenArray
@@ -28,7 +28,8 @@ from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from workers.decode import DecodeWorker
 from workers.generation.backends.hf import HfBackend
-from workers.job_prompts import JobPrompts
+from workers.generation.contracts import EngineFacts
+from workers.job_prompts import JobPrompt, JobPrompts
 from workers.weights_watch import WeightsWatch
 
 PLENTY = Credit(10_000, 10_000, 1)
@@ -57,11 +58,11 @@ def changed(config: Config, **worker: Any) -> Config:
 
 @contextlib.asynccontextmanager
 async def working(
-    config: Config, backend: HfBackend, name: str = "w", *, render_s: float = 60.0
+    config: Config, backend: HfBackend, name: str = "w", *, render_s: float = 60.0, prompts: JobPrompts | None = None
 ) -> AsyncIterator[asyncio.Event]:
     """A worker that serves until the block ends, or until the event is set."""
     async with role_of(config, "worker", name) as role:
-        worker = DecodeWorker(role, backend, JobPrompts(config.model, timeout_s=render_s))
+        worker = DecodeWorker(role, backend, prompts or JobPrompts(config.model, timeout_s=render_s))
         running = asyncio.create_task(worker.run())
         yield role.stop
         role.stop.set()
@@ -300,3 +301,26 @@ async def test_a_prompt_that_never_ends_is_its_jobs_failure_alone(
     assert sorted(await results(client, keys)) == ["good:0"]
     [letter] = [decode(DeadLetter, fields[b"d"]) for _, fields in await client.xrange(keys.dead)]
     assert "rendering the prompt did not end within 0.2 s" in letter.detail
+
+
+class SlowPrompts(JobPrompts):
+    """Slower than the worker looks for jobs."""
+
+    async def make(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
+        await asyncio.sleep(0.3)
+        return await super().make(job, facts)
+
+
+async def test_suspects_whose_prompts_take_a_while_get_done(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    """More suspects wait, so the worker is asked to empty itself; what it is empty for stays."""
+    names = [f"j{number}" for number in range(4)]
+    await enqueue(client, keys, *names)
+    for number in range(2):
+        dead = JobQueue(client, keys, worker=f"dead{number}")
+        assert len((await dead.claim(10, 30, 3)).claims) == 4
+        await dead.reap(dead.owner)
+    async with working(config, backend, prompts=SlowPrompts(config.model)):
+        await over(client, keys, 4)
+    assert sorted(await results(client, keys)) == [f"{name}:0" for name in names]

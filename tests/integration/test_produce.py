@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, DataError, first_cause
 from pipeline.jobs import Claim, Finished, JobQueue
 from pipeline.keys import Keys
 from pipeline.status import Snapshot, snapshot
-from pipeline.trained import LEDGER
+from pipeline.trained import LEDGER, TrainedIds
 from producers.submit import produce
 from tests.factories import sequence_result
 from tests.roles import eventually, run_config
@@ -201,6 +201,9 @@ async def test_rows_that_are_trained_are_not_enqueued_again_by_a_broker_without_
     ledger = Path(config.run_dir) / config.run / LEDGER
     ledger.parent.mkdir(parents=True, exist_ok=True)
     ledger.write_bytes(msgspec.json.encode({"step": 1, "seq_ids": [f"{job_id}:0" for job_id in ids[:249]]}) + b"\n")
+    trained = TrainedIds(ledger.parent)
+    trained.open(1)
+    trained.close()
     await client.delete(*[name async for name in client.scan_iter(match=f"*{keys.run}*")])
     await produce(config)
     assert [job.decode() for job in await client.zrange(keys.jobs, 0, -1)] == ids[249:]

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from pipeline.cli.options import ConfigPath, Json
+from pipeline.escaping import escaped_json
 from pipeline.terminal import say
 
 app = App(name="guard", help="The repeat guard: try its thresholds on sequences that were decoded.")
@@ -52,5 +53,5 @@ def replay(
         say(f"warning: left out: {row.error()}", file=sys.stderr)
     if not any(trial.endings for trial in found.trials):
         say(f"warning: {results} has no sequences to replay", file=sys.stderr)
-    say(replay_view.as_json(found) if as_json else replay_view.as_text(found))
+    say(escaped_json(replay_view.as_json(found)) if as_json else replay_view.as_text(found))
     return 0

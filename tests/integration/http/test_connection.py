@@ -93,6 +93,9 @@ async def status(site: Served, request: bytes) -> int:
         (GET + b"Host: y\r\n\r\n", 400),
         (b"GET / HTTP/1.0\r\n\r\n", 200),
         (b"nonsense\r\n\r\n", 400),
+        (POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 9\r\n\r\nGET / HTT", 400),
+        (POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (GET + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n", 200),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (GET + b"A: " + b"b" * 70_000 + b"\r\n\r\n", 431),
         (GET + b"A: " + b"b" * 70_000, 431),
@@ -159,6 +162,22 @@ async def test_who_does_not_read_is_cut_off() -> None:
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.sleep(0.4)
         assert len(await reader.read()) < 30_000_000
+        writer.close()
+
+
+class Brisk(Connection):
+    write_s = 0.5
+
+
+async def test_who_reads_slowly_gets_it_all() -> None:
+    async with served(application(), connection=Brisk) as site, asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        size = 0
+        while piece := await reader.read(1 << 19):
+            size += len(piece)
+            await asyncio.sleep(0.01)
+        assert size > 30_000_000
         writer.close()
 
 

@@ -67,14 +67,36 @@ async def test_the_clock_starts_with_the_work() -> None:
     pool.close()
 
 
-async def test_a_caller_that_leaves_makes_room() -> None:
+async def test_callers_that_leave_make_no_more_threads() -> None:
+    pool, gate = ThreadPool("render", 2), threading.Event()
+    calls = [asyncio.create_task(pool.run(gate.wait, timeout_s=30, what="it")) for _ in range(40)]
+    while pool.busy < 2:  # noqa: ASYNC110 - a thread begins by itself
+        await asyncio.sleep(0.001)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert (pool.lost, pool.busy) == (0, 2)
+    gate.set()
+    assert await pool.run(lambda: 7, timeout_s=5, what="the next one") == 7
+    pool.close()
+
+
+async def test_what_a_caller_left_behind_loses_its_place_at_its_deadline() -> None:
     pool, gate = ThreadPool("render", 1), threading.Event()
-    first = asyncio.create_task(pool.run(gate.wait, timeout_s=30, what="the first"))
+    first = asyncio.create_task(pool.run(gate.wait, timeout_s=0.2, what="the first"))
     while not pool.busy:  # noqa: ASYNC110 - a thread begins by itself
         await asyncio.sleep(0.001)
     first.cancel()
     assert await pool.run(lambda: 7, timeout_s=5, what="the second") == 7
+    assert pool.lost == 1
     gate.set()
+    pool.close()
+
+
+async def test_a_search_without_a_hit_is_an_ordinary_failure() -> None:
+    pool = ThreadPool("tool", 1)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await pool.run(lambda: next(iter(())), timeout_s=5, what="it")
     pool.close()
 
 

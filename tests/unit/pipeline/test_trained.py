@@ -69,7 +69,11 @@ def test_what_is_not_stored_yet_is_read_from_the_ledger_by_others(tmp_path: Path
     ids = opened(tmp_path, 50)
     write(tmp_path, 51, 100)
     ids.add(51, [])  # too few to be stored
+    assert trained_among(tmp_path, ASKED) == {ASKED[0]}, "nothing beyond the newest checkpoint"
+    ids.durable(100)
     assert trained_among(tmp_path, ASKED) == set(ASKED[:3])
+    ids.durable(99)
+    assert trained_among(tmp_path, ASKED) == set(ASKED[:2])
 
 
 @pytest.mark.parametrize("bytes_there", [b"", b"no database at all" * 100])
@@ -107,7 +111,9 @@ def test_a_line_that_is_none_costs_that_line(tmp_path: Path, line: bytes) -> Non
 
 @pytest.mark.parametrize("place", ["x", -5, None, 1.5, b"\xff", 2**62])
 def test_a_place_that_is_none_reads_the_ledger_from_its_begin(tmp_path: Path, place: Any) -> None:
-    opened(tmp_path, 0).close()
+    ids = opened(tmp_path, 0)
+    ids.durable(1)
+    ids.close()
     with contextlib.closing(sqlite3.connect(tmp_path / INDEX)) as db:
         db.execute("drop table read")
         db.execute("create table read (bytes)")

@@ -44,7 +44,7 @@ def test_any_bytes_are_a_value_or_a_value_error(body: bytes) -> None:
         b"1e999",
         b'"\\ud800"',
         b'"\xed\xa0\x80"',
-        b"[" * 10_000,
+        b"[" * 100,
         b"9" * 5000,
         b"",
     ],
@@ -55,7 +55,9 @@ def test_what_is_refused(body: bytes) -> None:
         strict_json.decode(body)
 
 
-@pytest.mark.parametrize("body", [b"[" * 300 + b"]" * 300, b"[" + b"1," * 1_500_000 + b"1]"], ids=["deep", "many"])
+@pytest.mark.parametrize(
+    "body", [b"[" * 300 + b"]" * 300, b"[" * 10_000, b"[" + b"1," * 1_500_000 + b"1]"], ids=["deep", "open", "many"]
+)
 def test_what_costs_too_much_is_refused_before_it_is_read(body: bytes) -> None:
     with pytest.raises(RequestError, match=r"nested too deeply|more than \d+ values"):
         strict_json.decode(body)
