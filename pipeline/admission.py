@@ -81,7 +81,7 @@ def admit_prompt(messages: object, tools: object, limits: Limits, where: str = "
     _admit_messages(messages, where)
     if isinstance(tools, Sequence) and not isinstance(tools, str | bytes):
         _at_most(len(cast("Sequence[Any]", tools)), MAX_TOOLS, "tools", "tools")
-    size = _size(cast(object, messages)) + _size(cast(object, tools))
+    size = _size(messages) + _size(cast(object, tools))
     if size > limits.prompt_bytes:
         context = f"a context of {limits.context} tokens" if limits.context else "any context"
         raise RequestError(
