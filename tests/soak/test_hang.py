@@ -26,7 +26,7 @@ def test_a_hung_worker_loses_its_jobs_and_the_culprit_is_buried(make_stack: Make
     culprit = {"id": "culprit", "messages": asks_to_spin(), "truth": good[0]["truth"]}
     stack = make_stack(
         [*good[:4], culprit, *good[4:]],
-        model={"path": str(spinning_model)},
+        model={"path": str(spinning_model), "trust_remote_code": True},
         worker={"count": 2, "lease_s": 2, "stall_timeout_s": STALL_S, "max_attempts": SOLO},
         up={"restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
     )

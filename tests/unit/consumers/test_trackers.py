@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,6 +40,9 @@ def test_both_go_on_where_a_trainer_stopped_and_hold_no_step_twice(
     monkeypatch.setenv("WANDB_MODE", "offline")
     both = config(tmp_path, tensorboard=True, wandb=True, project="p")
     asyncio.run(train(both, range(1, 4), 1.0))
+    begun = int(time.time())
+    while int(time.time()) == begun:  # W&B names a run's folder by the second in which it began
+        time.sleep(0.01)
     asyncio.run(train(both, range(3, 6), 10.0))
     events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
