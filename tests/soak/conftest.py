@@ -17,5 +17,5 @@ __all__ = [
 
 @pytest.fixture(scope="session")
 def spinning_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny real model whose chat template never comes to an end for one prompt."""
+    """A tiny real model whose forward pass never comes to an end for one prompt."""
     return save_spinning_model(tmp_path_factory.mktemp("spinning"))

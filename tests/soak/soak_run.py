@@ -33,6 +33,7 @@ _START_S = 240.0
 _STOP_S = 90.0
 _SECTIONS: dict[str, dict[str, Any]] = {
     "data": {"epochs": 100_000},
+    "model": {"trust_remote_code": True},
     "sampling": {"max_new_tokens": 100},
     "producer": {"group_size": 2, "max_in_flight": 32},
     "worker": {
