@@ -3,14 +3,19 @@
 -- others.
 local MOST, OLD_MS = 1000, 3600 * 1000
 
+local function ended_here(id)
+  local readable, result = pcall(cmsgpack.unpack, redis.call('GET', answer_of .. id) or '')
+  return readable and type(result) == 'table' and result.q == jobs
+end
+
 local function cancel(owner, now)
   local held, unstarted = {}, 0
   if redis.call('ZCARD', aborts) == 0 then return held, 0 end
   redis.call('ZREMRANGEBYSCORE', aborts, '-inf', now - OLD_MS) -- of jobs that nobody knows
   for _, id in ipairs(redis.call('ZREVRANGE', aborts, 0, MOST - 1)) do
     if redis.call('EXISTS', answer_of .. id) == 1 then
-      redis.call('ZREM', aborts, id)
-      redis.call('ZREM', jobs, id) -- it came too late, and put the id back
+      -- It came too late, and put the id back. One of another run is left to that run's workers.
+      if redis.call('ZREM', jobs, id) == 1 or ended_here(id) then redis.call('ZREM', aborts, id) end
     elseif redis.call('ZSCORE', jobs, id) then
       local holder = redis.call('HGET', state_of .. id, 'owner')
       if not holder or holder == owner or tonumber(redis.call('ZSCORE', leases, id) or 0) <= now then

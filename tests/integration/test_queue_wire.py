@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from pipeline.jobs import (
     arq_pool,
     arq_serializer,
 )
-from pipeline.keys import ARQ_JOB, Keys
+from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, Keys, tagged
 from pipeline.messages import Progress, encode
 from pipeline.status import snapshot
 from pipeline.tokens import FloatArray, Runs, TokenArray
@@ -161,6 +162,21 @@ async def test_arqs_abort_ends_a_job_as_cancelled(client: Redis, keys: Keys, run
     now = await snapshot(client, keys)
     assert (now.dropped, now.reasons["dropped:cancelled"], now.dead) == (2, 2, 0)
     assert [claim.job_id for claim in await held(queue)] == [f"{keys.run}:b"]
+
+
+async def test_a_late_abort_is_left_to_the_run_of_its_job(client: Redis, keys: Keys) -> None:
+    """arq's set of aborts is one for all runs of a server; the id that an abort put back is in one line alone."""
+    queue, job_id = JobQueue(client, keys), tagged(keys.run, "a")
+    await queue.enqueue_calls([Call(job_id=job_id, function="f")])
+    await client.zadd(ARQ_ABORT, {job_id: time.time() * 1000})
+    await held(queue)
+    assert await client.exists(f"{ARQ_RESULT}{job_id}")
+    await client.zadd(keys.jobs, {job_id: 1})
+    await client.zadd(ARQ_ABORT, {job_id: time.time() * 1000})
+    await held(JobQueue(client, Keys(f"{keys.run}-other")))
+    await queue.claim(0, 30, 3)
+    assert await client.zscore(keys.jobs, job_id) is None
+    assert await client.zscore(ARQ_ABORT, job_id) is None
 
 
 async def test_a_call_in_arqs_abort_cannot_be_taken_by_another_worker(client: Redis, keys: Keys) -> None:
