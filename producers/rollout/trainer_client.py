@@ -86,8 +86,10 @@ class TrainerClient:
         except ValidationError as error:
             where, what = strict_json.what_is_wrong(error)
             raise RolloutError("validation_error", f"the trainer's reply: {where}: {what}") from error
-        except (ValueError, RequestError) as error:
-            raise RolloutError("validation_error", f"the trainer's reply cannot be read: {error}") from error
+        except RequestError as error:
+            raise RolloutError("validation_error", f"the trainer's reply costs too much to read: {error}") from error
+        except ValueError as error:
+            raise RolloutError("validation_error", f"the trainer's reply is no JSON: {error}") from error
 
     async def finish(self, final_status: str, *, until: float) -> bool:
         """Close the rollout at the trainer; False where it knows no such thing. Raises RolloutError."""
