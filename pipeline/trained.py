@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +40,9 @@ class _Line(msgspec.Struct):
 class TrainedIds:
     """The trainer's own; one writer."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, patience_s: float = 5.0) -> None:
+        """`patience_s`: for others that read or write the index."""
+        self._patience_s = patience_s
         self._ledger, self._path = run_dir / LEDGER, run_dir / INDEX
         self._db: sqlite3.Connection | None = None
         self._held: dict[bytes, int] = {}
@@ -66,16 +68,14 @@ class TrainedIds:
         """They are in the ledger."""
         self._held.update((_digest(each), step) for each in seq_ids)
         if len(self._held) >= _MOST_HELD:
-            self._store(_size(self._ledger))
+            with self._later_if_busy():
+                self._store(_size(self._ledger))
 
     def durable(self, step: int) -> None:
         """Steps up to this one are in a checkpoint: from now on others count them as trained."""
-        db = self._db
-        assert db is not None, "open() comes first"
-        db.execute("begin immediate")
-        db.execute("delete from durable")
-        db.execute("insert into durable values (?)", (step,))
-        db.execute("commit")
+        with self._later_if_busy(), self._transaction() as db:
+            db.execute("delete from durable")
+            db.execute("insert into durable values (?)", (step,))
 
     def close(self) -> None:
         """What is held in memory is read from the ledger at the next start."""
@@ -84,7 +84,9 @@ class TrainedIds:
         self._db, self._held = None, {}
 
     def _catch_up(self, step: int) -> None:
-        db = self._db = sqlite3.connect(self._path, timeout=5, isolation_level=None, check_same_thread=False)
+        db = self._db = sqlite3.connect(
+            self._path, timeout=self._patience_s, isolation_level=None, check_same_thread=False
+        )
         db.execute("pragma journal_mode=truncate")  # a run's directory may be shared between hosts, which WAL cannot
         db.execute("pragma synchronous=normal")
         db.execute(f"pragma cache_size=-{_CACHE_KIB}")
@@ -99,14 +101,31 @@ class TrainedIds:
 
     def _store(self, end: int) -> None:
         """What is held, which is all of the ledger up to `end` that is not stored."""
+        with self._transaction() as db:
+            db.executemany("insert or ignore into trained values (?, ?)", sorted(self._held.items()))
+            db.execute("delete from read")
+            db.execute("insert into read values (?)", (end,))
+        self._held = {}
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Generator[sqlite3.Connection]:
         db = self._db
         assert db is not None, "open() comes first"
         db.execute("begin immediate")
-        db.executemany("insert or ignore into trained values (?, ?)", sorted(self._held.items()))
-        db.execute("delete from read")
-        db.execute("insert into read values (?)", (end,))
-        db.execute("commit")
-        self._held = {}
+        try:
+            yield db
+            db.execute("commit")
+        except sqlite3.Error:
+            db.execute("rollback")
+            raise
+
+    @contextlib.contextmanager
+    def _later_if_busy(self) -> Generator[None]:
+        """What is not written now stays in memory and in the ledger, and is written with what comes next."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            get_logger().warning("the index of trained ids cannot be written", path=str(self._path), cause=str(error))
 
 
 def trained_among(run_dir: Path, seq_ids: Sequence[str]) -> set[str]:

@@ -138,3 +138,16 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert held < 1_000_000  # of 100,000 ids
     assert ids.known(["{r}:1-0:0", "{r}:1000-99:0"]) == {"{r}:1-0:0", "{r}:1000-99:0"}
+
+
+def test_an_index_that_another_process_holds_ends_no_trainer(tmp_path: Path) -> None:
+    """It says less than it could until the next checkpoint."""
+    write(tmp_path, 1, 2)
+    ids = TrainedIds(tmp_path, patience_s=0.05)
+    ids.open(1)
+    with contextlib.closing(sqlite3.connect(tmp_path / INDEX, isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        ids.durable(2)
+        other.execute("rollback")
+    ids.durable(2)
+    assert trained_among(tmp_path, ["{r}:2-0:0"]) == {"{r}:2-0:0"}
