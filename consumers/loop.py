@@ -31,11 +31,11 @@ from pipeline.broker import is_cluster
 from pipeline.decoding import integer
 from pipeline.errors import MessageError, ResultsLost
 from pipeline.keys import ARQ_RESULT, run_of
-from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.run.role import Role
+from pipeline.status.snapshot import snapshot
 from pipeline.streams import Entry, hand_off, result_reader
 
 _READ = 128

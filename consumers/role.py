@@ -10,8 +10,8 @@ from consumers.task import TaskContext
 from consumers.tasks import check_options, load_task
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError
-from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.ownership import Ownership
+from pipeline.run.role import Role, default_name, role_process
 
 
 async def consume(config: Config, partition: int | None) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from demo.tasks import DemoTask
 from pipeline.config import Config
-from pipeline.progress import Progress
-from pipeline.status import Snapshot
-from pipeline.supervise import Supervisor
+from pipeline.run.progress_panel import Progress
+from pipeline.run.supervisor import Supervisor
+from pipeline.status.snapshot import Snapshot
 
 _EVAL_SEED = 78
 _KILL_AT = 0.25  # share of the sequences decoded

@@ -21,7 +21,7 @@ from demo.tasks import DemoTask
 from demo.tiny.warm_start import WarmStartProgress
 from pipeline.config import Config, load_config
 from pipeline.json_out import print_json
-from pipeline.stack import run_stack
+from pipeline.run.stack import run_stack
 
 SCHEMA = 1
 _KEEP_RUNS = 3

@@ -21,10 +21,10 @@ from typing import Literal
 
 import redis
 
+from pipeline.child_process import tethered
 from pipeline.errors import BrokerError
 from pipeline.files import write_atomic
 from pipeline.logs import get_logger
-from pipeline.tether import tethered
 
 START_S = 15.0
 LOAD_S = 900.0

@@ -9,9 +9,9 @@ from pipeline.config.types import Config
 from pipeline.decoding import shown
 from pipeline.errors import ConfigError
 from pipeline.jobs import Credit
-from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
-from pipeline.run_place import read_cursor
+from pipeline.run.resume_point import read_cursor
+from pipeline.run.role import Role
 from producers.sources import Malformed, fingerprint
 
 NOWHERE = "-1:-1"  # the cursor before the first row

@@ -17,9 +17,9 @@ from pipeline.admission import Limits
 from pipeline.config.types import Config
 from pipeline.errors import DataError
 from pipeline.jobs import Credit, SourceRewound
-from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
 from pipeline.ownership import Ownership
+from pipeline.run.role import Role, default_name, role_process
 from pipeline.trained import trained_among
 from producers.intake import DecodeIntake, Intake
 from producers.place import NOWHERE, SourcePlace

@@ -30,10 +30,10 @@ from pipeline.config.operate_types import DashboardConfig
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import ARQ_JOB, Keys
-from pipeline.lifecycle import Role
 from pipeline.messages import DecodeJob, SamplingParams, WeightVersion
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.run.role import Role
+from pipeline.status.snapshot import snapshot
 from pipeline.weights import WeightsRegistry, write_version
 from tests.decode_workers import working
 from tests.factories import decode_job

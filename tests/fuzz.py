@@ -30,7 +30,6 @@ from pipeline.config import load_config, resolved_yaml
 from pipeline.config.types import BrokerConfig, ConsumerConfig, RolloutMatchingConfig
 from pipeline.dlq import _row as read_letter_row
 from pipeline.errors import SluiceError
-from pipeline.heartbeat import Heartbeat, read_row
 from pipeline.job_log import parse_log
 from pipeline.jobs.envelope import arq_payload, arq_serializer, read_envelope
 from pipeline.jobs.pieces import joined, packed
@@ -49,6 +48,7 @@ from pipeline.messages import (
     encode,
 )
 from pipeline.rows import Malformed, read_rows
+from pipeline.status.heartbeat import Heartbeat, read_row
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from pipeline.trained import INDEX, LEDGER, TrainedIds, trained_among
 from pipeline.weights import read_manifest, tensor_table

@@ -20,8 +20,8 @@ from pipeline.config.types import (
     WorkerConfig,
 )
 from pipeline.keys import Keys
-from pipeline.lifecycle import Role, role_process
 from pipeline.messages import SamplingParams
+from pipeline.run.role import Role, role_process
 
 SECTIONS: dict[str, Any] = {
     "consumer": ConsumerConfig,

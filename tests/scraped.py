@@ -21,10 +21,10 @@ from pipeline.broker import connect
 from pipeline.config.types import BrokerConfig, Config, PolicyConfig, RolloutMatchingConfig
 from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import Keys
-from pipeline.lifecycle import Role
 from pipeline.ownership import Ownership
-from pipeline.status import Snapshot, snapshot
-from pipeline.status_inspect import inspect
+from pipeline.run.role import Role
+from pipeline.status.inspection import inspect
+from pipeline.status.snapshot import Snapshot, snapshot
 from producers.gateway.role import run_gateway
 from producers.rollout.role import serve_until
 from tests.contract.engine_fixtures import started

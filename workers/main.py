@@ -18,7 +18,7 @@ from pipeline.broker import broker_url, connect
 from pipeline.config import load_config
 from pipeline.jobs import arq_pool, arq_redis_settings
 from pipeline.keys import Keys
-from pipeline.lifecycle import default_name, leave_within
+from pipeline.run.role import default_name, leave_within
 from workers.role import work
 
 _config = load_config(os.environ.get("SLUICE_CONFIG"))

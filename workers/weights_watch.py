@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pipeline.config.types import Config
 from pipeline.errors import ModelError, TornWeights, WeightsError
-from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
+from pipeline.run.role import Role
 from pipeline.weights import WeightsRegistry, verify
 from workers.generation.contracts import Backend
 from workers.probe import probe_of

@@ -22,10 +22,10 @@ from bench.report import say
 from consumers.training.ledger import read_steps
 from pipeline.config import Config, load_config
 from pipeline.errors import SluiceError
-from pipeline.progress import Progress
-from pipeline.stack import INTERRUPTED, run_stack
-from pipeline.status import Snapshot
-from pipeline.supervise import Supervisor
+from pipeline.run.progress_panel import Progress
+from pipeline.run.stack import INTERRUPTED, run_stack
+from pipeline.run.supervisor import Supervisor
+from pipeline.status.snapshot import Snapshot
 
 _VERSIONS = 4
 _COUNTERS = {

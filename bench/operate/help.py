@@ -7,7 +7,7 @@ import time
 from statistics import median
 
 from pipeline.errors import SluiceError
-from pipeline.supervise import sluice_command
+from pipeline.run.supervisor import sluice_command
 
 _DEADLINE_S = 60
 

@@ -27,7 +27,7 @@ from consumers.history.records import SequenceFilter
 from pipeline.config.types import Config
 from pipeline.dlq import DeadLetters
 from pipeline.errors import SluiceError
-from pipeline.supervise import sluice_command
+from pipeline.run.supervisor import sluice_command
 
 _WARM = 2
 

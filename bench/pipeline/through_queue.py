@@ -23,8 +23,8 @@ from pipeline.errors import BrokerError, DeadlineExceeded
 from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import Keys
 from pipeline.messages import DecodeJob
-from pipeline.status import snapshot
-from pipeline.supervise import sluice_command
+from pipeline.run.supervisor import sluice_command
+from pipeline.status.snapshot import snapshot
 
 _START_S = 180.0
 _CHUNK = 100

@@ -27,7 +27,7 @@ from bench.proximal.work import CostWork, ShareWork, ThroughputWork
 from bench.report import say
 from pipeline.config.types import BrokerConfig
 from pipeline.embedded import embedded_broker
-from pipeline.supervise import sluice_command
+from pipeline.run.supervisor import sluice_command
 
 _SCORE_WAIT_S = 600  # a busy machine must not decide what is valid
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from bench.proximal.work import Ready, Seen
 from pipeline.config import Config
-from pipeline.lifecycle import role_process
+from pipeline.run.role import role_process
 from workers.decode import DecodeWorker
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 from workers.job_prompts import JobPrompts

@@ -29,8 +29,8 @@ from consumers.training.step import TrainStep
 from pipeline.config import Config
 from pipeline.errors import SluiceError
 from pipeline.keys import Keys
-from pipeline.lifecycle import Role, role_process
 from pipeline.messages import SequenceResult, TrainingSample
+from pipeline.run.role import Role, role_process
 from pipeline.scores import Scores
 from workers.generation.contracts import Backend
 

@@ -25,12 +25,12 @@ from bench.queue.mortal import config_of
 from bench.queue.plan import Plan
 from bench.report import say
 from pipeline.config.types import Config, UpConfig
-from pipeline.deaths import Deaths
 from pipeline.errors import BrokerError, DeadlineExceeded
 from pipeline.jobs import Call, JobQueue
 from pipeline.keys import Keys
-from pipeline.status import snapshot
-from pipeline.supervise import Supervisor
+from pipeline.run.stack import Deaths
+from pipeline.run.supervisor import Supervisor
+from pipeline.status.snapshot import snapshot
 
 _KILLS = 2
 _CHUNK = 100

@@ -27,8 +27,8 @@ from pipeline.broker import connect
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import DeadlineExceeded
 from pipeline.keys import Keys
-from pipeline.status import snapshot
-from pipeline.supervise import sluice_command
+from pipeline.run.supervisor import sluice_command
+from pipeline.status.snapshot import snapshot
 from producers.asking.peer import KEY_NAMES
 
 MODEL_NAME = "policy"

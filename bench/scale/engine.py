@@ -12,7 +12,7 @@ from consumers.codec import HFTextCodec
 from pipeline.config import load_config
 from pipeline.config.types import Config
 from pipeline.errors import EngineError
-from pipeline.lifecycle import default_name, role_process
+from pipeline.run.role import default_name, role_process
 from workers.decode import DecodeWorker
 from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.job_prompts import JobPrompts

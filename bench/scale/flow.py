@@ -24,7 +24,7 @@ from bench.scale.queued import used_bytes
 from pipeline.config import load_config
 from pipeline.errors import DeadlineExceeded, SluiceError
 from pipeline.keys import Keys
-from pipeline.supervise import sluice_command
+from pipeline.run.supervisor import sluice_command
 
 _LOOK_S = 0.05
 _STUCK_S = 120.0

@@ -19,9 +19,9 @@ from bench.scale.plan import Plan
 from pipeline import logs
 from pipeline.broker import connect
 from pipeline.config.types import Config
-from pipeline.heartbeat import StatusReporter
 from pipeline.jobs import LeasedWorker
 from pipeline.keys import Keys
+from pipeline.status.heartbeat import StatusReporter
 
 _RUN = "idle"
 _START_S = 60.0

@@ -27,10 +27,10 @@ from pipeline.config.types import Config
 from pipeline.errors import BrokerError, SluiceError
 from pipeline.keys import Keys
 from pipeline.logs import get_logger
-from pipeline.rates import Rates
-from pipeline.stages import Stage, stages
-from pipeline.status import Snapshot
-from pipeline.status_inspect import inspect
+from pipeline.status.inspection import inspect
+from pipeline.status.rates import Rates
+from pipeline.status.snapshot import Snapshot
+from pipeline.status.stages import Stage, stages
 
 EVERY_S = 1.0
 _LOOK_S = 3.0

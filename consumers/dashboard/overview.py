@@ -11,9 +11,9 @@ from consumers.dashboard import live
 from consumers.dashboard.look import Look, look_of
 from consumers.dashboard.render import render
 from consumers.dashboard.words import NOTHING, figure, rate, span
-from pipeline.stages import Stage
-from pipeline.status import Snapshot
-from pipeline.status_words import guard_counts
+from pipeline.status.snapshot import Snapshot
+from pipeline.status.stages import Stage
+from pipeline.status.text import guard_counts
 
 router = APIRouter()
 _SERIES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from pipeline.status_parts import Process
+from pipeline.status.snapshot import Process
 
 _WINDOW = 16  # heartbeats
 

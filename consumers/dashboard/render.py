@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from consumers.dashboard import words
 from consumers.dashboard.look import Look, look_of
-from pipeline.status_words import condition
+from pipeline.status.text import condition
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"

@@ -18,8 +18,8 @@ from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import Config
 from pipeline.http.serve import serve
-from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
+from pipeline.run.role import Role, default_name, role_process
 
 _GRACE_S = 3.0
 

@@ -7,7 +7,7 @@ import time
 from urllib.parse import quote
 
 from consumers.dashboard.sequence_text import FILTERS as TEXT_FILTERS
-from pipeline.status_words import length
+from pipeline.status.text import length
 
 NOTHING = "–"
 _BRIEF = 130  # characters

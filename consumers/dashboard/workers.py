@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from consumers.dashboard import live
 from consumers.dashboard.look import Look, look_of
 from consumers.dashboard.render import render
-from pipeline.status_parts import Process
+from pipeline.status.snapshot import Process
 
 router = APIRouter()
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer", "dashboard")

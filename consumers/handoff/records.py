@@ -18,8 +18,8 @@ from consumers.training.ledger import StepLog
 from consumers.training.rollouts import Rollouts as KeptRollouts
 from consumers.training.trackers import Trackers
 from pipeline import metrics
-from pipeline.lifecycle import Role
 from pipeline.messages import TrainingSample
+from pipeline.run.role import Role
 from pipeline.trained import LEDGER, TrainedIds
 
 

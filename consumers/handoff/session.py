@@ -27,11 +27,11 @@ from consumers.training.trackers import Trackers
 from pipeline import weights
 from pipeline.errors import DeadlineExceeded, MessageError, WeightsError
 from pipeline.incarnation import begin_again, recognise
-from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import TrainingBatch, TrainingSample, WeightVersion, decode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.run.role import Role
+from pipeline.status.snapshot import snapshot
 from pipeline.streams import Entry, ack_batches, batch_reader
 from pipeline.tokens import TokenArray
 

@@ -18,9 +18,9 @@ from consumers.handoff.session import Session
 from consumers.training.trackers import Trackers
 from pipeline.config.types import Config
 from pipeline.errors import DeadlineExceeded, SluiceError, first_cause
-from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
 from pipeline.ownership import Ownership
+from pipeline.run.role import Role, default_name, role_process
 
 T = TypeVar("T")
 _ACQUIRE_S = 20.0  # the claim of a trainer that was killed runs out after 5

@@ -39,12 +39,12 @@ from consumers.training.trackers import Trackers
 from pipeline import metrics, weights
 from pipeline.errors import DeadlineExceeded, MessageError
 from pipeline.incarnation import begin_again, recognise
-from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
 from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
 from pipeline.ownership import Ownership
+from pipeline.run.role import Role
 from pipeline.scores import Scores
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.streams import Entry, ack_batches, batch_reader
 from pipeline.tokens import TokenArray
 from pipeline.trained import LEDGER, TrainedIds

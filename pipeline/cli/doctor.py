@@ -14,6 +14,6 @@ def doctor(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Jso
     Example: `sluice doctor -c configs/text.yaml --set model.path=./my-model --set data.path=prompts.jsonl`
     Example: `sluice doctor --json`
     """
-    from pipeline.diagnosis import diagnose
+    from pipeline.run.preflight import diagnose
 
     return diagnose(config, overrides, as_json=as_json)

@@ -15,8 +15,8 @@ def env(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json =
     Example: `sluice env`
     Example: `sluice env -c configs/text.yaml --json`
     """
-    from pipeline.env_report import as_text, report
     from pipeline.json_out import print_json
+    from pipeline.run.env import as_text, report
 
     found = report(config, overrides)
     if as_json:

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _version() -> str:
-    from pipeline.provenance import main_versions
+    from pipeline.run.provenance import main_versions
 
     return "\n".join(f"{name} {version}" for name, version in main_versions().items())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config import load_config
 from pipeline.errors import ConfigError
-from pipeline.stack import run_stack, with_workers
+from pipeline.run.stack import run_stack, with_workers
 from pipeline.terminal import say
 
 
@@ -22,9 +22,8 @@ def start(
     if not dry_run:
         return run_stack(settings, title=f"sluice {command} · {settings.run}")
 
-    from pipeline.dry_run import rehearse
-    from pipeline.dry_run_view import as_text
     from pipeline.json_out import print_json
+    from pipeline.run.dry_run import as_text, rehearse
 
     found = rehearse(settings, command, str(config or "defaults"))
     if as_json:

@@ -40,23 +40,23 @@ def status(
     Example: `sluice status -c configs/text.yaml --why`
     Example: `sluice status -c configs/text.yaml --why --json`
     """
-    from pipeline import status_view, status_why
     from pipeline.config import load_config
     from pipeline.json_out import print_json
+    from pipeline.status import diagnosis, report
 
     settings = load_config(config, overrides)
     if health is not None:
-        return 0 if status_view.is_healthy(status_view.look(settings), health) else 1
+        return 0 if report.is_healthy(report.look(settings), health) else 1
     if not why:
-        now = status_view.look(settings)
+        now = report.look(settings)
         if as_json:
             print_json(now)
         else:
-            say(status_view.as_text(now))
+            say(report.as_text(now))
         return 0
-    found = status_why.look_twice(settings)
+    found = diagnosis.look_twice(settings)
     if as_json:
-        print_json(status_why.as_json(found))
+        print_json(diagnosis.as_json(found))
     else:
-        say(status_why.as_text(found))
+        say(diagnosis.as_text(found))
     return 0 if found.verdict.is_healthy else 1

@@ -27,7 +27,7 @@ def top(*, config: ConfigPath = None, overrides: Overrides = (), once: Once = Fa
 
     settings = load_config(config, overrides)
     if once:
-        from pipeline.top.once import print_once
+        from pipeline.top.panels import print_once
 
         print_once(settings)
         return

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from pipeline import __version__
-from pipeline.heartbeat import Heartbeat
+from pipeline.status.heartbeat import Heartbeat
 from pipeline.telemetry.instruments import histogram, read
 from pipeline.telemetry.names import of_role
 

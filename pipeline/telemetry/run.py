@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from pipeline.status import Snapshot
-from pipeline.status_parts import Process, StallKind
+from pipeline.status.snapshot import Process, Snapshot, StallKind
 from pipeline.telemetry.instruments import page, read
 from pipeline.telemetry.names import JOB_STATES, PROCESS_STATES, SEQUENCE_STATES
 

@@ -12,12 +12,12 @@ from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, Footer, Static, Tab, Tabs
 
 from pipeline.config import Config
-from pipeline.top import parts
+from pipeline.top import panels
 from pipeline.top.feed import Feed
 
 _EVERY_S = 1.0
 _PAGES = {
-    "stages": parts.stage_rows, "processes": parts.process_rows, "why": parts.why, "letters": parts.letter_rows,
+    "stages": panels.stage_rows, "processes": panels.process_rows, "why": panels.why, "letters": panels.letter_rows,
 }  # fmt: skip
 _TITLES = {"stages": "stages", "processes": "processes", "why": "why", "letters": "dead letters"}
 _HELP = """\
@@ -95,7 +95,7 @@ class TopApp(App[None]):
         try:
             while True:
                 view = await self._feed.look()
-                self.query_one("#head", Static).update(parts.head(view))
+                self.query_one("#head", Static).update(panels.head(view))
                 for name, part in _PAGES.items():
                     self.query_one(f"#{name}-text", Static).update(part(view))
                 await asyncio.sleep(self._every_s)

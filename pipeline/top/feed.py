@@ -20,10 +20,10 @@ from pipeline.config import Config
 from pipeline.dlq import DeadLetters, Row
 from pipeline.errors import BrokerError, SluiceError
 from pipeline.keys import Keys
-from pipeline.rates import Rates
-from pipeline.status import Snapshot
-from pipeline.status_inspect import inspect
-from pipeline.verdict import Verdict, verdict
+from pipeline.status.diagnosis import Verdict, verdict
+from pipeline.status.inspection import inspect
+from pipeline.status.rates import Rates
+from pipeline.status.snapshot import Snapshot
 
 LETTERS = 50
 AWAY, UNREADABLE = "no answer from the broker", "the run's state cannot be read"

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from pipeline.jobs import Credit, Outcome
-from pipeline.lifecycle import Role
 from pipeline.rollouts import RolloutHead, Rollouts
+from pipeline.run.role import Role
 from producers.asking.asker import Asker
 from producers.asking.gateways import gateway_urls
 from producers.asking.heads import heads_of

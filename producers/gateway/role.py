@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from pipeline.config.types import Config
 from pipeline.http.serve import serve
-from pipeline.lifecycle import Role, default_name, role_process
 from pipeline.logs import get_logger
+from pipeline.run.role import Role, default_name, role_process
 from producers.gateway.app import make_app
 from producers.gateway.service import Service, make_service
 from producers.tokenizer import load_policy_tokenizer

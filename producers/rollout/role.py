@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pipeline import logs
 from pipeline.config.types import Config
 from pipeline.http.serve import serve
-from pipeline.lifecycle import default_name, leave_within
 from pipeline.logs import get_logger
 from pipeline.loop_watch import watch_loop
+from pipeline.run.role import default_name, leave_within
 from pipeline.telemetry.exporter import metrics_server
 from producers.rollout.app_state import app_state
 from producers.rollout.runs import Runs, open_runs

@@ -31,7 +31,7 @@ from pipeline import broker
 from pipeline.cli.main import build
 from pipeline.config.types import BrokerConfig
 from pipeline.keys import Keys
-from pipeline.status import Snapshot, snapshot
+from pipeline.status.snapshot import Snapshot, snapshot
 from tests.command import call
 from tests.e2e.docs_pages import ROOT, Command, split
 from tests.e2e.docs_rules import SHELL, STAYS, SUBSTITUTES, How, rule_for

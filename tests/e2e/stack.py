@@ -23,7 +23,7 @@ from pipeline.config import Config, load_config
 from pipeline.config.types import BrokerConfig
 from pipeline.jobs import job_id_for, rollout_group_for
 from pipeline.keys import Keys
-from pipeline.status import Snapshot, snapshot
+from pipeline.status.snapshot import Snapshot, snapshot
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch, marked
 
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumers.training.losses import weighted_cross_entropy
 from pipeline.config.types import BrokerConfig
-from pipeline.status import Snapshot
+from pipeline.status.snapshot import Snapshot
 from tests.e2e.fixtures import text_rows
 from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack

@@ -12,7 +12,7 @@ import redis
 from pipeline import broker
 from pipeline.config.types import BrokerConfig
 from pipeline.embedded import find_server
-from pipeline.status import Snapshot
+from pipeline.status.snapshot import Snapshot
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch
 from tests.e2e.stack import Row, Stack
 from tests.hosts.network import Direction, Host, Network

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from pipeline.jobs import Claim, Claimed, Credit, Finished, JobQueue, Piece
 from pipeline.keys import ARQ_RUNNING, Keys
 from pipeline.messages import DeadLetter, Progress, decode
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipeline import broker, checks
+from pipeline import broker
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import BrokerError
+from pipeline.run import preflight
 from tests.killable_broker import KillableBroker
 from tests.roles import role_of
 
@@ -35,23 +36,23 @@ async def configure(settings: BrokerConfig, **values: str) -> None:
 async def test_eviction_of_anything_is_refused_by_doctor_and_roles(settings: BrokerConfig) -> None:
     await configure(settings, maxmemory_policy="allkeys-lru")
     with pytest.raises(BrokerError, match=r"allkeys-lru.*CONFIG SET maxmemory-policy noeviction"):
-        checks.broker(Config(broker=settings))
+        preflight.broker(Config(broker=settings))
     with pytest.raises(BrokerError, match="allkeys-lru"):
         async with role_of(Config(broker=replace(settings, allow_volatile=True))):
             pass
     await configure(settings, maxmemory_policy="noeviction")
-    assert "set noeviction" not in checks.broker(Config(broker=settings))
+    assert "set noeviction" not in preflight.broker(Config(broker=settings))
 
 
 async def test_a_broker_that_keeps_nothing_is_refused_unless_that_is_accepted(settings: BrokerConfig) -> None:
     await configure(settings, appendonly="no")
     with pytest.raises(BrokerError, match=r"--set broker.allow_volatile=true"):
-        checks.broker(Config(broker=settings))
+        preflight.broker(Config(broker=settings))
     with pytest.raises(BrokerError, match="CONFIG SET appendonly yes"):
         async with role_of(Config(broker=settings)):
             pass
     accepted = Config(broker=replace(settings, allow_volatile=True))
-    assert "AOF is off" in checks.broker(accepted)
+    assert "AOF is off" in preflight.broker(accepted)
     async with role_of(accepted) as role:
         assert role.name == "w"
     await configure(settings, appendonly="yes")

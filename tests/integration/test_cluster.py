@@ -36,7 +36,7 @@ from pipeline.jobs import (
 from pipeline.keys import Keys, run_of, tagged
 from pipeline.messages import DeadLetter, TrainingBatch, decode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.streams import ack_batches, batch_reader, hand_off, result_reader
 from tests.factories import decode_job, sequence_result, training_sample
 from tests.killable_broker import free_ports

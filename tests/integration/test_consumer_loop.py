@@ -17,7 +17,7 @@ from pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, TrainingBatch, decode, encode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.roles import eventually, role_of, run_config

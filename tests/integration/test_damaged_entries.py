@@ -13,7 +13,6 @@ from consumers.dashboard.app import make_app
 from consumers.dashboard.look import Look
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
-from pipeline import status_view, status_why
 from pipeline.broker import Scripts
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.dlq import DeadLetters, Selection
@@ -23,10 +22,11 @@ from pipeline.jobs import Credit, JobQueue
 from pipeline.json_out import json_line
 from pipeline.keys import Keys
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
-from pipeline.status_inspect import inspect
+from pipeline.status import diagnosis, report
+from pipeline.status.inspection import inspect
+from pipeline.status.snapshot import snapshot
 from pipeline.top.feed import Feed
-from pipeline.top.once import frame
+from pipeline.top.panels import frame
 from pipeline.weights import WeightsRegistry
 from producers.submit import produce
 from tests.damage import ENTRIES, KINDS, LETTERS, letter, other_type, put
@@ -62,12 +62,12 @@ async def test_every_view_names_it_and_shows_the_rest(config: Config, client: An
             assert now.unreadable
             assert now.unreadable[0].partition(":")[0] == "sluice"
             assert "unreadable" in [stall.kind for stall in now.stalls]
-        assert status_view.as_text(now)
+        assert report.as_text(now)
         assert json_line(now, 3)
-        why = await asyncio.to_thread(status_why.look_twice, config, 0.0)
+        why = await asyncio.to_thread(diagnosis.look_twice, config, 0.0)
         assert why.verdict.says
-        assert status_why.as_text(why)
-        assert json_line(status_why.as_json(why), 3)
+        assert diagnosis.as_text(why)
+        assert json_line(diagnosis.as_json(why), 3)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,12 +8,12 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig
-from pipeline.deaths import Deaths
 from pipeline.errors import EngineError
-from pipeline.heartbeat import StatusReporter
 from pipeline.keys import Keys
-from pipeline.status import snapshot
-from pipeline.supervise import Child
+from pipeline.run.stack import Deaths
+from pipeline.run.supervisor import Child
+from pipeline.status.heartbeat import StatusReporter
+from pipeline.status.snapshot import snapshot
 from tests.roles import run_config
 
 

@@ -18,7 +18,7 @@ from pipeline.errors import EngineError, first_cause
 from pipeline.jobs import Claim, Credit, JobQueue, LeaseKeeper, arq_pool
 from pipeline.keys import ARQ_RUNNING, Keys
 from pipeline.messages import Progress, SamplingParams, SequenceResult, decode
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import TokenArray
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working

@@ -16,10 +16,10 @@ import pytest
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.jobs import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
 from pipeline.keys import ARQ_JOB, ARQ_RESULT, Keys
-from pipeline.lifecycle import Role
 from pipeline.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.run.role import Role
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import TokenArray
 from pipeline.weights import WeightsRegistry, write_version
 from tests.contract.engine_fixtures import started

@@ -15,7 +15,7 @@ from pipeline.dlq import NO_PAYLOAD, TAKEN_ELSEWHERE, DeadLetters, Row, Selectio
 from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue, arq_payload
 from pipeline.keys import ARQ_JOB, Keys
 from pipeline.messages import DecodeJob
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from tests.factories import decode_job, sequence_result
 from tests.roles import run_config
 

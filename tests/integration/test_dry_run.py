@@ -12,9 +12,8 @@ from redis.asyncio import Redis
 
 from pipeline.config import load_config
 from pipeline.config.types import BrokerConfig
-from pipeline.dry_run import DryRun, rehearse
-from pipeline.dry_run_view import as_text
 from pipeline.keys import Keys
+from pipeline.run.dry_run import DryRun, as_text, rehearse
 from tests.command import call
 from tests.unit.pipeline.test_weights import model_dir
 

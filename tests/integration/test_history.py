@@ -21,7 +21,7 @@ from pipeline.jobs import Credit, Finished, JobQueue
 from pipeline.keys import Keys
 from pipeline.messages import SequenceResult
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.cut_off import cut_off_at
 from tests.factories import decode_job, sequence_result

@@ -11,11 +11,11 @@ import pytest
 from pipeline.broker import Scripts
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
-from pipeline.heartbeat import StatusReporter
 from pipeline.keys import Keys
 from pipeline.messages import WeightVersion
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.heartbeat import StatusReporter
+from pipeline.status.snapshot import snapshot
 from pipeline.weights import WeightsRegistry
 from tests.roles import role_of, run_config
 

@@ -20,7 +20,7 @@ from pipeline.jobs import Claim
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import TokenArray
 from pipeline.weights import WeightsRegistry, write_version
 from tests import decode_workers

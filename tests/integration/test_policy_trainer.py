@@ -20,7 +20,7 @@ from pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConf
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import FloatArray, Runs
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.cut_off import cut_off_at

@@ -15,7 +15,7 @@ from pipeline.config.types import BrokerConfig, Config, DataConfig
 from pipeline.errors import ConfigError, DataError, first_cause
 from pipeline.jobs import Claim, Finished, JobQueue
 from pipeline.keys import Keys
-from pipeline.status import Snapshot, snapshot
+from pipeline.status.snapshot import Snapshot, snapshot
 from pipeline.trained import LEDGER, TrainedIds
 from producers.submit import produce
 from tests.factories import sequence_result

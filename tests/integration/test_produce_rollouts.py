@@ -17,7 +17,7 @@ from pipeline.config.rollout_types import RolloutConfig
 from pipeline.config.types import BrokerConfig, Config, DataConfig
 from pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
 from pipeline.keys import Keys
-from pipeline.status import Snapshot, snapshot
+from pipeline.status.snapshot import Snapshot, snapshot
 from producers.submit import produce
 from tests.far_side import Body, FarSide, answer
 from tests.roles import eventually, run_config

@@ -24,7 +24,7 @@ from pipeline.jobs import (
 )
 from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, Keys, tagged
 from pipeline.messages import Progress, encode
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually

@@ -14,7 +14,7 @@ from pipeline.jobs import Credit, SourceRewound
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, SequenceResult, decode, encode
 from pipeline.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from tests.roles import eventually
 from tests.rollout_state import counts, entries, head, held, trajectory, turn
 

@@ -10,11 +10,11 @@ from typing import Any
 from consumers.loop import Consumer
 from pipeline.config.types import BrokerConfig
 from pipeline.keys import Keys
-from pipeline.lifecycle import Role
 from pipeline.messages import TrainingBatch, decode
 from pipeline.ownership import Ownership
 from pipeline.rollouts import RolloutHead, Rollouts
-from pipeline.status import snapshot
+from pipeline.run.role import Role
+from pipeline.status.snapshot import snapshot
 from pipeline.streams import ack_batches, batch_reader
 from tests.integration.test_consumer_loop import CONTEXT, TASK
 from tests.roles import eventually, role_of, run_config

@@ -11,11 +11,11 @@ import msgspec
 from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig
-from pipeline.heartbeat import FORGET_S, Heartbeat, StatusReporter, forget_dead
 from pipeline.jobs import Claim, Credit, Finished, JobQueue
 from pipeline.keys import RESULT_GROUP, Keys
-from pipeline.status import Snapshot, snapshot
-from pipeline.status_inspect import inspect
+from pipeline.status.heartbeat import FORGET_S, Heartbeat, StatusReporter, forget_dead
+from pipeline.status.inspection import inspect
+from pipeline.status.snapshot import Snapshot, snapshot
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 

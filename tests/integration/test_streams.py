@@ -14,7 +14,7 @@ from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, TrainingBatch, decode, encode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
 from tests.factories import decode_job, sequence_result, training_sample
 

@@ -22,7 +22,7 @@ from pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_
 from pipeline.keys import Keys
 from pipeline.messages import ImageRef, TrainingBatch, encode
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.weights import WeightsRegistry, verify
 from tests.cut_off import CutOff, cut_off_at
 from tests.faulty_models import save_faulty

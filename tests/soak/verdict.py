@@ -13,7 +13,7 @@ import msgspec
 from consumers.training.ledger import read_steps
 from pipeline.keys import ARQ_RESULT, BATCH_GROUP, RESULT_GROUP
 from pipeline.messages import DeadLetter, decode
-from pipeline.status import Snapshot
+from pipeline.status.snapshot import Snapshot
 from tests.e2e.processes import wait_gone
 from tests.soak.leases import text
 from tests.soak.outsider import TRAINED

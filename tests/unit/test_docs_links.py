@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.reference import PAGES as REFERENCE
 from pipeline.reference import check, table, write
-from pipeline.status_parts import StallKind
+from pipeline.status.snapshot import StallKind
 from tests.e2e.docs_pages import DOCS, PAGES, ROOT, anchors, links
 
 ALL = [*PAGES, *(f"docs/decisions/{path.name}" for path in sorted((DOCS / "decisions").glob("*.md")))]

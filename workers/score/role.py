@@ -7,8 +7,8 @@ import asyncio
 from pipeline import logs
 from pipeline.config.types import Config
 from pipeline.gpu import use_free_gpu
-from pipeline.lifecycle import default_name, role_process
 from pipeline.logs import get_logger
+from pipeline.run.role import default_name, role_process
 
 
 async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> None:

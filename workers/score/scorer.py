@@ -16,8 +16,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from pipeline.errors import WeightsError
-from pipeline.lifecycle import Role
 from pipeline.logs import get_logger
+from pipeline.run.role import Role
 from pipeline.score_jobs import ScoreJobs, TakenJob, refusal
 from pipeline.weights import WeightsRegistry
 from workers.score.versioned import VersionedModel

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from pipeline.jobs import Credit, Finished, JobFailed, JobQueue, arq_deserializer, arq_serializer
 from pipeline.keys import Keys
 from pipeline.messages import DeadLetter, decode
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(max_in_flight=1000, samples_per_version=1000, max_staleness=1)

@@ -26,7 +26,7 @@ from pipeline.config.types import BrokerConfig, Config, DataConfig, ModelConfig,
 from pipeline.jobs import Credit, JobQueue
 from pipeline.keys import Keys
 from pipeline.messages import SequenceResult
-from pipeline.provenance import store
+from pipeline.run.provenance import store
 from tests.dashboard_site import Site
 from tests.detection_rollouts import answer, context, obj, rollout
 from tests.factories import decode_job

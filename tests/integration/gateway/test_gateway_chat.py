@@ -14,7 +14,7 @@ import pytest
 from pipeline.config.rollout_types import GatewayConfig
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.keys import ARQ_ABORT, Keys
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from producers.gateway.tool_calls import Call, Parsed
 from producers.tokenizer import load_renderer
 from tests.contract.engine_fixtures import started

@@ -21,7 +21,7 @@ from pipeline import broker, weights
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
 from pipeline.keys import Keys
-from pipeline.status import Snapshot, snapshot
+from pipeline.status.snapshot import Snapshot, snapshot
 from pipeline.weights import WeightsRegistry, verify
 
 MakeRun = Callable[..., Config]

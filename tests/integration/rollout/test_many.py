@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
 from pipeline.keys import Keys
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from producers.rollout.tools.calculator import Operation
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import CALLING, assert_completed, assert_trajectory, rollout_server

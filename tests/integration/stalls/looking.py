@@ -18,8 +18,8 @@ from pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatch
 from pipeline.keys import Keys
 from pipeline.messages import encode
 from pipeline.ownership import Ownership
-from pipeline.status_parts import Stall, StallKind
-from pipeline.status_why import Why, as_text, look_twice
+from pipeline.status.diagnosis import Why, as_text, look_twice
+from pipeline.status.snapshot import Stall, StallKind
 from pipeline.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.roles import eventually, role_of, run_config

@@ -16,7 +16,7 @@ from pipeline.config.types import BrokerConfig
 from pipeline.keys import Keys
 from pipeline.messages import WeightVersion
 from pipeline.ownership import Ownership
-from pipeline.status_inspect import inspect
+from pipeline.status.inspection import inspect
 from pipeline.weights import WeightsRegistry, write_version
 from producers.submit import produce
 from tests.decode_workers import working

@@ -25,8 +25,8 @@ from pipeline.jobs import JobQueue
 from pipeline.keys import Keys
 from pipeline.ownership import Ownership
 from pipeline.room import CAUSE
-from pipeline.status import snapshot
-from pipeline.status_inspect import inspect
+from pipeline.status.inspection import inspect
+from pipeline.status.snapshot import snapshot
 from pipeline.streams import ack_batches, batch_reader
 from producers.submit import produce
 from tests.decode_workers import working

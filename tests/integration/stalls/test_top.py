@@ -15,7 +15,7 @@ from pipeline.jobs import JobQueue
 from pipeline.keys import Keys
 from pipeline.top.app import Help, TopApp
 from pipeline.top.feed import Feed
-from pipeline.top.once import frame, print_once
+from pipeline.top.panels import frame, print_once
 from producers.submit import produce
 from tests.integration.stalls.looking import config_of, consuming
 from tests.killable_broker import KillableBroker

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.config.types import BrokerConfig
 from pipeline.keys import Keys
-from pipeline.status_parts import Stall
+from pipeline.status.snapshot import Stall
 from pipeline.telemetry.names import FAMILIES, of_role
 from pipeline.telemetry.run import run_page, targets
 from tests.scraped import JOBS, Scraped, scraped_run

@@ -24,7 +24,7 @@ from pipeline.keys import Keys
 from pipeline.messages import TrainingBatch, TrainingSample, encode
 from pipeline.metrics import DROP_REASONS
 from pipeline.ownership import Ownership
-from pipeline.status import snapshot
+from pipeline.status.snapshot import snapshot
 from pipeline.tokens import Runs
 from tests.detection_rollouts import answer, obj, rollout
 from tests.roles import role_of, run_config

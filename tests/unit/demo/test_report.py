@@ -28,7 +28,7 @@ from demo.tools.evaluate import Conversation
 from demo.tools.problems import Problem
 from pipeline.config.types import Config, DataConfig
 from pipeline.jobs import job_id_for
-from pipeline.status import Snapshot
+from pipeline.status.snapshot import Snapshot
 
 
 def run_of(tmp_path: Path, rows: int = 4, **counts: int) -> tuple[Config, list[str]]:

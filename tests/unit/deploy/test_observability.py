@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from pipeline.status_parts import StallKind
+from pipeline.status.snapshot import StallKind
 from pipeline.telemetry.names import FAMILIES, JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, Family, series
 from pipeline.telemetry.run import ROLES
 from tests.promql import Selector, read

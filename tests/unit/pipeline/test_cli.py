@@ -13,8 +13,8 @@ import pytest
 from pipeline import errors
 from pipeline.cli import main as cli
 from pipeline.config.types import BrokerConfig
-from pipeline.diagnosis import diagnose
 from pipeline.errors import SluiceError
+from pipeline.run.preflight import diagnose
 from tests.unit.pipeline.test_weights import model_dir
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import env_probes
 from pipeline.config.types import BrokerConfig
-from pipeline.env_report import as_text, ask, report
+from pipeline.run import env_probes
+from pipeline.run.env import as_text, ask, report
 
 
 def test_it_names_what_a_bug_report_needs(broker_config: BrokerConfig) -> None:

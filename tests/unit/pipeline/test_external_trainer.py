@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.errors import ConfigError
-from pipeline.stack import plan
+from pipeline.run.stack import plan
 
 
 def test_neither_the_trainer_nor_its_scorers_are_started() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from io import StringIO
 
-from pipeline.heartbeat import Heartbeat
-from pipeline.progress import Progress
-from pipeline.status import Snapshot
+from pipeline.run.progress_panel import Progress
+from pipeline.status.heartbeat import Heartbeat
+from pipeline.status.snapshot import Snapshot
 from pipeline.terminal import Console
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.rates import Rates
-from pipeline.stages import Stage, stages
-from pipeline.stalls import stalls
-from pipeline.status import Snapshot
-from pipeline.status_parts import CreditUse, Depth, Lag
+from pipeline.status.rates import Rates
+from pipeline.status.snapshot import CreditUse, Depth, Lag, Snapshot
+from pipeline.status.stages import Stage, stages
+from pipeline.status.stalls import stalls
 from tests.unit.pipeline.test_stalls import NOW, failed, others, process, state
 
 

@@ -11,7 +11,7 @@ from pipeline.config.operate_types import DashboardConfig
 from pipeline.config.policy_types import PolicyConfig, ScorerConfig
 from pipeline.config.rollout_types import GatewayConfig, RolloutServerConfig
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.stack import addresses, child_environment, plan, with_dashboard_port
+from pipeline.run.stack import addresses, child_environment, plan, with_dashboard_port
 
 FILE = Path("config.json")
 BASE = {"trainer", "producer", "consumer-0", "worker-0", "worker-1", "dashboard"}

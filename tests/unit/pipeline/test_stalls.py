@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.room import CAUSE
-from pipeline.stalls import Stall, stalls
-from pipeline.status import Snapshot
-from pipeline.status_parts import BrokerUse, CreditUse, Depth, Lag, Process
-from pipeline.status_why import Why, as_json, as_text
-from pipeline.verdict import verdict
+from pipeline.status.diagnosis import Why, as_json, as_text, verdict
+from pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot
+from pipeline.status.stalls import Stall, stalls
 
 NOW = time.time()
 ROLES = ("producer", "worker", "consumer", "trainer")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pipeline.stalls import stalls
-from pipeline.status import Snapshot
-from pipeline.status_parts import CreditUse, Depth, Lag, Lease, Process
-from pipeline.status_view import as_text
-from pipeline.status_words import condition, credit, length, waits
+from pipeline.status.report import as_text
+from pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
+from pipeline.status.stalls import stalls
+from pipeline.status.text import condition, credit, length, waits
 
 
 def process(name: str, role: str, age_s: float = 0.5, cause: str | None = None, **facts: Any) -> Process:

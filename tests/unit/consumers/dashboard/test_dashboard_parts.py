@@ -29,8 +29,7 @@ from pipeline.config.types import BrokerConfig, Config, ProducerConfig
 from pipeline.dlq import Row
 from pipeline.http.hosts import host_name, is_loopback
 from pipeline.messages import DeadLetter
-from pipeline.status import Snapshot
-from pipeline.status_parts import Process, Stall
+from pipeline.status.snapshot import Process, Snapshot, Stall
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from consumers.dashboard.run_config import RunConfig
 from pipeline.config.types import Config, ProducerConfig
-from pipeline.provenance import store
+from pipeline.run.provenance import store
 
 
 def test_the_run_s_own_configuration_is_shown_as_it_is_now(tmp_path: Path) -> None:

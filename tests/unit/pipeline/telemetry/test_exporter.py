@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.config.operate_types import MetricsConfig
 from pipeline.errors import ConfigError
-from pipeline.heartbeat import Heartbeat
+from pipeline.status.heartbeat import Heartbeat
 from pipeline.telemetry.exporter import metrics_server
 from pipeline.telemetry.process import Telemetry
 

@@ -17,10 +17,12 @@ from typing import Any, cast
 import msgspec
 
 from pipeline import broker as connections
-from pipeline.config import Config
+from pipeline.config import Config, load_config
 from pipeline.embedded import find_server
-from pipeline.errors import BrokerError, DataError, ModelError, SluiceError
-from pipeline.provenance import main_versions
+from pipeline.errors import BrokerError, ConfigError, DataError, ModelError, SluiceError
+from pipeline.json_out import print_json
+from pipeline.run.provenance import main_versions
+from pipeline.terminal import say
 from pipeline.weights import tensor_table
 
 READ_S = 20.0
@@ -177,3 +179,38 @@ def gib(count: int) -> str:
 def worst(checks: list[Check]) -> int:
     """The exit code of the first thing that is wrong, else 0."""
     return next((each.exit_code for each in checks if not each.ok), 0)
+
+
+class Diagnosis(msgspec.Struct, kw_only=True):
+    """What `sluice doctor --json` prints."""
+
+    schema_version: int = 1
+    exit_code: int
+    checks: list[Check]
+
+
+def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool = False) -> int:
+    """Print one line a check; the exit code of the first thing that is wrong, else 0."""
+    found = [examine("python", python), examine("engine", engine)]
+    settings: Config | None = None
+    try:
+        settings = load_config(config, overrides)
+        found.append(Check(name="config", ok=True, says=str(config or "defaults")))
+    except ConfigError as error:
+        found.append(Check(name="config", ok=False, says=str(error), exit_code=error.exit_code))
+    known = settings or Config()
+    for name, check in (("broker", broker), ("model", model), ("data", data)):
+        found.append(examine(name, lambda check=check: check(known)))
+    code = worst(found)
+    if as_json:
+        print_json(Diagnosis(exit_code=code, checks=found))
+        return code
+    for each in found:
+        say(line(each))
+    say("all is well" if not code else "mend what is marked WRONG, then run `sluice doctor` again")
+    return code
+
+
+def line(check: Check) -> str:
+    """One check for people."""
+    return f"{'ok   ' if check.ok else 'WRONG'} {check.name:<8} {check.says}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import textwrap
 import time
 
@@ -10,12 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.config import Config
+from pipeline.errors import BrokerError, DataError
 from pipeline.escaping import escaped
-from pipeline.stages import StageState, stages
-from pipeline.status import Snapshot
-from pipeline.status_parts import CreditUse, Process
-from pipeline.status_words import condition, length
-from pipeline.top.feed import LETTERS, View
+from pipeline.status.snapshot import CreditUse, Process, Snapshot
+from pipeline.status.stages import StageState, stages
+from pipeline.status.text import condition, length
+from pipeline.terminal import Console, say
+from pipeline.top.feed import LETTERS, UNREADABLE, Feed, View
 
 _STYLE: dict[StageState, str] = {
     "working": "green", "waiting": "", "stalled": "bold red", "done": "dim", "off": "dim",
@@ -165,3 +169,42 @@ def _table(*columns: str) -> Table:
 def _text(text: str, style: str = "") -> Text:
     """No markup is read in it, and nothing in it steers the terminal: much of it was written by tasks and callers."""
     return Text(escaped(text), style=style)
+
+
+_APART_S = 1.0
+
+
+def frame(view: View, width: int) -> str:
+    """Everything that the screen can show, one part below the other."""
+    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as said:
+        console.print(head(view))
+        shown = [("why", why), ("stages", stage_rows), ("processes", process_rows)]
+        for name, part in [*shown, ("dead letters", letter_rows)]:
+            console.print(f"\n{name}", highlight=False)
+            console.print(part(view))
+    return "\n".join(line.rstrip() for line in said.get().splitlines())
+
+
+def print_once(config: Config, apart_s: float = _APART_S) -> None:
+    """Two looks, so that there are rates.
+
+    Raises BrokerError when the broker does not answer, and DataError for a state that cannot be read.
+    """
+    view = asyncio.run(_look_twice(config, apart_s))
+    if view.problem and view.trouble == UNREADABLE:
+        raise DataError(f"{UNREADABLE} ({view.problem}); look with the release that runs it")
+    if view.problem:
+        raise BrokerError(f"the broker does not answer ({view.problem}); start it, or set REDIS_URL to one that runs")
+    say(frame(view, shutil.get_terminal_size((80, 24)).columns))
+
+
+async def _look_twice(config: Config, apart_s: float) -> View:
+    feed = Feed(config)
+    try:
+        if not (await feed.look()).problem:
+            await asyncio.sleep(apart_s)
+            await feed.look()
+        return feed.view
+    finally:
+        await feed.close()

@@ -22,10 +22,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.child_process import tethered
 from pipeline.config.types import UpConfig
 from pipeline.errors import ConfigError, DataError, ModelError, SluiceError
 from pipeline.logs import get_logger
-from pipeline.tether import tethered
 
 _FINAL: dict[int, type[SluiceError]] = {kind.exit_code: kind for kind in (ConfigError, DataError, ModelError)}
 

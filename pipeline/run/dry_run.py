@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import msgspec
 
-from pipeline import checks
-from pipeline.checks import Check, examine
 from pipeline.config import Config
 from pipeline.errors import BrokerError
-from pipeline.run_place import Place, Source, place_of, unknown
-from pipeline.stack import addresses, plan, with_dashboard_port
+from pipeline.run import preflight
+from pipeline.run.preflight import Check, examine, line
+from pipeline.run.resume_point import Place, Source, place_of, unknown
+from pipeline.run.stack import addresses, plan, with_dashboard_port
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,19 +37,19 @@ def rehearse(config: Config, command: str, origin: str) -> DryRun:
     """Look at everything that `command` needs; what is wrong is in the checks."""
     found = [
         Check(name="config", ok=True, says=origin),
-        examine("engine", checks.engine),
-        examine("broker", lambda: checks.broker(config)),
-        examine("model", lambda: checks.model(config, needed=True)),
-        examine("data", lambda: checks.data(config, needed=True)),
-        examine("disk", lambda: checks.disk(config)),
+        examine("engine", preflight.engine),
+        examine("broker", lambda: preflight.broker(config)),
+        examine("model", lambda: preflight.model(config, needed=True)),
+        examine("data", lambda: preflight.data(config, needed=True)),
+        examine("disk", lambda: preflight.disk(config)),
     ]
     place, source = _place(config)
     if source and all(each.ok for each in found if each.name == "data"):
-        found.append(examine("run", lambda: checks.source(config, source)))
+        found.append(examine("run", lambda: preflight.source(config, source)))
     return DryRun(
         command=command,
         run=config.run,
-        exit_code=checks.worst(found),
+        exit_code=preflight.worst(found),
         checks=found,
         place=place,
         processes=plan(config, Path(config.run_dir) / config.run / "config.resolved.yaml"),
@@ -71,3 +72,24 @@ def _place(config: Config) -> tuple[Place, Source]:
         return place_of(config)
     except BrokerError as error:
         return unknown(f"the broker cannot be asked: {error}"), {}
+
+
+def as_text(found: DryRun) -> str:
+    """Checks first, then what would be started, and where."""
+    lines = [f"dry run of `sluice {found.command}`, run {found.run}: nothing is started, nothing is written", ""]
+    lines += [line(check) for check in found.checks]
+    lines += ["", f"place    {found.place.says}"]
+    lines += _table(
+        "processes, on the resolved configuration, which is written first",
+        {name: shlex.join(command) for name, command in found.processes.items()},
+    )
+    if found.addresses:
+        lines += ["", "addresses", *(f"  {address}" for address in found.addresses)]
+    lines += _table("directories", found.directories)
+    end = "it can be started" if not found.exit_code else "mend what is marked WRONG before it is started"
+    return "\n".join([*lines, "", end])
+
+
+def _table(title: str, rows: dict[str, str]) -> list[str]:
+    width = max((len(name) for name in rows), default=0)
+    return ["", title, *(f"  {name:{width}}  {value}" for name, value in rows.items())]

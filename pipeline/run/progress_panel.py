@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from pipeline.status import Snapshot
-from pipeline.status_words import guard, guard_counts
+from pipeline.status.snapshot import Snapshot
+from pipeline.status.text import guard, guard_counts
 from pipeline.terminal import Console
 
 _PLAIN_EVERY_S = 5.0

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.checks import broker_facts, gib
 from pipeline.config import load_config
 from pipeline.config.load import ENVIRONMENT, hide_password
 from pipeline.errors import BrokerError, ConfigError
+from pipeline.run.preflight import broker_facts, gib
 
 _NVIDIA_S = 2.0
 _CONNECT_S = 1.0

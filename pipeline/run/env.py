@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import env_probes as probes
-from pipeline.provenance import main_versions
+from pipeline.run import env_probes as probes
+from pipeline.run.provenance import main_versions
 
 DEADLINE_S = 2.5
 Facts = dict[str, str]
@@ -42,7 +42,7 @@ def report(config: Path | None, overrides: tuple[str, ...]) -> EnvReport:
     return EnvReport(at=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), sections=ask(asked, DEADLINE_S))
 
 
-def ask(probes: dict[str, Callable[[], Facts]], deadline_s: float) -> dict[str, Facts]:
+def ask(asked: dict[str, Callable[[], Facts]], deadline_s: float) -> dict[str, Facts]:
     """The facts by probe, in their order; a probe that fails or is late gives its `problem`."""
     found: dict[str, Facts] = {}
 
@@ -52,14 +52,14 @@ def ask(probes: dict[str, Callable[[], Facts]], deadline_s: float) -> dict[str, 
         except Exception as error:  # a bug report must come out, whatever is broken
             found[name] = {"problem": f"{type(error).__name__}: {error}"}
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in probes.items()]
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in asked.items()]
     until = time.monotonic() + deadline_s
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     late = {"problem": f"no answer within {deadline_s:g} s"}
-    return {name: found.get(name, late) for name in probes}
+    return {name: found.get(name, late) for name in asked}
 
 
 def as_text(found: EnvReport) -> str:

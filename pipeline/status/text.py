@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.status import Snapshot
-from pipeline.status_parts import CreditUse
+from pipeline.status.snapshot import CreditUse, Snapshot
 
 _MIB = 1 << 20
 

@@ -10,12 +10,12 @@ from typing import Any, Literal, cast
 import msgspec
 
 from pipeline import broker as connections
-from pipeline import checks
 from pipeline.config import Config
 from pipeline.decoding import integer_or, shown
 from pipeline.errors import BrokerError
 from pipeline.keys import Keys
-from pipeline.status import Snapshot, snapshot
+from pipeline.run import preflight
+from pipeline.status.snapshot import Snapshot, snapshot
 from pipeline.weights import newest_number
 
 _LOOK_S = 10.0
@@ -35,7 +35,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 def place_of(config: Config) -> tuple[Place, Source]:
     """The place, and what the broker has of the source; raises BrokerError."""
-    _, facts = checks.broker_facts(config)
+    _, facts = preflight.broker_facts(config)
     if not facts:
         return _by_files(config), {}
     try:

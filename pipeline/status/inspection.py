@@ -16,10 +16,9 @@ from pipeline.decoding import integer_or, shown
 from pipeline.errors import MessageError
 from pipeline.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
 from pipeline.messages import WeightVersion, decode
-from pipeline.stalls import stalls
-from pipeline.status import Reading, Snapshot, snapshot
-from pipeline.status_parts import BrokerUse, Depth, Lag, Lease
-from pipeline.status_words import waits
+from pipeline.status.snapshot import BrokerUse, Depth, Lag, Lease, Reading, Snapshot, snapshot
+from pipeline.status.stalls import stalls
+from pipeline.status.text import waits
 
 _MOST = 1000
 _SHOWN = 20

@@ -8,10 +8,9 @@ import socket
 from pipeline import broker
 from pipeline.config import Config
 from pipeline.keys import Keys
-from pipeline.status import Snapshot
-from pipeline.status_inspect import inspect
-from pipeline.status_parts import Lag, Lease, Process
-from pipeline.status_words import condition, credit, guard, length, policy
+from pipeline.status.inspection import inspect
+from pipeline.status.snapshot import Lag, Lease, Process, Snapshot
+from pipeline.status.text import condition, credit, guard, length, policy
 
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer")
 _LEASES = 8  # lines

@@ -1,0 +1,16 @@
+"""How a run and its processes start, live and end.
+
+    preflight, dry_run ─▶ stack ─▶ supervisor ─▶ one role process each
+
+| module         | noun                                                                       |
+|----------------|----------------------------------------------------------------------------|
+| role           | a role process: connect, agree on the contract, heartbeat, signals, end     |
+| supervisor     | starts child processes, restarts those that fail, ends them in order        |
+| stack          | `sluice up` and `run`: broker, every role, progress, to the run's end       |
+| progress_panel | the live panel of `sluice up`                                              |
+| preflight      | what must be right before a start; `sluice doctor`                         |
+| dry_run        | `--dry-run`: everything that would happen, without doing it                |
+| resume_point   | where a run would begin                                                    |
+| env            | `sluice env`: what a bug report needs                                      |
+| provenance     | the resolved configuration and every version, stored with the run          |
+"""

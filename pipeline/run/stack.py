@@ -1,0 +1,306 @@
+"""Every process of a run on this machine: broker if need be, roles supervised, progress shown, to the run's end.
+
+| waits for                         | unblocked by                                              |
+|-----------------------------------|-----------------------------------------------------------|
+| the next snapshot                 | 0.25 s, a stop, a child that cannot be kept running       |
+| the broker, within a snapshot     | the broker; a stop; `broker.retry_for_s`                  |
+
+- A stop takes effect at once, also while the broker is away; no child outlives `run`.
+- The leases of a process that died end at once, and its row leaves the status page unless it had last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from pipeline import broker as connections
+from pipeline import logs
+from pipeline.config import Config
+from pipeline.config.load import ENVIRONMENT
+from pipeline.embedded import embedded_broker
+from pipeline.errors import BrokerError, MessageError
+from pipeline.files import write_atomic
+from pipeline.http.ports import free_port
+from pipeline.jobs import JobQueue
+from pipeline.keys import Keys
+from pipeline.logs import get_logger
+from pipeline.run import provenance
+from pipeline.run.progress_panel import Progress
+from pipeline.run.supervisor import Child, Supervisor, sluice_command
+from pipeline.status.heartbeat import Heartbeat, read_row
+from pipeline.status.snapshot import Snapshot, snapshot
+from pipeline.terminal import say
+
+
+class Deaths:
+    """Knows the dead by their last heartbeat; one that never gave any held nothing."""
+
+    def __init__(self, client: Redis, config: Config) -> None:
+        self._client, self._keys, self._worker = client, Keys(config.run), config.worker
+        self._queue = JobQueue(
+            client, self._keys, partitions=config.consumer.count, keep_result_s=config.worker.keep_result_s
+        )
+
+    async def settle(self, child: Child, pid: int) -> None:
+        """Waits for a broker that is away: whoever calls sets the deadline, as leases run out by themselves."""
+        try:
+            raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.processes, child.name))
+            if raw is None:
+                return
+            row = read_row(raw, Heartbeat)
+        except (MessageError, ResponseError) as error:  # its leases run out by themselves
+            get_logger().warning("the row of a dead process cannot be read", process=child.name, problem=str(error))
+            return
+        if (row.pid, row.host) != (pid, socket.gethostname()):
+            return  # its successor's
+        owner = row.facts.get("owner")
+        if isinstance(owner, str):
+            jobs = await self._queue.reap(owner, self._worker.max_attempts, killed=child.killed == pid)
+            get_logger().warning("leases of a dead process ended", process=child.name, pid=pid, jobs=jobs)
+        if row.ended_at is None:  # else its last words stay, until its successor has a row
+            await cast("Awaitable[int]", self._client.hdel(self._keys.processes, child.name))
+
+
+Watch = Callable[[Snapshot, Supervisor, Progress], Awaitable[None]]
+Task = asyncio.Task[Any]
+_LOOK_S = 0.25
+_SAY_AFTER_S = 3.0
+_CANCEL_AGAIN_S = 0.5
+_ASK_S = 1.0
+_LAST_LOOK_S = 5.0
+_GONE_GRACE_S = 5.0
+
+
+class Watchman:
+    """One run's; `watch` is called with every snapshot."""
+
+    def __init__(
+        self, client: Redis, config: Config, supervisor: Supervisor, progress: Progress, watch: Watch | None
+    ) -> None:
+        self._client, self._config, self._keys = client, config, Keys(config.run)
+        self._supervisor, self._progress, self._watch = supervisor, progress, watch
+        self.stop = asyncio.Event()
+        self._seen: Snapshot | None = None
+
+    async def run(self) -> Snapshot | None:
+        """To the trainer's end or the stop; the final state, or None when the broker is gone at a stop.
+
+        All children have ended then, however this ends. A trainer that is not ours ends with the run.
+        """
+        asked = asyncio.create_task(self.stop.wait())
+        care = asyncio.create_task(self._first_then_care())
+        try:
+            while not self._done and await self._beside(self._look(), asked, care):
+                await asyncio.wait({asked, care}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            await _end(care)
+            await self._supervisor.stop(self._grace_s)
+            if await self._beside(self._see(), asked):
+                return self._seen
+            return await self._last_look() if await answers(self._config) else None
+        finally:
+            await _end(asked)
+            await _end(care)
+            await self._supervisor.stop(self._grace_s)
+
+    async def _last_look(self) -> Snapshot | None:
+        with contextlib.suppress(TimeoutError, RedisError, OSError):
+            return await asyncio.wait_for(snapshot(self._client, self._keys), _LAST_LOOK_S)
+        return None
+
+    @property
+    def _done(self) -> bool:
+        children, now = self._supervisor.children, self._seen
+        if "trainer" in children:
+            return children["trainer"].done
+        if now is None or not (children["producer"].done and now.complete):
+            return False
+        return not now.alive("trainer")  # it has its last words to say, perhaps to a broker of ours
+
+    async def _first_then_care(self) -> None:
+        # The producer says anew when it has come to its end.
+        await cast(Any, self._client).hset(self._keys.source, "exhausted", "0")
+        await self._supervisor.run()
+
+    async def _look(self) -> None:
+        producer = self._supervisor.children["producer"]
+        had_ended = producer.done  # asked first: it says that it came to the end before it goes
+        now = await self._see()
+        if had_ended and not now.exhausted:
+            get_logger().warning("the broker lost its newest part; the producer goes over its rows again")
+            self._supervisor.start_again(producer.name)
+        if self._watch:
+            await self._watch(now, self._supervisor, self._progress)
+
+    async def _see(self) -> Snapshot:
+        now = self._seen = await snapshot(self._client, self._keys)
+        self._progress.update(now)
+        return now
+
+    async def _beside(self, work: Coroutine[Any, Any, Any], asked: Task, *others: Task) -> bool:
+        """Await `work`; False when a stop is asked for first. Raises what ended one of the others."""
+        task, said = asyncio.create_task(work), False
+        try:
+            while not task.done() and not asked.done():
+                await asyncio.wait({task, asked, *others}, timeout=_SAY_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
+                for other in others:
+                    if other.done():
+                        other.result()
+                if not (said or task.done() or asked.done()):
+                    said = True
+                    patience = f"{self._config.broker.retry_for_s:.0f} s"
+                    self._progress.say(f"the broker does not answer; waiting for it for up to {patience}")
+            if task.done():
+                task.result()
+            return not asked.done()
+        finally:
+            await _end(task)
+
+    async def _grace_s(self) -> float:
+        """How long the children may take: without a broker they have nobody to hand their work to."""
+        if self._done or await answers(self._config):
+            return self._config.up.stop_grace_s
+        return min(_GONE_GRACE_S, self._config.up.stop_grace_s)
+
+
+async def answers(config: Config) -> bool:
+    """Whether the broker can be reached within about a second."""
+    hasty = msgspec.structs.replace(
+        config.broker, retry_for_s=_ASK_S, socket_timeout_s=_ASK_S, connect_timeout_s=_ASK_S
+    )
+    try:
+        await connections.wait_ready(hasty, config.run)
+    except BrokerError:
+        return False
+    return True
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel until it is gone; see Role.end_background. Its error was raised before or does not matter any more."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()
+
+
+INTERRUPTED = 130
+OPTIONAL = frozenset({"dashboard"})  # processes that a run can do without
+_GO_ON = "start the same command again to go on from here"
+
+
+def with_workers(config: Config, count: int) -> Config:
+    """The same configuration with another number of workers."""
+    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, count=count))
+
+
+def with_dashboard_port(config: Config) -> Config:
+    """The same configuration with a free port for the dashboard where its own is taken, or 0."""
+    dashboard = config.dashboard
+    if not dashboard.enabled:
+        return config
+    port = free_port(dashboard.host, dashboard.port)
+    return msgspec.structs.replace(config, dashboard=msgspec.structs.replace(dashboard, port=port))
+
+
+def run_stack(
+    config: Config, *, title: str, watch: Watch | None = None, extra: dict[str, list[str]] | None = None
+) -> int:
+    """Run every role, and `extra` commands beside them, to the end of the run.
+
+    Returns 0 when it is complete, 130 when interrupted. `watch` is called with every snapshot.
+    """
+    logs.configure("up")
+    with contextlib.ExitStack() as scope:
+        if config.broker.url is None:
+            url = scope.enter_context(embedded_broker(config.broker))
+            settings = msgspec.structs.replace(config.broker, url=url)
+            config = msgspec.structs.replace(config, broker=settings)
+        connections.refuse_unsafe(config.broker, connections.ping(config.broker, config.run))
+        return asyncio.run(_supervised(with_dashboard_port(config), title, watch, extra or {}))
+
+
+def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
+    """Process name → command."""
+    with_file = ("-c", str(resolved))
+    roles = {} if config.trainer.external else {"trainer": sluice_command("train", *with_file)}
+    roles["producer"] = sluice_command("produce", *with_file)
+    for index in range(config.consumer.count):
+        roles[f"consumer-{index}"] = sluice_command("consume", *with_file, "--partition", str(index))
+    for index in range(config.worker.count):
+        roles[f"worker-{index}"] = sluice_command("worker", *with_file)
+    for index in range(config.scorer.count if config.policy.enabled and not config.trainer.external else 0):
+        roles[f"scorer-{index}"] = sluice_command("score", *with_file)
+    for index in range(config.gateway.count):
+        roles[f"gateway-{index}"] = sluice_command("gateway", *with_file, "--index", str(index))
+    for index in range(config.rollout_server.count):
+        roles[f"rollout-server-{index}"] = sluice_command("rollout-server", *with_file, "--index", str(index))
+    if config.dashboard.enabled:
+        roles["dashboard"] = sluice_command("dashboard", *with_file)
+    return roles
+
+
+def addresses(config: Config) -> list[str]:
+    """Where this run's servers listen, in words."""
+    gateway, server, dashboard = config.gateway, config.rollout_server, config.dashboard
+    found = [f"dashboard http://{dashboard.host}:{dashboard.port}"] if dashboard.enabled else []
+    found += [f"gateway http://{gateway.host}:{gateway.port + index}/v1" for index in range(gateway.count)]
+    return found + [f"rollout server http://{server.host}:{server.port + index}" for index in range(server.count)]
+
+
+def child_environment(config: Config) -> dict[str, str]:
+    """URLs and bearer keys go by environment: secrets belong in no file. Other settings are in the resolved file."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    urls = {
+        "REDIS_URL": config.broker.url,
+        "SLUICE_ROLLOUT_URL": config.rollout.url,
+        "SLUICE_GATEWAY_URL": config.rollout.gateway_url,
+    }
+    return {**inherited, **{name: url for name, url in urls.items() if url}}
+
+
+async def _supervised(config: Config, title: str, watch: Watch | None, extra: dict[str, list[str]]) -> int:
+    run_dir = Path(config.run_dir) / config.run
+    resolved = provenance.store(config, run_dir)
+    client = connections.connect(config.broker, config.run)
+    supervisor = Supervisor(config.up, run_dir / "logs", child_environment(config), Deaths(client, config).settle)
+    for name, command in {**plan(config, resolved), **extra}.items():
+        supervisor.add(name, command, optional=name in OPTIONAL)
+    try:
+        with Progress(title) as progress:
+            for place in (f"files {run_dir}", f"logs {supervisor.log_dir}", *addresses(config)):
+                progress.say(place)
+            watchman = Watchman(client, config, supervisor, progress, watch)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, watchman.stop.set)
+            final = await watchman.run()
+        if final is None:
+            say(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
+            return INTERRUPTED
+        write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(final)))
+        return _report(final, run_dir, interrupted=watchman.stop.is_set())
+    finally:
+        await client.aclose()
+
+
+def _report(final: Snapshot, run_dir: Path, *, interrupted: bool) -> int:
+    word = "interrupted" if interrupted else "complete" if final.complete else "stopped at trainer.max_versions"
+    say(
+        f"{word}: enqueued {final.enqueued}, trained {final.trained}, dead {final.dead}, dropped {final.dropped}, "
+        f"weights v{final.latest_version}; files in {run_dir}",
+        file=sys.stderr,
+    )
+    if interrupted:
+        say(_GO_ON, file=sys.stderr)
+    return INTERRUPTED if interrupted else 0
