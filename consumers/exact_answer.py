@@ -25,7 +25,7 @@ from consumers.segments import Segment
 from consumers.spans import answer_ids, last_turn
 from consumers.task import Matched, Parsed, TaskContext
 from pipeline.errors import TaskError
-from pipeline.messages import SequenceResult, TrainingSample
+from pipeline.wire.messages import SequenceResult, TrainingSample
 
 SEARCHED_CHARS = 2000
 SEARCH_TIMEOUT_S = 0.2

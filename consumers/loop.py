@@ -26,17 +26,17 @@ from consumers.history.store import FinishedJob
 from consumers.pack import pack_rows
 from consumers.sampler import Sampler, letter
 from consumers.task import Task, TaskContext
-from pipeline import metrics
-from pipeline.broker import is_cluster
-from pipeline.decoding import integer
+from pipeline.broker.connection import is_cluster
+from pipeline.broker.ownership import Ownership
+from pipeline.broker.streams import Entry, hand_off, result_reader
 from pipeline.errors import MessageError, ResultsLost
-from pipeline.keys import ARQ_RESULT, run_of
 from pipeline.logs import get_logger
-from pipeline.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
-from pipeline.streams import Entry, hand_off, result_reader
+from pipeline.telemetry import training_metrics
+from pipeline.wire.codec import integer
+from pipeline.wire.keys import ARQ_RESULT, run_of
+from pipeline.wire.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
 
 _READ = 128
 
@@ -175,7 +175,7 @@ class Consumer:
             batch_id=_batch_id(self._entry_ids),
             samples=self._samples,
             rows=pack_rows(lengths, self._role.config.consumer.row_tokens),
-            metrics=metrics.reduce([sample.metrics for sample in self._samples]),
+            metrics=training_metrics.reduce([sample.metrics for sample in self._samples]),
         )
         await self._out(batch, self._entry_ids, self._letters)
         self._handed += len(self._samples)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 
 IGNORED = -100
 

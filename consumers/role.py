@@ -8,9 +8,9 @@ from consumers.codec import HFTextCodec
 from consumers.loop import Consumer
 from consumers.task import TaskContext
 from consumers.tasks import check_options, load_task
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role, default_name, role_process
 
 

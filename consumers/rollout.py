@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from consumers.segments import Segment
 from consumers.spans import last_turn
 from pipeline.config.types import RolloutMatchingConfig
-from pipeline.messages import GeometryTarget, SequenceResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import GeometryTarget, SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from consumers.rollout import rewarded
 from consumers.task import Task, TaskContext
 from pipeline.config.types import ConsumerConfig
 from pipeline.errors import TaskError
-from pipeline.messages import DeadLetter, SequenceResult, TrainingSample
+from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
 
 _UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
 _DETAIL_CHARS = 1500

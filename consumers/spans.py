@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from consumers.task import TextCodec
-from pipeline.messages import SequenceResult
+from pipeline.wire.messages import SequenceResult
 
 _MOST_TORN = 5  # a character has at most 4 bytes, hence at most 4 tokens
 

@@ -3,7 +3,7 @@
     SequenceResult ──parse──▶ Parsed ──match──▶ Matched ──target──▶ TrainingSample
 
 - Steps never do I/O and never raise on what a model wrote: a bad rollout is data. A bad *truth* raises TaskError.
-- `metrics` are counters under the frozen keys of pipeline/metrics.py.
+- `metrics` are counters under the frozen keys of pipeline/telemetry/training_metrics.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
-from pipeline.messages import SequenceResult, TrainingSample
+from pipeline.wire.messages import SequenceResult, TrainingSample
 
 
 class TextCodec(Protocol):

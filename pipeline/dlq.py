@@ -17,14 +17,14 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
 from pipeline.config.types import Config
-from pipeline.decoding import integer_or
 from pipeline.errors import BrokerRefused, MessageError
 from pipeline.jobs.envelope import Envelope, arq_payload, read_envelope
 from pipeline.jobs.queue import JobQueue
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, decode
+from pipeline.wire.codec import integer_or
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, decode
 
 _PAGE = 100
 _PASSES = 3

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config import Config
 from pipeline.config.suggest import nearest
 from pipeline.dlq import DeadLetters, Done, Row, Selection
 from pipeline.errors import SluiceError
 from pipeline.jobs.envelope import read_envelope
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 SCHEMA = 1
 REASONS = (
@@ -171,10 +171,10 @@ def _nothing(selection: Selection, reasons: Iterable[str]) -> SluiceError:
 
 def _with(config: Config, use: Callable[[DeadLetters], Awaitable[T]]) -> T:
     """Raises BrokerError at once when the broker does not answer."""
-    broker.ping(config.broker, config.run)
+    connection.ping(config.broker, config.run)
 
     async def run() -> T:
-        client = broker.connect(config.broker, config.run)
+        client = connection.connect(config.broker, config.run)
         try:
             return await use(DeadLetters(client, config))
         finally:

@@ -10,9 +10,8 @@ from rich.text import Text
 
 from pipeline.dlq import Done
 from pipeline.dlq_look import HEX_BYTES, SCHEMA, Letter, Listing
-from pipeline.escaping import escaped
 from pipeline.json_out import print_json
-from pipeline.terminal import Console, say
+from pipeline.terminal import Console, escaped, say
 
 _DETAIL_CHARS = 60
 _WIDE = 200  # columns, where there is no terminal

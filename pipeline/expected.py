@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from typing import cast
 
 from pipeline.errors import MessageError, ResultsLost, SluiceError
-from pipeline.messages import DeadLetter, SequenceResult, TokenDelta, decode
-from pipeline.tokens import FloatArray, TokenArray
+from pipeline.wire.messages import DeadLetter, SequenceResult, TokenDelta, decode
+from pipeline.wire.tokens import FloatArray, TokenArray
 
 End = SequenceResult | DeadLetter
 

@@ -14,10 +14,10 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from pipeline.config.types import Config
-from pipeline.decoding import shown
 from pipeline.files import write_atomic
-from pipeline.keys import Keys
 from pipeline.logs import get_logger
+from pipeline.wire.codec import shown
+from pipeline.wire.keys import Keys
 
 FILE = "incarnation"
 _NONCE = re.compile(rb"[0-9a-f]{32}")

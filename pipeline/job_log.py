@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.decoding import LAST_S, integer_or
+from pipeline.wire.codec import LAST_S, integer_or
 
 EventKind = Literal["enqueued", "claimed", "handed_back", "lost", "ended"]
 _KINDS: dict[str, EventKind] = {"e": "enqueued", "c": "claimed", "h": "handed_back", "l": "lost", "x": "ended"}

@@ -11,11 +11,11 @@ from typing import Any, Literal, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.decoding import LAST_S, integer_or
 from pipeline.job_log import JobEvent, parse_log
 from pipeline.jobs.envelope import read_envelope
-from pipeline.keys import ARQ_JOB, Keys
-from pipeline.messages import DecodeJob
+from pipeline.wire.codec import LAST_S, integer_or
+from pipeline.wire.keys import ARQ_JOB, Keys
+from pipeline.wire.messages import DecodeJob
 
 JobState = Literal["ready", "running", "deferred", "alone"]
 JOB_STATES: tuple[JobState, ...] = ("running", "ready", "deferred", "alone")

@@ -27,9 +27,9 @@ from pipeline.errors import BrokerError, MessageError, ResultsLost
 from pipeline.expected import Awaited, Expected, read_end
 from pipeline.jobs import JobQueue
 from pipeline.jobs.pieces import joined
-from pipeline.keys import ARQ_JOB, Keys
 from pipeline.logs import get_logger
-from pipeline.messages import TokenDelta, decode
+from pipeline.wire.keys import ARQ_JOB, Keys
+from pipeline.wire.messages import TokenDelta, decode
 
 _BLOCK_S, _LOOK_S = 0.5, 1.0
 _MOST_WORDS, _MOST_JOBS = 512, 256  # of one call

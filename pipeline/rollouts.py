@@ -17,27 +17,37 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
+import msgspec
 from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker import Scripts
-from pipeline.decoding import Unreadable, integer, integer_or, shown
+from pipeline.broker.connection import Scripts
 from pipeline.errors import MessageError, UnknownSchema
 from pipeline.jobs.types import NO_LIMIT, Credit, Outcome, SourceRewound
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult, decode, encode
-from pipeline.rollout_types import Rollout, RolloutHead, Turn, Word
+from pipeline.wire.codec import Unreadable, integer, integer_or, shown
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import RolloutHead, SequenceResult, Turn, decode, encode
 
 __all__ = ["Rollout", "RolloutHead", "Rollouts", "Turn", "Word"]
 
 Added = Literal["ok", "dup", "closed", "unknown"]
+Word = Literal["ok", "closed", "changed", "unknown"]
+"""closed: it has ended, a short while ago; changed: it has other turns by now; unknown: there is no such rollout."""
 
 _SWEPT = 100  # rollouts at a time
 _PAGE = 500
 _MOST_AT_ONCE = 10_000  # turns that are asked for by name
 _DETAIL_CHARS = 2000
 _SEEN_BYTES = 64 << 20  # of encoded turns that a process keeps
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the broker knows of one; of a closed one only its place in its group is left."""
+
+    head: RolloutHead
+    turns: list[Turn]
+    state: Literal["open", "closed"]
 
 
 class Seen(NamedTuple):

@@ -19,12 +19,12 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
 from pipeline.errors import MessageError
-from pipeline.keys import SCORE_GROUP, Keys
 from pipeline.logs import get_logger
-from pipeline.messages import ScoreJob, ScoreResult, decode, encode
-from pipeline.tokens import FloatArray, TokenArray
+from pipeline.wire.keys import SCORE_GROUP, Keys
+from pipeline.wire.messages import ScoreJob, ScoreResult, decode, encode
+from pipeline.wire.tokens import FloatArray, TokenArray
 
 _MOST_GIVEN = 3  # scorers that may die over one job
 _KEEP_ANSWERS_S = 600.0

@@ -25,11 +25,11 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
 from pipeline.errors import MessageError
-from pipeline.keys import SCORE_GROUP, Keys
 from pipeline.logs import get_logger
-from pipeline.messages import ScoreJob, ScoreResult, decode, encode
+from pipeline.wire.keys import SCORE_GROUP, Keys
+from pipeline.wire.messages import ScoreJob, ScoreResult, decode, encode
 
 _POLL_S = 0.05
 _PAGE = 64  # jobs in one call

@@ -1,8 +1,4 @@
-"""All that a command prints goes through here, so that nothing in it steers the terminal.
-
-- Ids, reasons, texts and paths were written by callers, models and tasks: what could move the cursor, hide or reorder
-  text, or end a line early is printed as its escape. Line feeds and tabs stay.
-"""
+"""Text of others on a terminal or in a log line: what could steer it as its escape."""
 
 from __future__ import annotations
 
@@ -14,7 +10,20 @@ import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from pipeline.escaping import escaped
+_ENDS = [*range(9), *range(11, 32), *range(0x7F, 0xA0), 0x2028, 0x2029]
+_TURNS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # the direction of what follows
+_STEERS = {code: chr(code).encode("unicode_escape").decode() for code in (*_ENDS, *_TURNS)}
+_IN_JSON = {code: f"\\u{code:04x}" for code in _STEERS if code > 31}
+
+
+def escaped(text: str) -> str:
+    """What could steer a terminal as its escape; line feeds and tabs stay."""
+    return text.translate(_STEERS)
+
+
+def escaped_json(text: str) -> str:
+    """The same for JSON, which stays the same JSON."""
+    return text.translate(_IN_JSON)
 
 
 def say(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:

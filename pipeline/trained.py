@@ -18,9 +18,9 @@ from typing import Annotated
 
 import msgspec
 
-from pipeline.decoding import MOST, read_json
 from pipeline.errors import MessageError
 from pipeline.logs import get_logger
+from pipeline.wire.codec import MOST, read_json
 
 LEDGER, INDEX = "trained.jsonl", "trained.sqlite"
 _MOST_HELD = 4096

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 
-from pipeline.admission import Limits
 from pipeline.config import Config
+from pipeline.prompts.admission import Limits
 from pipeline.run.preflight import RowsFound
 from producers.place import refuse_other_source
 from producers.sources import Malformed, count_rows, fingerprint, read_rows

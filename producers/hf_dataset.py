@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline.admission import Limits
 from pipeline.errors import DataError
-from pipeline.rows import Malformed, admit_row
+from pipeline.prompts.admission import Limits
+from pipeline.prompts.rows import Malformed, admit_row
 
 HUB = "hf:"
 _COLUMNS = ("messages", "prompt", "truth", "answer", "id", "images", "metadata")

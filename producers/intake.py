@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pipeline.jobs import Credit, JobQueue, Outcome, job_id_for
-from pipeline.messages import DecodeJob
 from pipeline.run.role import Role
+from pipeline.wire.messages import DecodeJob
 from producers.sources import Row, identity
 
 _CHUNK = 100

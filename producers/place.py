@@ -6,12 +6,12 @@ from collections.abc import Awaitable
 from typing import Any, cast
 
 from pipeline.config.types import Config
-from pipeline.decoding import shown
 from pipeline.errors import ConfigError
 from pipeline.jobs import Credit
 from pipeline.logs import get_logger
 from pipeline.run.resume_point import read_cursor
 from pipeline.run.role import Role
+from pipeline.wire.codec import shown
 from producers.sources import Malformed, fingerprint
 
 NOWHERE = "-1:-1"  # the cursor before the first row

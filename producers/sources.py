@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from pipeline import rows
-from pipeline.admission import Limits
 from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
-from pipeline.messages import ImageRef
-from pipeline.rows import MAX_ROW_BYTES, Malformed
+from pipeline.prompts import rows
+from pipeline.prompts.admission import Limits
+from pipeline.prompts.rows import MAX_ROW_BYTES, Malformed
+from pipeline.wire.messages import ImageRef
 from producers import hf_dataset
 
 _SAMPLE_BYTES = 1 << 20

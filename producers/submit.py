@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.admission import Limits
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import Config
 from pipeline.errors import DataError
 from pipeline.jobs import Credit, SourceRewound
 from pipeline.logs import get_logger
-from pipeline.ownership import Ownership
+from pipeline.prompts.admission import Limits
 from pipeline.run.role import Role, default_name, role_process
 from pipeline.trained import trained_among
 from producers.intake import DecodeIntake, Intake

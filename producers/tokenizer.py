@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.chat_template import settle
 from pipeline.config.types import ModelConfig
-from pipeline.decoding import read_json
 from pipeline.errors import MessageError, ModelError
-from pipeline.image_placeholders import image_placeholders
-from pipeline.turn_tokens import Renderer
+from pipeline.prompts.chat_template import image_placeholders, settle
+from pipeline.prompts.turn_tokens import Renderer
+from pipeline.wire.codec import read_json
 
 
 def load_policy_tokenizer(model: ModelConfig) -> Renderer:

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 
 from pipeline.expected import End, Expected
 from pipeline.jobs import NO_LIMIT, Claim, Finished, JobQueue, Piece
-from pipeline.keys import Keys
-from pipeline.messages import DecodeJob, Progress, TokenDelta
 from pipeline.replies import Replies
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DecodeJob, Progress, TokenDelta
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 from workers.sequences import delta_of
 

@@ -26,15 +26,14 @@ from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from consumers.loop import Consumer
 from consumers.task import Task, TaskContext
-from pipeline.config.operate_types import DashboardConfig
-from pipeline.config.types import BrokerConfig, Config
+from pipeline.broker.ownership import Ownership
+from pipeline.config.types import BrokerConfig, Config, DashboardConfig
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import ARQ_JOB, Keys
-from pipeline.messages import DecodeJob, SamplingParams, WeightVersion
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
-from pipeline.weights import WeightsRegistry, write_version
+from pipeline.weights.versions import WeightsRegistry, write_version
+from pipeline.wire.keys import ARQ_JOB, Keys
+from pipeline.wire.messages import DecodeJob, SamplingParams, WeightVersion
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config

@@ -15,8 +15,8 @@ from consumers.detection.parse import parse
 from consumers.detection.target import target
 from consumers.task import Matched, TaskContext
 from pipeline.config.types import RolloutMatchingConfig
-from pipeline.messages import SequenceResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.tiny_tokenizer import WORDS
 
 PROMPT = [5, 6, 7]

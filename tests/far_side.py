@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.keys import Keys
 from pipeline.rollouts import Rollouts
+from pipeline.wire.keys import Keys
 from tests.factories import sequence_result
 
 Body = dict[str, Any]

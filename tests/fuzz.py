@@ -25,7 +25,7 @@ from consumers.training.ledger import StepLog, read_steps
 from consumers.training.rollouts import Rollouts as KeptRollouts
 from consumers.training.rollouts import read_rollouts
 from consumers.training.trackers import _Remote
-from pipeline.broker import broker_url
+from pipeline.broker.connection import broker_url
 from pipeline.config import load_config, resolved_yaml
 from pipeline.config.types import BrokerConfig, ConsumerConfig, RolloutMatchingConfig
 from pipeline.dlq import _row as read_letter_row
@@ -33,7 +33,12 @@ from pipeline.errors import SluiceError
 from pipeline.job_log import parse_log
 from pipeline.jobs.envelope import arq_payload, arq_serializer, read_envelope
 from pipeline.jobs.pieces import joined, packed
-from pipeline.messages import (
+from pipeline.prompts.rows import Malformed, read_rows
+from pipeline.status.heartbeat import Heartbeat, read_row
+from pipeline.trained import INDEX, LEDGER, TrainedIds, trained_among
+from pipeline.weights.versions import read_manifest, tensor_table
+from pipeline.wire.codec import Wire
+from pipeline.wire.messages import (
     DeadLetter,
     DecodeJob,
     ImageRef,
@@ -47,12 +52,7 @@ from pipeline.messages import (
     decode,
     encode,
 )
-from pipeline.rows import Malformed, read_rows
-from pipeline.status.heartbeat import Heartbeat, read_row
-from pipeline.tokens import FloatArray, Runs, TokenArray
-from pipeline.trained import INDEX, LEDGER, TrainedIds, trained_among
-from pipeline.weights import read_manifest, tensor_table
-from pipeline.wire import Wire
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from producers.sources import Row, identity
 from tests import mutants
 from tests.damage import HEARTBEAT

@@ -23,8 +23,7 @@ from consumers.dashboard.app import make_app
 from consumers.dashboard.look import Look
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
-from pipeline.config.rollout_types import GatewayConfig
-from pipeline.config.types import Config
+from pipeline.config.types import Config, GatewayConfig
 from tests import mutants
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve

@@ -19,9 +19,9 @@ from pipeline.config.types import (
     TrainerConfig,
     WorkerConfig,
 )
-from pipeline.keys import Keys
-from pipeline.messages import SamplingParams
 from pipeline.run.role import Role, role_process
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SamplingParams
 
 SECTIONS: dict[str, Any] = {
     "consumer": ConsumerConfig,

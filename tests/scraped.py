@@ -17,14 +17,14 @@ from consumers.codec import HFTextCodec
 from consumers.loop import Consumer
 from consumers.task import Task, TaskContext
 from consumers.training.trainer import Trainer
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, PolicyConfig, RolloutMatchingConfig
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import Snapshot, snapshot
+from pipeline.wire.keys import Keys
 from producers.gateway.role import run_gateway
 from producers.rollout.role import serve_until
 from tests.contract.engine_fixtures import started

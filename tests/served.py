@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from pipeline.http.asgi import ASGIApp
-from pipeline.http.connection import Connection
-from pipeline.http.serve import serve
+from pipeline.http.server import Connection, serve
 
 
 @dataclass

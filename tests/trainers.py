@@ -11,8 +11,8 @@ import torch
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from pipeline.config.types import ModelConfig, PolicyConfig, TrainerConfig
-from pipeline.messages import TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
 
 VOCAB = 256

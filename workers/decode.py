@@ -24,8 +24,8 @@ from typing import Any
 
 from pipeline.errors import RequestError
 from pipeline.jobs import Claim, Claimed, Finished, LeasedWorker, Piece, func
-from pipeline.messages import DecodeJob, Progress
 from pipeline.run.role import Role
+from pipeline.wire.messages import DecodeJob, Progress
 from workers.generation.contracts import Backend
 from workers.held import HeldJob, HeldJobs
 from workers.job_prompts import JobPrompt, JobPrompts

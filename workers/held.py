@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline.jobs import Claim
-from pipeline.messages import DecodeJob
+from pipeline.wire.messages import DecodeJob
 from workers.job_prompts import JobPrompt
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline.admission import Limits, admit_prompt
 from pipeline.config.types import ImagesConfig, ModelConfig
 from pipeline.errors import DeadlineExceeded, EngineError, RequestError
-from pipeline.messages import DecodeJob
+from pipeline.prompts.admission import Limits, admit_prompt
 from pipeline.thread_pool import ThreadPool
+from pipeline.wire.messages import DecodeJob
 from workers.generation.contracts import EngineFacts
 from workers.generation.limits import fit_prompt
 from workers.generation.prompts import Prompts

@@ -14,11 +14,11 @@ import secrets
 import signal
 from typing import Any
 
-from pipeline.broker import broker_url, connect
+from pipeline.broker.connection import broker_url, connect
 from pipeline.config import load_config
 from pipeline.jobs import arq_pool, arq_redis_settings
-from pipeline.keys import Keys
 from pipeline.run.role import default_name, leave_within
+from pipeline.wire.keys import Keys
 from workers.role import work
 
 _config = load_config(os.environ.get("SLUICE_CONFIG"))

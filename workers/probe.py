@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.messages import WeightVersion
+from pipeline.wire.messages import WeightVersion
 from workers.generation.contracts import WeightsProbe
 
 _HALF_PRECISION = 10  # bf16 rounds at 2^-8: the demo model's probe differs by up to 0.17 nats from fp32

@@ -7,8 +7,8 @@ import contextlib
 from functools import partial
 
 from pipeline.config.types import Config
-from pipeline.gpu import use_free_gpu
 from pipeline.logs import get_logger
+from pipeline.run.gpu import use_free_gpu
 from pipeline.run.role import Role, default_name, role_process
 from workers.generation.contracts import EngineFacts
 

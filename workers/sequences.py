@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from pipeline.jobs import Claim, seed_for
-from pipeline.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from workers.generation.contracts import EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
 from workers.guard.signal import triggers
 from workers.job_prompts import JobPrompt

@@ -16,7 +16,7 @@ from pipeline.config.types import Config
 from pipeline.errors import ModelError, TornWeights, WeightsError
 from pipeline.logs import get_logger
 from pipeline.run.role import Role
-from pipeline.weights import WeightsRegistry, verify
+from pipeline.weights.versions import WeightsRegistry, verify
 from workers.generation.contracts import Backend
 from workers.probe import probe_of
 

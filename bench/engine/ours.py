@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.engine.load import Ask
 from pipeline.config.types import ModelConfig
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.contracts import Backend, SequenceRequest
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from bench.guard.work import Done, Work
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.backends.hf import HfBackend
 from workers.generation.contracts import SequenceOutput, SequenceRequest
 from workers.guard.watch import GuardCost

@@ -21,10 +21,10 @@ from bench.operate.past import fill_broker, fill_history
 from bench.operate.plan import HOME, RUN, Plan
 from bench.pipeline.model import ensure_model
 from bench.report import say
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
+from pipeline.broker.embedded import embedded_broker
 from pipeline.config import Config, load_config
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
 from pipeline.run import provenance
 
 _AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01}

@@ -23,7 +23,7 @@ from bench.pipeline.stats import Sample
 from bench.pipeline.through_queue import QueuedEngines
 from bench.processes import Fleet
 from bench.report import say
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import SluiceError
 

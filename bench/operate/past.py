@@ -25,10 +25,10 @@ from consumers.tasks import load_task
 from pipeline.config.types import Config
 from pipeline.errors import SluiceError
 from pipeline.jobs import NO_LIMIT, JobQueue, job_id_for
-from pipeline.keys import Keys
-from pipeline.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample
 from pipeline.status.heartbeat import StatusReporter
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _SCENES = 256  # different ones
 _FLUSH_EVERY = 500

@@ -23,9 +23,9 @@ from bench.pipeline.stats import Round
 from bench.pipeline.through_queue import QueuedEngines
 from bench.processes import Fleet
 from bench.report import say
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
+from pipeline.broker.embedded import embedded_broker
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
 from pipeline.errors import SluiceError
 
 _LATENCY_LOAD = 0.5  # share of the saturated rate

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bench.pipeline.plan import RUN
 from pipeline.jobs import job_id_for, seed_for
-from pipeline.messages import DecodeJob, Message, SamplingParams
+from pipeline.wire.messages import DecodeJob, Message, SamplingParams
 from workers.generation.contracts import SequenceRequest
 
 SHORTEST, LONGEST = 32, 128

@@ -12,10 +12,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from pipeline.broker.streams import result_reader
 from pipeline.errors import DeadlineExceeded
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult, decode
-from pipeline.streams import result_reader
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SequenceResult, decode
 
 _PAGE = 64
 _BLOCK_MS = 500

@@ -21,10 +21,10 @@ from bench.pipeline.stats import Sample
 from bench.processes import Fleet
 from pipeline.errors import BrokerError, DeadlineExceeded
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys
-from pipeline.messages import DecodeJob
 from pipeline.run.supervisor import sluice_command
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DecodeJob
 
 _START_S = 180.0
 _CHUNK = 100

@@ -25,8 +25,8 @@ from bench.proximal.published import published
 from bench.proximal.versions import Variants, ensure_variants
 from bench.proximal.work import CostWork, ShareWork, ThroughputWork
 from bench.report import say
+from pipeline.broker.embedded import embedded_broker
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
 from pipeline.run.supervisor import sluice_command
 
 _SCORE_WAIT_S = 600  # a busy machine must not decide what is valid

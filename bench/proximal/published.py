@@ -20,13 +20,13 @@ from bench.proximal.plan import Sizes
 from bench.proximal.publisher import Publisher
 from bench.proximal.rows import PROMPT_IDS
 from bench.proximal.versions import Variants
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError, SluiceError
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys, tagged
-from pipeline.messages import DecodeJob, SamplingParams
-from pipeline.tokens import TokenArray
+from pipeline.wire.keys import Keys, tagged
+from pipeline.wire.messages import DecodeJob, SamplingParams
+from pipeline.wire.tokens import TokenArray
 
 _AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1)
 _GAP_S = (0.3, 1.0)

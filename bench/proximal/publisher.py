@@ -10,9 +10,9 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from bench.proximal.versions import Variants
-from pipeline.keys import Keys
-from pipeline.ownership import Ownership
-from pipeline.weights import WeightsRegistry, retire, write_version
+from pipeline.broker.ownership import Ownership
+from pipeline.weights.versions import WeightsRegistry, retire, write_version
+from pipeline.wire.keys import Keys
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from bench.proximal.plan import Sizes
 from bench.proximal.rows import PROMPT_IDS
 from pipeline.errors import DeadlineExceeded
 from pipeline.jobs import Claim
-from pipeline.messages import DecodeJob, SamplingParams, SequenceResult
-from pipeline.tokens import TokenArray
+from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult
+from pipeline.wire.tokens import TokenArray
 from workers.generation.contracts import Backend, SequenceSoFar
 from workers.job_prompts import JobPrompt
 from workers.sequences import request_for, result_of

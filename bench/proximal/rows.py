@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.errors import DeadlineExceeded, SluiceError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
 PROMPT_IDS = 256  # the byte tokens

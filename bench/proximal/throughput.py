@@ -18,8 +18,8 @@ import msgspec
 from bench.proximal.plan import Sizes, room
 from bench.proximal.rows import requests, running
 from bench.proximal.versions import COUNT, Variants
-from pipeline.messages import WeightVersion
-from pipeline.weights import verify, write_version
+from pipeline.weights.versions import verify, write_version
+from pipeline.wire.messages import WeightVersion
 from workers.generation.contracts import Backend
 from workers.probe import probe_of
 

@@ -28,10 +28,10 @@ from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from pipeline.config import Config
 from pipeline.errors import SluiceError
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult, TrainingSample
 from pipeline.run.role import Role, role_process
 from pipeline.scores import Scores
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SequenceResult, TrainingSample
 from workers.generation.contracts import Backend
 
 _TOLERANCE = 1e-2  # nats; engine, scorer and trainer pack their fp32 passes differently

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from pipeline.config.types import ModelConfig
-from pipeline.messages import WeightVersion
-from pipeline.tokens import TokenArray
+from pipeline.wire.messages import WeightVersion
+from pipeline.wire.tokens import TokenArray
 
 COUNT = 3
 _RELATIVE = 1e-2  # of every weight: a token's logprob changes by far more than passes differ by rounding

@@ -21,8 +21,8 @@ from bench.queue.results import result_of
 from bench.report import say
 from pipeline.errors import BrokerError, DeadlineExceeded
 from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue, job_id_for
-from pipeline.keys import Keys, tagged
-from pipeline.messages import DecodeJob, SamplingParams, encode
+from pipeline.wire.keys import Keys, tagged
+from pipeline.wire.messages import DecodeJob, SamplingParams, encode
 
 _CHUNK = 100
 _AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1, max_bytes=1 << 50)

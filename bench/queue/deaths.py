@@ -27,10 +27,10 @@ from bench.report import say
 from pipeline.config.types import Config, UpConfig
 from pipeline.errors import BrokerError, DeadlineExceeded
 from pipeline.jobs import Call, JobQueue
-from pipeline.keys import Keys
 from pipeline.run.stack import Deaths
 from pipeline.run.supervisor import Supervisor
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import Keys
 
 _KILLS = 2
 _CHUNK = 100

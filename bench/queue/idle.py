@@ -17,7 +17,7 @@ from bench.queue.systems import Ours
 from bench.report import say
 from pipeline.errors import SluiceError
 from pipeline.jobs import Call, JobQueue
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 
 _RUN = "idle"
 _GAP_S = (0.005, 0.045)

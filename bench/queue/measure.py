@@ -20,9 +20,9 @@ from bench.queue.race import Outcome, Race
 from bench.queue.stock_saq import MISSING, is_installed
 from bench.queue.worker import MAX_JOBS, broker_config
 from bench.report import say
-from pipeline.broker import connect, connect_sync, ping
+from pipeline.broker.connection import connect, connect_sync, ping
+from pipeline.broker.embedded import embedded_broker
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
 
 HOME = Path(".sluice/bench")
 SYSTEMS = ("ours", "arq", "arq_best", "saq")

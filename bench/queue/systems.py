@@ -22,10 +22,10 @@ from bench.queue import stock_saq
 from bench.queue.in_flight import in_flight
 from bench.queue.plan import Settings
 from bench.queue.worker import Totals, broker_config
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
 from pipeline.errors import BrokerError
 from pipeline.jobs import Call, JobQueue, arq_pool
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 
 _START_S = 60.0
 _ARQ_QUEUE = "arq:queue"

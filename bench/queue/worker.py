@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from bench.queue.noop import noop, ready
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.jobs import Claimed, LeasedWorker
-from pipeline.keys import Keys
 from pipeline.logs import configure
+from pipeline.wire.keys import Keys
 
 MAX_JOBS = 100  # as many as one claim brings
 PAUSED_S = 120.0  # a process that was stopped meanwhile must not take its connections for dead

@@ -22,7 +22,7 @@ from bench.rollout.model import prompt_text
 from bench.rollout.plan import Sizes
 from pipeline.config.types import GatewayConfig
 from pipeline.errors import SluiceError
-from pipeline.turn_tokens import Renderer
+from pipeline.prompts.turn_tokens import Renderer
 
 Pair = tuple[float, float]
 """Seconds through the gateway, and directly."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pipeline.config import load_config
 from pipeline.errors import SluiceError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.backends import make_backend
 from workers.generation.contracts import Backend, SequenceRequest, SequenceSoFar
 

@@ -23,8 +23,8 @@ from bench.rollout.plan import HOME, Plan
 from bench.rollout.rollouts import rollouts
 from bench.rollout.served import served, start_stock
 from bench.rollout.stack import Place, free_ports, running, settings, until_healthy
+from pipeline.broker.embedded import embedded_broker
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
 
 _AIM = 0.95
 """Of `gateway_vs_vllm_serve`."""

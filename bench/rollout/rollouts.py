@@ -26,9 +26,9 @@ from bench.rollout.http import post
 from bench.rollout.model import NUM_TURNS, TURN_TOKENS, conversation, prompt_text
 from bench.rollout.plan import Sizes
 from bench.rollout.stack import Stack
-from pipeline.chat_template import ChatTemplateOptions
 from pipeline.errors import SluiceError
-from pipeline.turn_tokens import Renderer
+from pipeline.prompts.chat_template import ChatTemplateOptions
+from pipeline.prompts.turn_tokens import Renderer
 
 SHOWN: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _WARM = 8

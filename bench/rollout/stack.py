@@ -23,12 +23,12 @@ from bench.processes import Fleet
 from bench.proximal.engines import environment
 from bench.rollout.http import is_healthy
 from bench.rollout.plan import Sizes
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import DeadlineExceeded
-from pipeline.keys import Keys
 from pipeline.run.supervisor import sluice_command
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import Keys
 from producers.asking.peer import KEY_NAMES
 
 MODEL_NAME = "policy"

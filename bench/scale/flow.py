@@ -23,8 +23,8 @@ from bench.scale.plan import Plan
 from bench.scale.queued import used_bytes
 from pipeline.config import load_config
 from pipeline.errors import DeadlineExceeded, SluiceError
-from pipeline.keys import Keys
 from pipeline.run.supervisor import sluice_command
+from pipeline.wire.keys import Keys
 
 _LOOK_S = 0.05
 _STUCK_S = 120.0

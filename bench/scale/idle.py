@@ -17,11 +17,11 @@ from bench.queue.mortal import config_of
 from bench.report import say
 from bench.scale.plan import Plan
 from pipeline import logs
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
 from pipeline.config.types import Config
 from pipeline.jobs import LeasedWorker
-from pipeline.keys import Keys
 from pipeline.status.heartbeat import StatusReporter
+from pipeline.wire.keys import Keys
 
 _RUN = "idle"
 _START_S = 60.0

@@ -15,9 +15,9 @@ from bench.scale.flow import flow
 from bench.scale.idle import idle
 from bench.scale.plan import HOME, Plan
 from bench.scale.queued import queued
-from pipeline.broker import connect
+from pipeline.broker.connection import connect
+from pipeline.broker.embedded import embedded_broker
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
 
 
 def measure(plan: Plan) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from bench.queue.calls import decode_job
 from bench.queue.in_flight import in_flight
 from bench.report import say
 from bench.scale.plan import Plan
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
 from pipeline.errors import BrokerError
 from pipeline.jobs import NO_LIMIT, Claim, JobQueue
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 
 _RUN, _CHUNK, _LEASE_S, _EACH = "queued", 100, 3600.0, 32
 _RENEW_S = 5.0  # of worker.renew_s

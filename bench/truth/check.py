@@ -17,8 +17,8 @@ from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from pipeline.config.types import ModelConfig, TrainerConfig
 from pipeline.errors import EngineError, ModelError
-from pipeline.messages import SamplingParams, TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import SamplingParams, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from workers.generation.backends.hf import HfBackend
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
 

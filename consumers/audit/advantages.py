@@ -16,7 +16,7 @@ from consumers.advantage import group_advantages
 from consumers.audit.report import Unchecked
 from consumers.audit.stored import Stored
 from pipeline.config.types import Config
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 
 _RELATIVE = 1e-6  # the same code on the same numbers, maybe on another machine
 

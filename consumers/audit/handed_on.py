@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from consumers.audit.stored import Stored
 from consumers.history.reader import HistoryReader
 from consumers.segments import LeftOut
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 
 _BY_THE_TRAINER = (LeftOut.foreign, LeftOut.stale, LeftOut.missing)
 

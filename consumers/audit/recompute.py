@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from consumers.audit.stored import Stored
 from pipeline.config.types import ModelConfig
 from pipeline.errors import DataError, ModelError, WeightsError
-from pipeline.weights import read_manifest, verify
+from pipeline.weights.versions import read_manifest, verify
 
 _ROWS = 256  # positions whose softmax is taken at a time: (rows, vocab) in fp32
 

@@ -19,7 +19,7 @@ from consumers.audit.run_files import HISTORY, ROLLOUTS, WEIGHTS, trained_versio
 from consumers.audit.stored import Stored, choose, read_sequences
 from pipeline.config.types import Config, ModelConfig
 from pipeline.errors import DataError, WeightsError
-from pipeline.weights import newest_number
+from pipeline.weights.versions import newest_number
 
 Pairs = list[tuple[Stored, Recomputed]]
 

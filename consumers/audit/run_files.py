@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config import Config, load_config
-from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, DataError, MessageError
+from pipeline.wire.codec import read_json
 
 ROLLOUTS, WEIGHTS, HISTORY = "rollouts", "weights", "history"
 RESOLVED, METRICS = "config.resolved.yaml", "metrics.jsonl"

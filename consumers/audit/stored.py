@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from consumers.audit.run_files import step_bounds
 from consumers.training.rollouts import read_rollouts
 from pipeline.errors import DataError
-from pipeline.messages import TrainingSample
-from pipeline.tokens import FloatArray, Runs
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,8 +31,7 @@ from consumers.dashboard.problems import add_problem_pages
 from consumers.dashboard.render import STATIC
 from pipeline import __version__
 from pipeline.http.asgi import ASGIApp
-from pipeline.http.body_limit import BodyLimit
-from pipeline.http.hosts import HostGate
+from pipeline.http.middleware import BodyLimit, HostGate
 
 PAGES = (overview, jobs, sequences, workers, weights, letters, actions, settings, events, metrics)
 

@@ -2,7 +2,7 @@
 
 - With a key: HTTP Basic (any user name, the key as password) or a bearer token; compared in constant time.
 - Without one, only this machine: the address that is bound is a loopback one (`check_host`), and so is the name that is
-  asked for, or it is one of `dashboard.hosts` (pipeline/http/hosts.py).
+  asked for, or it is one of `dashboard.hosts` (pipeline/http/middleware.py).
 - `/health` is answered to everybody.
 """
 
@@ -12,13 +12,11 @@ import base64
 import binascii
 import hmac
 
-from pipeline.config.operate_types import DashboardConfig
+from pipeline.config.types import DashboardConfig
 from pipeline.errors import ConfigError
 from pipeline.http.asgi import ASGIApp, Receive, Scope, Send
-from pipeline.http.auth import OPEN_PATHS
 from pipeline.http.errors import problem_response
-from pipeline.http.hosts import is_loopback
-from pipeline.http.unread import with_unread_body
+from pipeline.http.middleware import OPEN_PATHS, is_loopback, with_unread_body
 
 KEY_NAME = "SLUICE_DASHBOARD_KEY"
 _ASK = {"WWW-Authenticate": 'Basic realm="Sluice dashboard", charset="UTF-8"', "Connection": "close"}

@@ -25,12 +25,12 @@ from consumers.dashboard.run_config import RunConfig
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import Config
 from pipeline.errors import BrokerError, SluiceError
-from pipeline.keys import Keys
 from pipeline.logs import get_logger
 from pipeline.status.inspection import inspect
 from pipeline.status.rates import Rates
 from pipeline.status.snapshot import Snapshot
 from pipeline.status.stages import Stage, stages
+from pipeline.wire.keys import Keys
 
 EVERY_S = 1.0
 _LOOK_S = 3.0

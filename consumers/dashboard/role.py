@@ -17,7 +17,7 @@ from consumers.dashboard.look import Look
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import Config
-from pipeline.http.serve import serve
+from pipeline.http.server import serve
 from pipeline.logs import get_logger
 from pipeline.run.role import Role, default_name, role_process
 

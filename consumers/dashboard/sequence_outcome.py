@@ -17,7 +17,7 @@ from consumers.detection.parse import DetectionParse
 from consumers.exact_answer import Verdict, extract
 from consumers.task import Task, TaskContext
 from pipeline.errors import SluiceError
-from pipeline.messages import SequenceResult
+from pipeline.wire.messages import SequenceResult
 
 Fate = Literal["matched", "false positive", "dropped", "missed"]
 

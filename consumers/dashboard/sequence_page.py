@@ -24,7 +24,7 @@ from consumers.dashboard.words import url
 from consumers.history.records import SequenceDetail
 from pipeline.config.types import Config
 from pipeline.errors import SluiceError
-from pipeline.messages import SequenceResult
+from pipeline.wire.messages import SequenceResult
 
 MOST_TOKENS = 500
 _LEAD = 40  # prompt tokens before the first sampled one, where the page has to begin somewhere

@@ -18,10 +18,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from pipeline.config.image_types import ImagesConfig
-from pipeline.config.types import Config
+from pipeline.config.types import Config, ImagesConfig
 from pipeline.errors import RequestError
-from pipeline.messages import SequenceResult
+from pipeline.wire.messages import SequenceResult
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -22,8 +22,8 @@ from consumers.history.records import Trained
 from consumers.rollout import sampled
 from consumers.segments import Segment
 from consumers.task import TextCodec
-from pipeline.messages import SequenceResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs
+from pipeline.wire.messages import SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs
 
 Kind = Literal["prompt", "sampled", "other", "added"]
 Proximal = Literal["valid", "missing", "not_needed"]

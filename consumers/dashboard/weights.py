@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from consumers.dashboard.look import Look, look_of
 from consumers.dashboard.render import render
 from pipeline.errors import MessageError
-from pipeline.messages import WeightVersion, decode
+from pipeline.wire.messages import WeightVersion, decode
 
 router = APIRouter()
 _SHOWN = 24

@@ -14,8 +14,8 @@ from consumers.detection.objects import ParsedObject, read_object
 from consumers.rollout import final_turn, rollout_metrics
 from consumers.spans import answer_ids, clean_cut
 from consumers.task import Parsed, TaskContext
-from pipeline.messages import SequenceResult
-from pipeline.metrics import DROP_REASONS
+from pipeline.telemetry.training_metrics import DROP_REASONS
+from pipeline.wire.messages import SequenceResult
 
 
 @dataclass(frozen=True)

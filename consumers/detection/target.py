@@ -18,7 +18,7 @@ from consumers.spans import covering
 from consumers.task import Matched, TaskContext
 from pipeline.config.types import RolloutMatchingConfig
 from pipeline.errors import ConfigError
-from pipeline.messages import GeometryTarget, TrainingSample
+from pipeline.wire.messages import GeometryTarget, TrainingSample
 
 _RANK = {segment: rank for rank, segment in enumerate(MIXED_ORDER)}
 

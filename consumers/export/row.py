@@ -14,7 +14,7 @@ import numpy as np
 
 from consumers.export.source import Exported
 from consumers.pack import IGNORED
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 
 JSON_COLUMNS = ("stop_reason", "truth", "metrics", "metadata", "triggers", "sampling")
 Row = dict[str, Any]

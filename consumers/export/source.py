@@ -15,7 +15,7 @@ from consumers.history.reader import HistoryReader
 from consumers.history.records import SequenceDetail
 from consumers.training.rollouts import read_rollouts
 from pipeline.errors import DataError
-from pipeline.messages import SequenceResult, TrainingSample
+from pipeline.wire.messages import SequenceResult, TrainingSample
 
 Kind = Literal["trained", "handed-on"]
 

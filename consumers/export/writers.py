@@ -14,7 +14,7 @@ import msgspec
 
 from consumers.export.row import Row, columns, flat
 from pipeline.errors import DataError
-from pipeline.rows import parquet_module
+from pipeline.prompts.rows import parquet_module
 
 _MOST_ROWS = 256
 _MOST_TOKENS = 1 << 18  # of a Parquet row group: some 10 arrays each

@@ -13,7 +13,7 @@ from consumers.pack import IGNORED
 from consumers.sampler import blind
 from consumers.training.proximal import proximal_of
 from pipeline.errors import TaskError
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 
 
 class Batch(TypedDict):

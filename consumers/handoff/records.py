@@ -17,10 +17,10 @@ from consumers.history.recorder import TrainedRecorder
 from consumers.training.ledger import StepLog
 from consumers.training.rollouts import Rollouts as KeptRollouts
 from consumers.training.trackers import Trackers
-from pipeline import metrics
-from pipeline.messages import TrainingSample
 from pipeline.run.role import Role
+from pipeline.telemetry import training_metrics
 from pipeline.trained import LEDGER, TrainedIds
+from pipeline.wire.messages import TrainingSample
 
 
 class StepRecords:
@@ -48,7 +48,7 @@ class StepRecords:
         if self._logged == step:  # an earlier attempt at it failed
             self.cut_after(step - 1)
         self._logged = step
-        values = {**metrics.reduce([sample.metrics for sample in samples]), **record}
+        values = {**training_metrics.reduce([sample.metrics for sample in samples]), **record}
         await asyncio.to_thread(self._kept.save, step, samples)
         self._metrics.append(step, version=version, at=time.time(), **values)
         seq_ids = [sample.seq_id for sample in samples]

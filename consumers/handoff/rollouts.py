@@ -30,7 +30,7 @@ from consumers.training.model import probe_tokens
 from pipeline.config import Config, load_config
 from pipeline.errors import DataError, ModelError, TaskError
 from pipeline.logs import get_logger
-from pipeline.weights import newest_number
+from pipeline.weights.versions import newest_number
 
 
 class Rollouts:

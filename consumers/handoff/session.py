@@ -24,16 +24,16 @@ from consumers.handoff.records import StepRecords
 from consumers.handoff.staging import stage_links
 from consumers.handoff.state import HandoffState, read_state, write_state
 from consumers.training.trackers import Trackers
-from pipeline import weights
+from pipeline.broker.ownership import Ownership
+from pipeline.broker.streams import Entry, ack_batches, batch_reader
 from pipeline.errors import DeadlineExceeded, MessageError, WeightsError
 from pipeline.incarnation import begin_again, recognise
 from pipeline.logs import get_logger
-from pipeline.messages import TrainingBatch, TrainingSample, WeightVersion, decode
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
-from pipeline.streams import Entry, ack_batches, batch_reader
-from pipeline.tokens import TokenArray
+from pipeline.weights import versions
+from pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode
+from pipeline.wire.tokens import TokenArray
 
 _READ = 8  # entries in one call
 
@@ -56,7 +56,7 @@ class Session:
         self.run_dir = Path(role.config.run_dir) / role.config.run
         self.root = self.run_dir / "weights"
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
-        self._registry = weights.WeightsRegistry(role.client, role.keys)
+        self._registry = versions.WeightsRegistry(role.client, role.keys)
         self._records = StepRecords(role, trackers, self.run_dir)
         self._unread: deque[Entry] = deque()
         self._next: list[Taken] = []  # taken, and not enough yet to be given
@@ -72,7 +72,7 @@ class Session:
         self._role.status.waiting("the versions of this run")
         gone = not await recognise(client, keys, self.run_dir)
         self._state = await asyncio.to_thread(read_state, self.run_dir)
-        latest, number = await self._registry.latest(), weights.newest_number(self.root)
+        latest, number = await self._registry.latest(), versions.newest_number(self.root)
         if number < 0 and latest is not None:
             raise WeightsError(
                 f"version {latest} is registered and {self.root} holds none; share the run's directory with this host"
@@ -80,7 +80,7 @@ class Session:
         if number < 0:
             await self._publish_source()
         else:
-            await self._register(weights.read_manifest(self.root / f"v{number:06d}"), latest)
+            await self._register(versions.read_manifest(self.root / f"v{number:06d}"), latest)
         self._records.cut_after(self._state.step)
         self._records.known.add(self._state.step, self._state.recent)
         if gone:
@@ -162,13 +162,13 @@ class Session:
             step=state.step,
             published_at=time.time(),
         )
-        return await asyncio.to_thread(weights.write_version, staged, self.root, manifest), state
+        return await asyncio.to_thread(versions.write_version, staged, self.root, manifest), state
 
     async def _publish_source(self) -> None:
         source = Path(self._config.model.path)
         staged = await asyncio.to_thread(stage_links, source, self.root)
         manifest = WeightVersion(version=0, path="", digest="", published_at=time.time())
-        full = await asyncio.to_thread(weights.write_version, staged, self.root, manifest)
+        full = await asyncio.to_thread(versions.write_version, staged, self.root, manifest)
         await asyncio.to_thread(shutil.rmtree, staged)
         await self._register(full, None)
 
@@ -176,7 +176,7 @@ class Session:
         if latest is None or latest <= manifest.version:
             retention = self._config.weights.retention
             await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention)
-            await asyncio.to_thread(weights.retire, self.root, manifest.version, retention)
+            await asyncio.to_thread(versions.retire, self.root, manifest.version, retention)
             if latest != manifest.version:
                 get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
         self.version = manifest.version

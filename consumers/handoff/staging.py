@@ -10,7 +10,7 @@ from typing import Any
 from consumers.handoff.state import FILE
 from consumers.training.model import probe_score
 from pipeline.errors import ModelError
-from pipeline.weights import MANIFEST, tensor_table
+from pipeline.weights.versions import MANIFEST, tensor_table
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _NOT_COPIED = (MANIFEST, FILE)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.decoding import read_json
 from pipeline.errors import DataError, MessageError
 from pipeline.files import write_atomic
-from pipeline.weights import newest_number, read_manifest
+from pipeline.weights.versions import newest_number, read_manifest
+from pipeline.wire.codec import read_json
 
 FILE = "handoff.json"
 _RECENT_IDS = 8192

@@ -16,10 +16,10 @@ from typing import Any, TypeVar, cast
 
 from consumers.handoff.session import Session
 from consumers.training.trackers import Trackers
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import Config
 from pipeline.errors import DeadlineExceeded, SluiceError, first_cause
 from pipeline.logs import get_logger
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role, default_name, role_process
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ import msgspec
 from consumers.history.files import TRAINER, open_for_reading
 from consumers.history.records import SequenceDetail, SequenceRow, Trained, unpack
 from pipeline.errors import DataError, MessageError
-from pipeline.messages import DeadLetter, SequenceResult, TrainingSample, decode
-from pipeline.wire import T
+from pipeline.wire.codec import T
+from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, decode
 
 
 class Files:

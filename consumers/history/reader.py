@@ -16,9 +16,9 @@ from typing import Any
 from consumers.history.opened import Files
 from consumers.history.queries import Cursor, conditions, distinct
 from consumers.history.records import STATES, JobRow, Page, SequenceDetail, SequenceFilter, SequenceRow, unpack
-from pipeline.decoding import Unreadable
 from pipeline.errors import DataError, MessageError
 from pipeline.job_log import parse_log
+from pipeline.wire.codec import Unreadable
 
 _STORED = "details.row, details.result, details.sample, details.letter"
 _JOB = "job_id, task, group_size, enqueued_at, at, attempts, handed_on, dropped, dead"

@@ -18,7 +18,7 @@ from consumers.history.store import Finished, FinishedJob, HistoryStore, Trained
 from pipeline.config.types import Config
 from pipeline.job_log import parse_log
 from pipeline.logs import get_logger
-from pipeline.messages import DeadLetter, SequenceResult, TrainingSample
+from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
 
 R = TypeVar("R")
 C = TypeVar("C", contravariant=True)

@@ -12,8 +12,8 @@ import msgspec
 
 from pipeline.errors import MessageError
 from pipeline.job_log import JobEvent
-from pipeline.messages import DeadLetter, SequenceResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs, from_wire, to_wire
+from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, from_wire, to_wire
 
 SequenceState = Literal["handed_on", "dropped", "dead"]
 STATES: tuple[SequenceState, ...] = ("handed_on", "dropped", "dead")

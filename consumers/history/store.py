@@ -17,7 +17,7 @@ import msgspec
 
 from consumers.history.files import open_for_writing
 from consumers.history.records import STATES, SequenceRow, Trained, pack
-from pipeline.messages import DeadLetter, SequenceResult, TrainingSample, Wire, encode
+from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, Wire, encode
 
 _CHUNK = 256
 _SEQUENCE = (

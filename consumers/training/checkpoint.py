@@ -25,11 +25,11 @@ from safetensors.torch import load_file, save_file
 
 from consumers.training.model import read_model, write_model
 from pipeline.config.types import ModelConfig
-from pipeline.decoding import read_json
 from pipeline.errors import MessageError, ModelError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
 from pipeline.logs import get_logger
-from pipeline.messages import DeadLetter
+from pipeline.wire.codec import read_json
+from pipeline.wire.messages import DeadLetter
 
 _STATE = Path("trainer/state.json")
 _OPTIMIZER = Path("trainer/optimizer.safetensors")

@@ -23,8 +23,8 @@ from consumers.sampler import letter
 from consumers.training.proximal import Filled, Plan, fill, plan, score_jobs, scores_by_place
 from consumers.training.proximal_counts import Counts
 from pipeline.logs import get_logger
-from pipeline.messages import DeadLetter, ScoreJob, ScoreResult, TrainingSample
 from pipeline.run.role import Role
+from pipeline.wire.messages import DeadLetter, ScoreJob, ScoreResult, TrainingSample
 
 
 class OwnScores(Protocol):

@@ -40,8 +40,8 @@ from consumers.training.model import random_rates
 from pipeline.agreement import Agreement, Gaps, largest, strata, window_of
 from pipeline.errors import ModelError
 from pipeline.logs import get_logger
-from pipeline.messages import TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _PROBE_SEED = 20
 _MOST_SAMPLES = 16

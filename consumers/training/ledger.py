@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pipeline.decoding import read_json
 from pipeline.errors import MessageError
 from pipeline.logs import get_logger
+from pipeline.wire.codec import read_json
 
 
 class StepLog:

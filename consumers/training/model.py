@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
-from pipeline.weights import MANIFEST
+from pipeline.weights.versions import MANIFEST
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 

@@ -22,7 +22,7 @@ from consumers.training.policy_loss import PolicySums, policy_loss
 from consumers.training.proximal import proximal_of
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 
 
 class PolicyRows(NamedTuple):

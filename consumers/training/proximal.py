@@ -35,8 +35,8 @@ from consumers.segments import LeftOut
 from consumers.training.proximal_counts import Counts
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError
-from pipeline.messages import ScoreJob, ScoreResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 Mask = NDArray[np.bool_]
 DropReason = Literal["stale", "missing_proximal"]

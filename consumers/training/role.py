@@ -15,12 +15,12 @@ from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from consumers.training.trackers import Trackers
 from consumers.training.trainer import Trainer
-from pipeline.config.policy_rules import policy_warnings
+from pipeline.broker.ownership import Ownership
+from pipeline.config.rules import policy_warnings
 from pipeline.config.types import Config
-from pipeline.gpu import use_free_gpu
 from pipeline.logs import get_logger
-from pipeline.ownership import Ownership
 from pipeline.run import provenance
+from pipeline.run.gpu import use_free_gpu
 from pipeline.run.role import default_name, role_process
 from pipeline.status.snapshot import snapshot
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.errors import DataError, MessageError
 from pipeline.files import fsync_directory, write_atomic
-from pipeline.messages import TrainingBatch, TrainingSample, decode, encode
+from pipeline.wire.messages import TrainingBatch, TrainingSample, decode, encode
 
 
 class Rollouts:

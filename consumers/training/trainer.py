@@ -36,18 +36,19 @@ from consumers.training.model import probe_score, probe_tokens
 from consumers.training.rollouts import Rollouts
 from consumers.training.step import TrainStep
 from consumers.training.trackers import Trackers
-from pipeline import metrics, weights
+from pipeline.broker.ownership import Ownership
+from pipeline.broker.streams import Entry, ack_batches, batch_reader
 from pipeline.errors import DeadlineExceeded, MessageError
 from pipeline.incarnation import begin_again, recognise
 from pipeline.logs import get_logger
-from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role
 from pipeline.scores import Scores
 from pipeline.status.snapshot import snapshot
-from pipeline.streams import Entry, ack_batches, batch_reader
-from pipeline.tokens import TokenArray
+from pipeline.telemetry import training_metrics
 from pipeline.trained import LEDGER, TrainedIds
+from pipeline.weights import versions
+from pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
+from pipeline.wire.tokens import TokenArray
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Trainer:
         self._rollouts = Rollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
         self._history = TrainedRecorder(role.config)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
-        self._registry = weights.WeightsRegistry(role.client, role.keys)
+        self._registry = versions.WeightsRegistry(role.client, role.keys)
         self._published: tuple[int, float] | None = None  # the newest version of this process, its probe's score
         self._unread: deque[Entry] = deque()
         self._state = checkpoint.TrainerState()
@@ -294,10 +295,10 @@ class Trainer:
             step=self._state.step,
             published_at=time.time(),
         )
-        full = await self._write(weights.write_version, directory, self._versions, manifest)
+        full = await self._write(versions.write_version, directory, self._versions, manifest)
         await self._registry.register(full, self._owner.key, self._owner.nonce, retention)
         self._published = (version, score)
-        await asyncio.to_thread(weights.retire, self._versions, version, retention)
+        await asyncio.to_thread(versions.retire, self._versions, version, retention)
         get_logger().info("published", version=version, digest=full.digest[:12])
 
     async def _show(self, record: dict[str, float]) -> None:
@@ -311,4 +312,4 @@ class Trainer:
 
 
 def _combined(samples: list[TrainingSample]) -> dict[str, float]:
-    return metrics.reduce([sample.metrics for sample in samples])
+    return training_metrics.reduce([sample.metrics for sample in samples])

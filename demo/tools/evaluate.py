@@ -15,9 +15,9 @@ from typing import Any
 from consumers.exact_answer import extract, read_answer
 from demo.tools.data import messages_of, truth_of
 from demo.tools.problems import Problem
-from pipeline.chat_template import ChatTemplateOptions
-from pipeline.config.rollout_types import RolloutServerConfig
-from pipeline.turn_tokens import Renderer
+from pipeline.config.types import RolloutServerConfig
+from pipeline.prompts.chat_template import ChatTemplateOptions
+from pipeline.prompts.turn_tokens import Renderer
 from producers.gateway.tool_calls import Hermes, assistant_message
 from producers.rollout.tools import ToolBox, load_tools
 from workers.generation.engine import GenerationEngine

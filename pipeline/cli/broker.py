@@ -18,9 +18,9 @@ def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     Example: `sluice broker -c configs/text.yaml`
     """
     from pipeline import logs
+    from pipeline.broker.embedded import embedded_broker
     from pipeline.config import load_config
     from pipeline.config.load import hide_password
-    from pipeline.embedded import embedded_broker
 
     def finish(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt

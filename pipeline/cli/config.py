@@ -23,7 +23,7 @@ def show(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json 
     Example: `sluice config show -c configs/text.yaml --json`
     """
     from pipeline.config import load_config, resolved_yaml
-    from pipeline.config.yaml_loader import parse_yaml
+    from pipeline.config.load import parse_yaml
     from pipeline.json_out import print_json
 
     text = resolved_yaml(load_config(config, overrides))

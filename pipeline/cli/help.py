@@ -1,35 +1,122 @@
-"""`sluice help`."""
+"""How `--help` looks: headings and two columns, without boxes, so that it can be piped and read aloud."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
+from cyclopts import Group
 
-from pipeline.terminal import say
+if TYPE_CHECKING:
+    from cyclopts.help import HelpEntry, HelpPanel
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+_TITLES = {"Parameters": "Options"}  # cyclopts' word for them
+_NAMES = 16  # columns: what fits stands beside its description, longer names above it
 
 
-def help_(
-    *topic: Annotated[
-        str, Parameter(help="A command such as `dlq replay`, or `exit-codes`; without one, all commands.")
-    ],
-    markdown: Annotated[
-        bool, Parameter(negative="", show_default=False, help="All commands on one page; docs/cli.md is made with it.")
-    ] = False,
-) -> int | None:
-    """Explain a command, or the exit codes.
+class Layout:
+    """cyclopts' HelpFormatter, for `help_format="plaintext"`."""
 
-    Example: `sluice help dlq replay`
-    Example: `sluice help exit-codes`
-    """
-    from pipeline.cli import exit_codes
-    from pipeline.cli.main import build
+    show_metavar = True
 
-    if markdown:
-        from pipeline.cli.reference import as_markdown
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print one panel."""
+        if not panel.entries:
+            return
+        from rich.text import Text
 
-        say(as_markdown(build()), end="")
-    elif topic == ("exit-codes",):
-        say(exit_codes.as_text())
-    else:
-        build()([*topic, "--help"], result_action="return_value", print_error=False, exit_on_error=False)
+        console.print(Text(_TITLES.get(str(panel.title), str(panel.title)), "bold"))
+        for entry in panel.entries:
+            name = " ".join(entry.display_labels_with_metavar)
+            words = styled(" ".join([plain(entry.description), *_notes(entry)]))
+            lines = words.wrap(console, max(20, options.max_width - _NAMES - 4))
+            above = len(name) > _NAMES
+            if above:
+                console.print(Text(f"  {name}", "cyan"), soft_wrap=True)
+            for number, line in enumerate(lines):
+                beside = Text(f"  {'' if above or number else name:{_NAMES}}  ", "cyan")
+                console.print(beside + line, soft_wrap=True)
+        console.print()
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
+        """The first line."""
+        if usage:
+            console.print(f"Usage: {plain(usage)}", highlight=False, markup=False, soft_wrap=True)
+            console.print()
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        """What the command does, then examples; these are not wrapped, so that they can be copied."""
+        text = plain(description)
+        for paragraph in paragraphs(text):
+            console.print(styled(paragraph))
+            console.print()
+        if found := examples(text):
+            console.print("Examples", style="bold")
+            for example in found:
+                console.print(f"  {example}", highlight=False, markup=False, soft_wrap=True)
+            console.print()
+
+
+def plain(shown: Any) -> str:
+    """The text inside what cyclopts hands to a formatter."""
+    inner = getattr(shown, "primary_renderable", shown)
+    return str(getattr(inner, "plain", inner)).rstrip()
+
+
+def _notes(entry: HelpEntry) -> Iterable[str]:
+    if entry.choices:
+        yield f"[{' | '.join(entry.choices)}]"
+    if entry.default is not None and entry.default != "False":
+        yield f"[default: {entry.default}]"
+    if entry.required:
+        yield "[required]"
+
+
+_EXAMPLE = re.compile(r"Example: `([^`]+)`$")
+
+
+def paragraphs(text: str) -> list[str]:
+    """Each on one line, without the examples."""
+    found = [
+        " ".join(line for line in block.split("\n") if not _EXAMPLE.match(line)) for block in text.strip().split("\n\n")
+    ]
+    return [each for each in found if each.strip()]
+
+
+def examples(text: str) -> list[str]:
+    """The commands, as they are typed."""
+    return [found[1] for line in text.splitlines() if (found := _EXAMPLE.match(line.strip()))]
+
+
+def styled(text: str) -> Text:
+    """What stands in backticks is bold, and the backticks are gone."""
+    from rich.text import Text
+
+    pieces = text.split("`")
+    return Text.assemble(*((piece, "bold" if at % 2 else "") for at, piece in enumerate(pieces)))
+
+
+HEADINGS: dict[str, tuple[str, ...]] = {
+    "Start here": ("help", "demo", "doctor"),
+    "Run": ("run", "up", "generate"),
+    "Look": ("status", "top", "dashboard", "dlq", "audit"),
+    "Roles, one process each": (
+        "produce", "worker", "consume", "train", "score", "gateway", "rollout-server", "broker",
+    ),
+    "Tools": ("config", "rollout", "guard", "export", "bench", "env", "completion"),
+}  # fmt: skip
+
+_LAST = "Tools"
+OPTIONS = Group("Options", sort_key=len(HEADINGS))
+_GROUPS = {heading: Group(heading, sort_key=place) for place, heading in enumerate(HEADINGS)}
+
+
+def heading_of(command: str) -> tuple[Group, int]:
+    """The group of a command, and its place in there."""
+    for heading, commands in HEADINGS.items():
+        if command in commands:
+            return _GROUPS[heading], commands.index(command)
+    return _GROUPS[_LAST], len(HEADINGS[_LAST])

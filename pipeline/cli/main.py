@@ -1,7 +1,7 @@
-"""The one `sluice` command. Sub-commands come from the entry-point group that each package fills.
+"""The one `sluice` command, `help` and `completion`. Sub-commands come from the entry-point group that packages fill.
 
 - Loading a command imports no engine, so that `sluice --help` is there at once.
-- An error ends in one line on stderr and an exit code of exit_codes.py; a bug ends in its traceback.
+- An error ends in one line on stderr and an exit code of pipeline/errors.py; a bug ends in its traceback.
 """
 
 from __future__ import annotations
@@ -9,16 +9,85 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
-from pipeline.cli.exit_codes import INTERRUPTED, WRONG_USAGE
-from pipeline.cli.groups import OPTIONS, heading_of
-from pipeline.cli.layout import Layout
-from pipeline.errors import BrokerError, SluiceError, first_cause
+from pipeline.cli.help import OPTIONS, Layout, heading_of
+from pipeline.errors import INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, exit_codes_text, first_cause
 from pipeline.terminal import say
+
+_FEW = 8
+
+
+def complaint(error: CycloptsError) -> str:
+    """The line, without `error: `."""
+    error.verbose = False
+    chain = " ".join(("sluice", *(error.command_chain or ())))
+    text = _unknown(error) if isinstance(error, UnknownCommandError) else str(error)
+    return f"{' '.join(text.split())} See `{chain} --help`."
+
+
+def _unknown(error: UnknownCommandError) -> str:
+    """cyclopts' own sentence goes on with the first eight of all commands."""
+    word = (error.unused_tokens or [""])[0]
+    known = [name for name in error.app or () if not name.startswith("-")]
+    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    meant = near or [name for name in known if word and name.startswith(word)][:1]
+    few = f" Commands: {', '.join(sorted(known))}." if len(known) <= _FEW else ""
+    return f'Unknown command "{word}".' + (f' Did you mean "{meant[0]}"?' if meant else few)
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell that you use.")],
+    /,
+    *,
+    install: Annotated[
+        bool,
+        Parameter(
+            negative="", show_default=False, help="Write it where that shell looks, and add a line to its start file."
+        ),
+    ] = False,
+) -> None:
+    """Print the completion script of a shell, or install it.
+
+    For this shell alone: `source <(sluice completion bash)`. The script holds the names of all commands and options,
+    and asks nothing while you type; after an update of Sluice, make it again.
+
+    Example: `sluice completion bash`
+    Example: `sluice completion zsh --install`
+    """
+    app = build()
+    if not install:
+        say(app.generate_completion(shell=shell))
+        return
+    say(f"written: {app.install_completion(shell=shell)}; it works in shells that you open from now on")
+
+
+def help_(
+    *topic: Annotated[
+        str, Parameter(help="A command such as `dlq replay`, or `exit-codes`; without one, all commands.")
+    ],
+    markdown: Annotated[
+        bool, Parameter(negative="", show_default=False, help="All commands on one page; docs/cli.md is made with it.")
+    ] = False,
+) -> int | None:
+    """Explain a command, or the exit codes.
+
+    Example: `sluice help dlq replay`
+    Example: `sluice help exit-codes`
+    """
+    if markdown:
+        from pipeline.cli.reference import as_markdown
+
+        say(as_markdown(build()), end="")
+    elif topic == ("exit-codes",):
+        say(exit_codes_text())
+    else:
+        build()([*topic, "--help"], result_action="return_value", print_error=False, exit_on_error=False)
+
 
 GROUP = "sluice.commands"
 _HELP = """Rollouts for post-training language models, as a queue on Redis.
@@ -68,8 +137,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         sys.stdout.flush()
     except CycloptsError as error:
-        from pipeline.cli.usage import complaint
-
         say(f"error: {complaint(error)}", file=sys.stderr)
         sys.exit(WRONG_USAGE)
     except KeyboardInterrupt:

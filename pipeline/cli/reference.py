@@ -9,9 +9,8 @@ from typing import Any
 
 from cyclopts import App
 
-from pipeline.cli.exit_codes import EXIT_CODES
-from pipeline.cli.groups import HEADINGS, heading_of
-from pipeline.cli.prose import examples, paragraphs
+from pipeline.cli.help import HEADINGS, examples, heading_of, paragraphs
+from pipeline.errors import EXIT_CODES
 
 _HEAD = """# The command line
 

@@ -1,4 +1,4 @@
-"""`sluice status`: a look at a run."""
+"""`sluice status` and `sluice top`: a look at a run."""
 
 from __future__ import annotations
 
@@ -60,3 +60,33 @@ def status(
     else:
         say(diagnosis.as_text(found))
     return 0 if found.verdict.is_healthy else 1
+
+
+Once = Annotated[
+    bool,
+    Parameter(negative="", show_default=False, help="Print one frame as plain text and end."),
+]
+
+
+def top(*, config: ConfigPath = None, overrides: Overrides = (), once: Once = False) -> None:
+    """Watch a run in a terminal: the flow with counts and rates, stages, processes, what keeps it, dead letters.
+
+    It fits 80 x 24, works over ssh, only reads, and outlives a broker that goes away. Keys: tab or arrows turn pages,
+    ? helps, q quits.
+
+    Example: `sluice top -c configs/text.yaml`
+    Example: `sluice top -c configs/text.yaml --once`
+    """
+    from pipeline.config import load_config
+
+    settings = load_config(config, overrides)
+    if once:
+        from pipeline.top.panels import print_once
+
+        print_once(settings)
+        return
+    from pipeline.broker import connection
+    from pipeline.top.app import TopApp
+
+    connection.broker_url(settings.broker)  # an error here is one line; on the screen it would be a wait
+    TopApp(settings).run()

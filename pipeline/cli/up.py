@@ -1,12 +1,15 @@
-"""`sluice up`: every process of a run, started and supervised here."""
+"""`sluice up` and `sluice run`: every process of a run, started and supervised here."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from pipeline.cli.options import ConfigPath, DryRunFlag, DryRunJson, Overrides
+from pipeline.errors import ConfigError
+from pipeline.terminal import say
 
 
 def up(
@@ -27,6 +30,54 @@ def up(
     Example: `sluice up -c configs/text.yaml --workers 4`
     Example: `sluice up -c configs/text.yaml --dry-run`
     """
-    from pipeline.cli.start import start
-
     return start("up", config, list(overrides), workers, dry_run=dry_run, as_json=as_json)
+
+
+def run(
+    *,
+    config: ConfigPath = None,
+    model: Annotated[Path | None, Parameter(help="Directory with config, tokenizer and safetensors.")] = None,
+    data: Annotated[Path | None, Parameter(help="JSONL or Parquet: rows of messages, with truth where known.")] = None,
+    workers: Annotated[int | None, Parameter(help="Decode workers; the same as --set worker.count=N.")] = None,
+    overrides: Overrides = (),
+    dry_run: DryRunFlag = False,
+    as_json: DryRunJson = False,
+) -> int:
+    """Decode, match and train on your own prompts, from first row to last.
+
+    It starts what `sluice up` starts, with a model and data named on the command line. Run it again to go on where it
+    stopped.
+
+    Exit code 130 after Ctrl-C or SIGTERM; the same command goes on from there.
+
+    Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl`
+    Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl --dry-run`
+    """
+    paths = [f"{key}={value}" for key, value in (("model.path", model), ("data.path", data)) if value]
+    return start("run", config, [*overrides, *paths], workers, dry_run=dry_run, as_json=as_json)
+
+
+def start(
+    command: str, config: Path | None, overrides: list[str], workers: int | None, *, dry_run: bool, as_json: bool
+) -> int:
+    """Run the stack, or say what it would do; the exit code. Raises SluiceError."""
+    from pipeline.config import load_config
+    from pipeline.run.stack import run_stack, with_workers
+
+    if as_json and not dry_run:
+        raise ConfigError(f"--json goes with --dry-run; a run is watched with `sluice status --json` ({command})")
+    settings = load_config(config, overrides)
+    if workers is not None:
+        settings = with_workers(settings, workers)
+    if not dry_run:
+        return run_stack(settings, title=f"sluice {command} · {settings.run}")
+
+    from pipeline.json_out import print_json
+    from pipeline.run.dry_run import as_text, rehearse
+
+    found = rehearse(settings, command, str(config or "defaults"))
+    if as_json:
+        print_json(found)
+    else:
+        say(as_text(found))
+    return found.exit_code

@@ -1,4 +1,7 @@
-"""YAML → frozen types. `load_config` is the one way in."""
+"""YAML → frozen types. `load_config` is the one way in.
+
+file, environment, --set ─▶ load ─▶ suggest (unknown keys) ─▶ types (every key) ─▶ rules (between keys) ─▶ Config
+"""
 
 from pipeline.config.load import load_config, resolved_yaml
 from pipeline.config.types import Config

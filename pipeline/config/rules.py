@@ -6,9 +6,6 @@ import re
 from ipaddress import IPv6Address
 from math import inf
 
-from pipeline.config.operate_rules import operate_checks
-from pipeline.config.policy_rules import policy_checks
-from pipeline.config.rollout_rules import rollout_checks
 from pipeline.config.types import Config, RepeatTerminateConfig
 from pipeline.errors import ConfigError
 
@@ -162,4 +159,167 @@ def _flow(config: Config) -> list[tuple[bool, str]]:
             f"weights.retention {config.weights.retention} must be >= producer.max_staleness + 2 "
             f"= {producer.max_staleness + 2}",
         ),
+    ]
+
+
+def policy_checks(config: Config) -> list[tuple[bool, str]]:
+    """(holds, complaint) of each rule; a complaint says key, value and what to do."""
+    return [*_policy_numbers(config), *_scorer_counts(config), *_policy_and_others(config)]
+
+
+def policy_warnings(config: Config) -> list[str]:
+    """What is allowed with a policy loss, and should be known."""
+    if not config.policy.enabled:
+        return []
+    found: list[str] = []
+    sampling = config.sampling
+    exact = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    changed = [
+        f"sampling.{key} {getattr(sampling, key)}" for key, value in exact.items() if getattr(sampling, key) != value
+    ]
+    if changed and config.worker.logprobs_mode == "raw":
+        found.append(
+            f"{', '.join(changed)}: logprobs are raw, so importance ratios are those of the raw policy, not of the "
+            "sampler that drew the tokens; for exact ratios set temperature and top_p to 1, top_k to 0 and "
+            "repetition_penalty to 1, or for a temperature alone worker.logprobs_mode to processed (hf)"
+        )
+    if config.scorer.count == 0 and config.producer.max_staleness >= 2:
+        found.append(
+            f"scorer.count 0 with producer.max_staleness {config.producer.max_staleness}: tokens two versions back get "
+            f"no proximal logprob, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; set "
+            "scorer.count to 1 or more to have them scored"
+        )
+    bound, kept = config.policy.max_token_staleness, config.weights.retention
+    if bound > kept:
+        found.append(
+            f"policy.max_token_staleness {bound} is above weights.retention {kept}: the versions that would score the "
+            f"oldest tokens are gone, and policy.on_missing_proximal {config.policy.on_missing_proximal} decides; "
+            "raise weights.retention"
+        )
+    return found
+
+
+def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
+    policy = config.policy
+    high, dual, floor, cap = policy.clip_eps_high, policy.dual_clip, policy.weight_floor, policy.weight_cap
+    wait_s, bound = policy.score_wait_s, policy.max_token_staleness
+    return [
+        (0 < policy.clip_eps < 1, f"policy.clip_eps {policy.clip_eps} must be between 0 and 1, such as 0.2"),
+        (high is None or 0 < high < inf, f"policy.clip_eps_high {high} must be above 0, or null for that of clip_eps"),
+        (dual is None or 1 < dual < inf, f"policy.dual_clip {dual} must be above 1, such as 3, or null for none"),
+        (0 <= floor < 1, f"policy.weight_floor {floor} must be at least 0 and below 1: a weight of 1 is on-policy"),
+        (cap >= 1, f"policy.weight_cap {cap} must be at least 1: a weight of 1 is on-policy"),
+        (0 <= policy.ce_weight < inf, f"policy.ce_weight {policy.ce_weight} must be at least 0, 0 for none"),
+        (0 < wait_s < inf, f"policy.score_wait_s {wait_s} must be a number of seconds above 0"),
+        (bound >= 0, f"policy.max_token_staleness {bound} must be at least 0, which trains on-policy tokens alone"),
+    ]
+
+
+def _scorer_counts(config: Config) -> list[tuple[bool, str]]:
+    scorer, kept = config.scorer, config.trainer.keep_rollouts
+    return [
+        (scorer.count >= 0, f"scorer.count {scorer.count} must be at least 0, 0 for no scorer"),
+        (scorer.pass_tokens >= 1, f"scorer.pass_tokens {scorer.pass_tokens} must be at least 1, such as 8192"),
+        (scorer.lease_s > 0, f"scorer.lease_s {scorer.lease_s} must be above 0, such as 30"),
+        (kept is None or kept >= 0, f"trainer.keep_rollouts {kept} must be at least 0, 0 for none, or null for all"),
+    ]
+
+
+def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
+    policy, every, size = config.policy, config.trainer.checkpoint_every, config.producer.group_size
+    by_group = policy.advantage.startswith("group_")
+    processed, sampling = config.worker.logprobs_mode == "processed", config.sampling
+    plain = sampling.top_p == 1 and sampling.top_k == 0 and sampling.repetition_penalty == 1
+    return [
+        (
+            not processed or config.worker.backend == "hf",
+            "worker.logprobs_mode processed needs worker.backend hf: vLLM's decode and re-score agree on raw logprobs "
+            "alone; set it to raw",
+        ),
+        (
+            not processed or plain,
+            "worker.logprobs_mode processed takes a temperature alone: a token that top_p, top_k or a penalty leaves "
+            "out under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
+        ),
+        (
+            not policy.enabled or every == 1,
+            f"trainer.checkpoint_every {every} must be 1 with policy.enabled: the trainer's weights have to be those "
+            "of a version at every step",
+        ),
+        (
+            not policy.enabled or not by_group or size >= 2,
+            f"producer.group_size {size} must be at least 2 with policy.advantage {policy.advantage}, or every "
+            "advantage is 0; raise it, or set policy.advantage to reward",
+        ),
+    ]
+
+
+_LAST_PORT = 65_535
+
+
+def rollout_checks(config: Config) -> list[tuple[bool, str]]:
+    """(holds, complaint) for each rule."""
+    gateway, server, rollout = config.gateway, config.rollout_server, config.rollout
+    positive = {
+        "gateway.max_requests": gateway.max_requests,
+        "gateway.request_timeout_s": gateway.request_timeout_s,
+        "gateway.rollout_ttl_s": gateway.rollout_ttl_s,
+        "gateway.stream_tokens": gateway.stream_tokens,
+        "gateway.max_body_mb": gateway.max_body_mb,
+        "rollout_server.tokenizer_cache_size": server.tokenizer_cache_size,
+        "rollout_server.http_client_timeout_s": server.http_client_timeout_s,
+        "rollout_server.max_concurrent_rollouts": server.max_concurrent_rollouts,
+        "rollout_server.deadline_s": server.deadline_s,
+        "rollout_server.keep_answers_s": server.keep_answers_s,
+        "rollout_server.keep_answers": server.keep_answers,
+        "rollout_server.tool_timeout_s": server.tool_timeout_s,
+        "rollout_server.max_tool_calls": server.max_tool_calls,
+        "rollout_server.max_body_mb": server.max_body_mb,
+        "rollout.max_concurrent": rollout.max_concurrent,
+        "rollout.max_turns": rollout.max_turns,
+        "rollout.max_tokens_total": rollout.max_tokens_total,
+        "rollout.timeout_s": rollout.timeout_s,
+    }
+    found = [(0 < value < inf, f"{key} must be a finite number > 0, got {value}") for key, value in positive.items()]
+    not_negative = {
+        "gateway.count": gateway.count,
+        "rollout_server.count": server.count,
+        "rollout_server.max_waiting_rollouts": server.max_waiting_rollouts,
+    }
+    found += [(value >= 0, f"{key} must be >= 0, got {value}") for key, value in not_negative.items()]
+    for name, section in (("gateway", gateway), ("rollout_server", server)):
+        last = section.port + max(0, section.count - 1)
+        complaint = f"{name}.port must be in 0..{_LAST_PORT}, that of the last of {name}.count too, got {section.port}"
+        found.append((section.port >= 0 and last <= _LAST_PORT, complaint))
+    low, high = server.tool_latency_ms
+    found.append((0 <= low <= high, f"rollout_server.tool_latency_ms must be [low, high], 0 <= low, got {[low, high]}"))
+    ttl, call = gateway.rollout_ttl_s, gateway.request_timeout_s
+    complaint = f"gateway.rollout_ttl_s must be > gateway.request_timeout_s ({call:g}), which a call may take: {ttl:g}"
+    found.append((ttl > call, complaint))
+    return [*found, *_of_the_protocol(config)]
+
+
+def _of_the_protocol(config: Config) -> list[tuple[bool, str]]:
+    """What a rollout server would refuse."""
+    rollout, budget = config.rollout, config.rollout.max_tokens_total
+    found = [
+        (rollout.max_turns <= 100, f"rollout.max_turns must be <= 100, got {rollout.max_turns}"),
+        (budget <= 1_000_000, f"rollout.max_tokens_total must be <= 1000000, got {budget}"),
+    ]
+    if rollout.url is not None:
+        warmest, longest = config.sampling.temperature, config.sampling.max_new_tokens
+        found.append((warmest <= 2, f"sampling.temperature must be <= 2 with rollout.url, got {warmest}"))
+        found.append((longest <= 32_768, f"sampling.max_new_tokens must be <= 32768 with rollout.url, got {longest}"))
+    return found
+
+
+def operate_checks(config: Config) -> list[tuple[bool, str]]:
+    """(holds, complaint) each."""
+    history, metrics, dashboard = config.history, config.metrics, config.dashboard
+    return [
+        (history.max_sequences >= 1, f"history.max_sequences must be >= 1, got {history.max_sequences}"),
+        (history.max_mb >= 1, f"history.max_mb must be >= 1, got {history.max_mb}"),
+        (0 <= metrics.port < 65_536, f"metrics.port must be in 0..65535, got {metrics.port}"),
+        (0 <= dashboard.port < 65_536, f"dashboard.port must be in 0..65535, got {dashboard.port}"),
+        (0 < dashboard.max_body_mb <= 64, f"dashboard.max_body_mb must be in 0..64, got {dashboard.max_body_mb}"),
     ]

@@ -1,19 +1,185 @@
-"""The configuration as frozen types. A YAML file is the source of behaviour; every key is listed here.
-
-Units are in the names (`_s` seconds, `_mb` mebibytes, `num_` counts). Cross-field rules: pipeline/config/rules.py.
-"""
+"""The base of every section of the configuration."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
-from pipeline.config.image_types import ImagesConfig
-from pipeline.config.operate_types import DashboardConfig, HistoryConfig, MetricsConfig, TrackingConfig
-from pipeline.config.policy_types import PolicyConfig, ScorerConfig
-from pipeline.config.rollout_types import GatewayConfig, RolloutConfig, RolloutServerConfig
-from pipeline.config.section import Section
-from pipeline.messages import SamplingParams
+import msgspec
+
+from pipeline.wire.messages import SamplingParams
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section; unknown keys are refused."""
+
+
+class VlmPreprocessOptions(Section, frozen=True, kw_only=True):
+    """How images become model inputs; None leaves it to the model's own processor."""
+
+    max_pixels: int | None = None  # an image with more is made smaller
+    min_pixels: int | None = None  # an image with fewer is made larger
+    do_resize: bool | None = None
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """Where the policy comes from and how it is loaded."""
+
+    path: str = ""  # made by save_pretrained, with tokenizer and chat template; --model of `run`
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA, else float32
+    device: str = "auto"  # auto: CUDA where there is one, else cpu
+    device_map: str | None = None  # of transformers, for a model on several devices; `device` then says nothing
+    attn_implementation: str | None = None  # of transformers; null: its own choice
+    trust_remote_code: bool = False  # runs code of the model's directory
+    variant: Literal["auto", "text", "vlm"] = "auto"  # auto: as the model is; text: takes no images
+    preprocess: VlmPreprocessOptions = VlmPreprocessOptions()
+
+
+class VllmEngineOptions(Section, frozen=True, kw_only=True):
+    """The vLLM backend's engine; what is not here goes into `extra`, by vLLM's own names."""
+
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory
+    kv_cache_gb: float | None = None  # on CPU; None: 1, or VLLM_CPU_KVCACHE_SPACE
+    max_model_len: int | None = None  # tokens; None: the model's context
+    enforce_eager: bool = False  # no CUDA graphs, no compilation: slower, starts at once
+    tensor_parallel_size: int = 1  # GPUs of one engine
+    extra: dict[str, Any] = {}
+
+
+ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP"]
+
+
+class ImagesConfig(Section, frozen=True, kw_only=True):
+    """Nothing is open by default: paths need `roots`, URLs need `hosts`."""
+
+    roots: tuple[str, ...] = ()  # directories from which image files may be read
+    hosts: tuple[str, ...] = ()  # "host" (the scheme's own port), "host:port" or "[IPv6]:port"; no wildcards
+    max_mb: float = 20  # of one encoded image
+    max_pixels: int = 40_000_000  # width x height, checked before anything is decoded
+    formats: tuple[ImageFormat, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # by content, not by name
+    fetch_timeout_s: float = 20  # of one URL, retries included
+    cache_mb: int = 256  # decoded images kept by a worker; 0 = none
+    decode_timeout_s: float = 10  # of one image; the process that decodes it is killed then
+    decode_mb: int = 2048  # address space of a process that decodes; an image that needs more is refused
+    decode_processes: int = 2  # that decode at a time; started with the first image
+
+
+class HistoryConfig(Section, frozen=True, kw_only=True):
+    """Finished sequences, in <run_dir>/<run>/history: for the dashboard and for exports."""
+
+    enabled: bool = True
+    max_sequences: int = 200_000  # of one consumer; the trainer keeps as many as all of them; the oldest go first
+    max_mb: int = 2048  # of one consumer's file; the trainer's may be as large as all of theirs
+
+
+class MetricsConfig(Section, frozen=True, kw_only=True):
+    """`/metrics` of every process, for Prometheus."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"  # where it listens
+    port: int = 0  # 0: any free one; each process says its own in its heartbeat
+
+
+class DashboardConfig(Section, frozen=True, kw_only=True):
+    """`sluice dashboard`: the run in a browser."""
+
+    enabled: bool = True  # `up`, `run` and `demo` start one
+    host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
+    port: int = 8090  # where it is taken, `up`, `run` and `demo` use a free one
+    allow_actions: bool = False  # replay and drop dead letters from the browser
+    hosts: tuple[str, ...] = ()  # names by which browsers may reach it, besides localhost and its own address
+    max_body_mb: float = 1  # of one request
+
+
+class TrackingConfig(Section, frozen=True, kw_only=True):
+    """Where the trainer's metrics go besides <run_dir>/<run>/metrics.jsonl."""
+
+    tensorboard: bool = False  # into <run_dir>/<run>/tensorboard
+    wandb: bool = False  # needs `pip install sluice[wandb]`
+    trackio: bool = False
+    project: str = "sluice"  # of W&B and trackio; the run's name is the configuration's
+
+
+class PolicyConfig(Section, frozen=True, kw_only=True):
+    """Decoupled PPO on rewards, beside the teacher-forced losses; a sample takes part when it has an advantage."""
+
+    enabled: bool = False  # trains on rewards
+    advantage: Literal["group_norm", "group_mean", "reward"] = "group_norm"  # (r - mean) / std; r - mean; r
+    ce_weight: float = 0.0  # cross-entropy on the sampled tokens of right answers, beside the policy loss
+    clip_eps: float = 0.2  # the ratio is clipped to 1 - it, 1 + it
+    clip_eps_high: float | None = None  # None: clip_eps
+    dual_clip: float | None = None  # > 1; None: off
+    weight_cap: float = 5.0  # tokens whose behaviour importance weight is above it are masked and counted
+    weight_floor: float = 0.2  # the same below it
+    max_token_staleness: int = 4  # versions; current - version of a token that may be trained
+    on_stale: Literal["mask", "drop"] = "mask"  # mask the token, or drop its sample
+    on_missing_proximal: Literal["mask", "behaviour", "drop"] = "mask"  # mask the token, take w = 1, or drop its sample
+    score_wait_s: float = 60.0  # how long the trainer waits for score jobs; what is missing then is `missing`
+
+
+class ScorerConfig(Section, frozen=True, kw_only=True):
+    """Processes that score finished sequences under retained versions; they run only with a policy loss."""
+
+    count: int = 1  # that `up` and `run` start on this host
+    pass_tokens: int = 8192  # padded tokens of one forward pass
+    torch_threads: int = 1  # 0 = torch's own choice
+    claim_gpu: bool = False  # lock a free GPU of the host; otherwise the scorer shares that of model.device
+    lease_s: float = 30.0  # an unanswered job of a scorer that is silent for this long goes to another
+
+
+class GatewayConfig(Section, frozen=True, kw_only=True):
+    """`sluice gateway`: OpenAI-style completions over the decode queue."""
+
+    count: int = 0  # gateways that `up` and `run` start on this host
+    host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
+    port: int = 8081  # of the first one; the others follow
+    names: tuple[str, ...] = ()  # without a key: by which callers may ask it, besides localhost and its own address
+    model_name: str = "policy"  # in /v1/models; `default` is always known
+    max_requests: int = 512  # in hand at a time; more are answered 429
+    request_timeout_s: float = 240.0  # below what its callers wait for, so that they are told what was waited for
+    rollout_ttl_s: float = 3600.0  # a rollout without a call for this long is dropped, reason abandoned
+    stream_tokens: int = 4  # a streaming caller hears of this many tokens at a time
+    tool_parser: str = "hermes"  # how the model writes tool calls: hermes, or package.module:function
+    max_body_mb: float = 16  # of one request
+
+
+class RolloutServerConfig(Section, frozen=True, kw_only=True):
+    """`sluice rollout-server`: the agent loop and its tools."""
+
+    count: int = 0  # servers that `up` and `run` start on this host
+    host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
+    port: int = 9000  # of the first one; the others follow
+    names: tuple[str, ...] = ()  # without a key: by which callers may ask it, besides localhost and its own address
+    tokenizers: dict[str, str] = {}  # name that a caller gives → model directory or hub id; empty: policy → model.path
+    tokenizer_cache_size: int = 5  # tokenizers in memory
+    tokenizer_trust_remote_code: bool = False  # runs code of a listed tokenizer
+    http_client_timeout_s: float = 300.0  # of one call
+    max_concurrent_rollouts: int = 100  # that run; others wait in line
+    max_waiting_rollouts: int = 400  # beyond those that run; more are answered 429
+    deadline_s: float = 600.0  # of one rollout, callbacks included
+    keep_answers_s: float = 3600.0  # how long a repeated id is given its first answer
+    keep_answers: int = 10_000  # the newest
+    hosts: tuple[str, ...] = ()  # "host", "host:port" or "host:*", that requests may name, besides those of this file
+    tools: tuple[str, ...] = ("calculator",)  # or package.module:name of a tool of your own
+    tool_latency_ms: tuple[int, int] = (10, 100)  # simulated by the calculator
+    tool_timeout_s: float = 60.0  # of one call
+    max_tool_calls: int = 32  # of one turn; the model is told which of its calls were not run
+    template_tools: bool = True  # the tools are given to the chat template
+    template_drift: Literal["error", "warn"] = "error"  # warn: for trainers that are not ours
+    max_body_mb: float = 16  # of one request
+
+
+class RolloutConfig(Section, frozen=True, kw_only=True):
+    """What `sluice produce` asks a rollout server for."""
+
+    url: str | None = None  # of the rollout server; None: prompts become decode jobs
+    gateway_url: str | None = None  # where it calls back; None: the gateways of this host, in turns
+    protocol: Literal["sync", "async"] = "sync"  # async: the answer is called back
+    tokenizer_name: str = "policy"  # that the server is asked to use
+    tool_server_url: str | None = None  # an MCP server with more tools
+    max_concurrent: int = 64  # rollouts in hand
+    max_turns: int = 10  # advice to the server
+    max_tokens_total: int = 8192  # advice to the server; of one rollout's context
+    timeout_s: float = 900.0  # of one rollout, the server's line included
 
 
 class BrokerConfig(Section, frozen=True, kw_only=True):

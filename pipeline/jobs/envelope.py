@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 
 from pipeline.config.suggest import unknown_key
 from pipeline.errors import MessageError, SluiceError, UnknownSchema
-from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, run_of
-from pipeline.messages import SCHEMA, DecodeJob, decode, encode
-from pipeline.tokens import from_wire
+from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, run_of
+from pipeline.wire.messages import SCHEMA, DecodeJob, decode, encode
+from pipeline.wire.tokens import from_wire
 
 FUNCTION = "decode"
 _KIND = "decode_job"

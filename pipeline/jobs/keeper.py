@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import redis
 
-from pipeline import broker, lua
+from pipeline import lua
+from pipeline.broker import connection
 from pipeline.config.types import Config
 from pipeline.errors import BrokerError, EngineError
 from pipeline.jobs.queue import JobQueue
@@ -82,7 +83,7 @@ class LeaseKeeper(threading.Thread):
         keys, args = self._queue.renewal(self._config.worker.lease_s, held)
         try:
             if self._client is None:
-                self._client = broker.connect_sync(self._broker, self._config.run)
+                self._client = connection.connect_sync(self._broker, self._config.run)
                 self._script = self._client.register_script(lua.source("renew"))
             lost: Any = self._script(keys=keys, args=args)
         except (redis.RedisError, BrokerError) as error:

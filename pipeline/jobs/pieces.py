@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.errors import MessageError
-from pipeline.messages import Progress, decode, encode
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import Progress, decode, encode
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _PREFIX = 4  # bytes, little-endian
 

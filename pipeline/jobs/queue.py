@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from redis.asyncio import Redis
 
-from pipeline.broker import Scripts, is_cluster
+from pipeline.broker.connection import Scripts, is_cluster
 from pipeline.errors import MessageError
 from pipeline.jobs.envelope import arq_payload, call_payload, read_envelope
 from pipeline.jobs.pieces import joined, packed
@@ -31,9 +31,9 @@ from pipeline.jobs.types import (
     Piece,
     SourceRewound,
 )
-from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
 from pipeline.logs import get_logger
-from pipeline.messages import DecodeJob, Progress, encode
+from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
+from pipeline.wire.messages import DecodeJob, Progress, encode
 
 _FOREIGN = 8  # place in a row of claim.lua
 _DETAIL_CHARS = 2000

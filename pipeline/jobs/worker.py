@@ -38,8 +38,8 @@ from pipeline.jobs.pulse import Pulse
 from pipeline.jobs.queue import JobQueue
 from pipeline.jobs.types import Claim, Claimed
 from pipeline.jobs.waker import Waker
-from pipeline.keys import Keys
 from pipeline.logs import get_logger
+from pipeline.wire.keys import Keys
 
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
 _BEAT_S = 0.5

@@ -1,10 +1,10 @@
-"""The training keys of pipeline/metrics.py and the Prometheus names of pipeline/telemetry/names.py."""
+"""The training keys (pipeline/telemetry/training_metrics.py) and the names for Prometheus (families.py)."""
 
 from __future__ import annotations
 
-from pipeline.metrics import METRICS, RECORDED_ONLY, Last, Max, Mean, Metric, Percentile, Ratio, Sum
 from pipeline.reference.words import table_of
-from pipeline.telemetry.names import FAMILIES, Family
+from pipeline.telemetry.families import FAMILIES, Family
+from pipeline.telemetry.training_metrics import METRICS, RECORDED_ONLY, Last, Max, Mean, Metric, Percentile, Ratio, Sum
 
 _PAGES = {
     "role": "Every process, of itself",

@@ -6,10 +6,10 @@ import re
 
 import msgspec
 
-from pipeline import keys, messages
 from pipeline.reference.comments import field_comments
 from pipeline.reference.words import default_words, sentence, table_of, type_words
-from pipeline.wire import SCHEMA
+from pipeline.wire import keys, messages
+from pipeline.wire.codec import SCHEMA
 
 _WHO = {"P": "producer", "W": "worker", "C": "consumer", "T": "trainer", "Q": "queue scripts"}
 _MARK = re.compile(r"\s*\[([PWCTQ])\]\s*")
@@ -23,7 +23,7 @@ def body() -> str:
 
 
 def kinds() -> list[type[msgspec.Struct]]:
-    """Every type of pipeline/messages.py, in its order."""
+    """Every type of pipeline/wire/messages.py, in its order."""
     return [
         kind
         for kind in vars(messages).values()

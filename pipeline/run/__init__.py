@@ -12,5 +12,6 @@
 | dry_run        | `--dry-run`: everything that would happen, without doing it                |
 | resume_point   | where a run would begin                                                    |
 | env            | `sluice env`: what a bug report needs                                      |
+| gpu            | one GPU per process, by a lock of the host                                 |
 | provenance     | the resolved configuration and every version, stored with the run          |
 """

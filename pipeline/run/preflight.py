@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import msgspec
 
-from pipeline import broker as connections
+from pipeline.broker import connection as connections
+from pipeline.broker.embedded import find_server
 from pipeline.config import Config, load_config
-from pipeline.embedded import find_server
 from pipeline.errors import BrokerError, ConfigError, DataError, ModelError, SluiceError
 from pipeline.json_out import print_json
 from pipeline.run.provenance import main_versions
 from pipeline.terminal import say
-from pipeline.weights import tensor_table
+from pipeline.weights.versions import tensor_table
 
 READ_S = 20.0
 _LITTLE = 1 << 30

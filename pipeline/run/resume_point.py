@@ -9,14 +9,14 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from pipeline import broker as connections
+from pipeline.broker import connection as connections
 from pipeline.config import Config
-from pipeline.decoding import integer_or, shown
 from pipeline.errors import BrokerError
-from pipeline.keys import Keys
 from pipeline.run import preflight
 from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.weights import newest_number
+from pipeline.weights.versions import newest_number
+from pipeline.wire.codec import integer_or, shown
+from pipeline.wire.keys import Keys
 
 _LOOK_S = 10.0
 Source = dict[bytes, bytes]

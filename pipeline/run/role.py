@@ -31,16 +31,16 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline import broker, logs
-from pipeline.broker import Scripts, is_cluster
+from pipeline import logs
+from pipeline.broker import connection
+from pipeline.broker.connection import Scripts, is_cluster
 from pipeline.config.types import Config
-from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, DeadlineExceeded, MessageError, SluiceError, first_cause
-from pipeline.keys import Keys
 from pipeline.logs import get_logger
 from pipeline.status.heartbeat import ALIVE_S, StatusReporter
-from pipeline.telemetry.exporter import metrics_server
-from pipeline.telemetry.process import Telemetry
+from pipeline.telemetry.exporter import Telemetry, metrics_server
+from pipeline.wire.codec import read_json
+from pipeline.wire.keys import Keys
 
 ONLOOKERS = ("dashboard",)
 _ASK_AGAIN_S = 0.25
@@ -135,7 +135,7 @@ class Role:
     def __init__(self, config: Config, client: Redis, name: str, role: str, tasks: asyncio.TaskGroup) -> None:
         self.config, self.client, self.name = config, client, name
         self.keys = Keys(config.run)
-        self.scripts = broker.Scripts(client)
+        self.scripts = connection.Scripts(client)
         self.status = StatusReporter(client, self.keys, role, name)
         self.telemetry = Telemetry(role, self.status.row)
         self.stop = asyncio.Event()
@@ -184,9 +184,9 @@ class Role:
 async def role_process(config: Config, role: str, name: str, stop: asyncio.Event | None = None) -> AsyncGenerator[Role]:
     """The scope of one role process; with `stop` given, signals are the caller's business."""
     logs.configure(name)
-    broker.refuse_unsafe(config.broker, await broker.wait_ready(config.broker, config.run))
+    connection.refuse_unsafe(config.broker, await connection.wait_ready(config.broker, config.run))
     async with contextlib.AsyncExitStack() as scope:
-        client = broker.connect(config.broker, config.run)
+        client = connection.connect(config.broker, config.run)
         scope.push_async_callback(client.aclose)
         async with _leave_taking() as leaves, asyncio.TaskGroup() as tasks:
             context = Role(config, client, name, role, tasks)

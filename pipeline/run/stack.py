@@ -25,16 +25,15 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from pipeline import broker as connections
 from pipeline import logs
+from pipeline.broker import connection as connections
+from pipeline.broker.embedded import embedded_broker
 from pipeline.config import Config
 from pipeline.config.load import ENVIRONMENT
-from pipeline.embedded import embedded_broker
 from pipeline.errors import BrokerError, MessageError
 from pipeline.files import write_atomic
-from pipeline.http.ports import free_port
+from pipeline.http.server import free_port
 from pipeline.jobs import JobQueue
-from pipeline.keys import Keys
 from pipeline.logs import get_logger
 from pipeline.run import provenance
 from pipeline.run.progress_panel import Progress
@@ -42,6 +41,7 @@ from pipeline.run.supervisor import Child, Supervisor, sluice_command
 from pipeline.status.heartbeat import Heartbeat, read_row
 from pipeline.status.snapshot import Snapshot, snapshot
 from pipeline.terminal import say
+from pipeline.wire.keys import Keys
 
 
 class Deaths:

@@ -15,14 +15,14 @@ from typing import Literal
 
 import msgspec
 
-from pipeline import broker
-from pipeline.broker import BrokerSilent
+from pipeline.broker import connection
+from pipeline.broker.connection import BrokerSilent
 from pipeline.config import Config
 from pipeline.errors import BrokerError
-from pipeline.keys import Keys
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import Process, Snapshot, Stall, snapshot
 from pipeline.status.text import condition, counted, length
+from pipeline.wire.keys import Keys
 
 _COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "dead", "dropped")
 _WORDS = {"committed": "decoded", "accepted": "handed on"}
@@ -107,7 +107,7 @@ def look_twice(config: Config, apart_s: float = APART_S) -> Why:
     )
     hasty = msgspec.structs.replace(config, broker=settings)
     try:
-        broker.ping(hasty.broker, config.run)
+        connection.ping(hasty.broker, config.run)
     except BrokerSilent as error:
         patience = f"{config.broker.retry_for_s:g} s"
         raise BrokerError(
@@ -118,7 +118,7 @@ def look_twice(config: Config, apart_s: float = APART_S) -> Why:
 
 
 async def _look_twice(config: Config, apart_s: float) -> Why:
-    client, keys = broker.connect(config.broker, config.run), Keys(config.run)
+    client, keys = connection.connect(config.broker, config.run), Keys(config.run)
     try:
         async with asyncio.timeout(_DEADLINE_S):
             before = await snapshot(client, keys)

@@ -17,10 +17,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from pipeline import room
-from pipeline.decoding import MOST, Unreadable, check_time, read_json
 from pipeline.errors import MessageError
-from pipeline.keys import Keys
 from pipeline.logs import get_logger
+from pipeline.wire.codec import MOST, Unreadable, check_time, read_json
+from pipeline.wire.keys import Keys
 
 BEAT_S = 1.0
 ALIVE_S = 6.0  # a heartbeat older than this is that of a dead process

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config import Config
-from pipeline.keys import Keys
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import Lag, Lease, Process, Snapshot
 from pipeline.status.text import condition, credit, guard, length, policy
+from pipeline.wire.keys import Keys
 
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer")
 _LEASES = 8  # lines
@@ -19,7 +19,7 @@ _HIDDEN = {"owner", "metrics", "memory_bytes"}  # facts that are for other proce
 
 def look(config: Config) -> Snapshot:
     """Read the run's state; raises BrokerError when the broker does not answer."""
-    broker.ping(config.broker, config.run)
+    connection.ping(config.broker, config.run)
     return asyncio.run(_read(config))
 
 
@@ -119,7 +119,7 @@ def _columns(rows: list[list[str]]) -> list[str]:
 
 
 async def _read(config: Config) -> Snapshot:
-    client = broker.connect(config.broker, config.run)
+    client = connection.connect(config.broker, config.run)
     try:
         return await inspect(client, Keys(config.run), config.consumer.count)
     finally:

@@ -3,7 +3,7 @@
 - It sleeps in the kernel between two scrapes: no polling.
 - It never stops a role. Where port 0 cannot be had, the process goes on without metrics and says so; a port that
   somebody chose and that is taken is a ConfigError, before any work.
-- Callers that are silent, slow or too many are handled as on every server of ours (pipeline/http/connection.py). Nobody
+- Callers that are silent, slow or too many are handled as on every server of ours (pipeline/http/server.py). Nobody
   is asked for a key: the numbers hold no text of anyone.
 """
 
@@ -13,17 +13,23 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterable, Iterator
 from typing import cast
 
 import prometheus_client
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
-from pipeline.config.operate_types import MetricsConfig
+from pipeline import __version__
+from pipeline.config.types import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.http.asgi import ASGIApp, Receive, Scope, Send
-from pipeline.http.serve import serve_on
+from pipeline.http.server import serve_on
 from pipeline.logs import get_logger
-from pipeline.telemetry.process import Telemetry
+from pipeline.status.heartbeat import Heartbeat
+from pipeline.telemetry.families import histogram, of_role, read
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _JOIN_S = 1.0
@@ -107,3 +113,47 @@ def _address(host: str, port: int) -> str:
     """As others write it: a name of this host where it listens on every interface."""
     name = socket.gethostname() if host in _EVERYWHERE else host
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+class Telemetry:
+    """One process's registry; further collectors of the same process are registered with it."""
+
+    def __init__(self, role: str, row: Heartbeat | None = None) -> None:
+        self.role, self.registry = role, CollectorRegistry()
+        ProcessCollector(namespace="sluice", registry=self.registry)
+        self.registry.register(_RoleCollector(role, row))
+        self._histograms = {
+            family.name: histogram(family.name, self.registry).labels(role)
+            for family in of_role(role)
+            if family.kind == "histogram"
+        }
+
+    def observe(self, **values: float) -> None:
+        """Values of histograms of this role; raises KeyError for a name that it does not have."""
+        for name, value in values.items():
+            self._histograms[name].observe(value)
+
+
+class _RoleCollector(Collector):
+    """The heartbeat's row, read when it is asked for; from another thread than the one that writes it."""
+
+    def __init__(self, role: str, row: Heartbeat | None) -> None:
+        self._role, self._row = role, row
+        self._facts = [family for family in of_role(role) if family.fact is not None]
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: a registry would collect to find out."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Families of this role."""
+        yield read("sluice_role_info", [((self._role, __version__), 1.0)])
+        row = self._row
+        if row is None:
+            return
+        since = row.waiting_since
+        yield read("sluice_waiting_seconds", [((self._role,), 0.0 if since is None else max(0.0, time.time() - since))])
+        facts = dict(row.facts)
+        for family in self._facts:
+            value = facts.get(family.fact or "", 0 if family.kind == "counter" else None)
+            yield read(family.name, [] if value is None else [((self._role,), float(value))])

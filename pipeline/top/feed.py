@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import msgspec
 from redis.exceptions import RedisError
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config import Config
 from pipeline.dlq import DeadLetters, Row
 from pipeline.errors import BrokerError, SluiceError
-from pipeline.keys import Keys
 from pipeline.status.diagnosis import Verdict, verdict
 from pipeline.status.inspection import inspect
 from pipeline.status.rates import Rates
 from pipeline.status.snapshot import Snapshot
+from pipeline.wire.keys import Keys
 
 LETTERS = 50
 AWAY, UNREADABLE = "no answer from the broker", "the run's state cannot be read"
@@ -54,7 +54,7 @@ class Feed:
             config.broker, retry_for_s=_HASTY_S, socket_timeout_s=_HASTY_S, connect_timeout_s=_HASTY_S
         )
         self._config = msgspec.structs.replace(config, broker=settings)
-        self._client = broker.connect(settings, config.run)
+        self._client = connection.connect(settings, config.run)
         self._letters = DeadLetters(self._client, self._config)
         self._seen: deque[Snapshot] = deque(maxlen=_LOOKS)
         self.view = View(config.run)

@@ -14,11 +14,10 @@ from rich.text import Text
 
 from pipeline.config import Config
 from pipeline.errors import BrokerError, DataError
-from pipeline.escaping import escaped
 from pipeline.status.snapshot import CreditUse, Process, Snapshot
 from pipeline.status.stages import StageState, stages
 from pipeline.status.text import condition, length
-from pipeline.terminal import Console, say
+from pipeline.terminal import Console, escaped, say
 from pipeline.top.feed import LETTERS, UNREADABLE, Feed, View
 
 _STYLE: dict[StageState, str] = {

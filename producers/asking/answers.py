@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, MessageError
+from pipeline.wire.codec import read_json
 from producers.asking.peer import Refused
 
 

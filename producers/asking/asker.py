@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from typing import Any, cast
 from urllib.parse import quote
 
-from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, DeadlineExceeded, MessageError
 from pipeline.logs import get_logger
 from pipeline.rollouts import RolloutHead, Rollouts
 from pipeline.run.role import Role
+from pipeline.wire.codec import read_json
 from producers.asking.answers import Answer, read_answer, tool_names
 from producers.asking.gateways import called_back_at
 from producers.asking.peer import GATEWAY_KEY, Peer, PeerSilent, Refused

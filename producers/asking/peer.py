@@ -19,7 +19,7 @@ from yarl import URL
 
 from pipeline.config.load import hide_password
 from pipeline.errors import ConfigError, RequestError, SluiceError
-from pipeline.hosts import AllowedHosts, RefusedAddress
+from pipeline.http.addresses import AllowedHosts, RefusedAddress
 from pipeline.logs import get_logger
 from producers.http.client import guarded_session, read_bounded
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.messages import Message, SequenceResult
+from pipeline.wire.messages import Message, SequenceResult
 from producers.gateway import completion
 
 

@@ -21,10 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline import __version__
 from pipeline.errors import SluiceError
-from pipeline.http.auth import BearerAuth
-from pipeline.http.body_limit import BodyLimit
-from pipeline.http.hosts import HostGate
-from pipeline.http.json_only import JsonOnly
+from pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
 from producers.gateway.metrics import Metrics
 from producers.gateway.openapi import errors
 from producers.gateway.refusals import Refusal, of_schema, refusal_of

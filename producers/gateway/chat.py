@@ -19,16 +19,16 @@ from typing import Any
 
 import msgspec
 
-from pipeline.admission import MAX_TURNS
 from pipeline.config.types import Config
 from pipeline.errors import DeadlineExceeded
-from pipeline.hosts import AllowedHosts
-from pipeline.keys import tagged
-from pipeline.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
+from pipeline.http.addresses import AllowedHosts
+from pipeline.prompts.admission import MAX_TURNS
+from pipeline.prompts.turn_tokens import Renderer
 from pipeline.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from pipeline.thread_pool import ThreadPool
-from pipeline.tokens import TokenArray
-from pipeline.turn_tokens import Renderer
+from pipeline.wire.keys import tagged
+from pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
+from pipeline.wire.tokens import TokenArray
 from producers.gateway.answers import Answer
 from producers.gateway.decoding import Decoding
 from producers.gateway.history import digest

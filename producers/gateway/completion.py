@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from pipeline.errors import MessageError
-from pipeline.messages import FinishReason, Message, SequenceResult
+from pipeline.wire.messages import FinishReason, Message, SequenceResult
 
 _FINISH: dict[FinishReason, str] = {
     "stop": "stop",

@@ -24,8 +24,8 @@ from redis import RedisError
 from pipeline.errors import BrokerError, ResultsLost
 from pipeline.jobs import NO_LIMIT, JobQueue
 from pipeline.logs import get_logger
-from pipeline.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
 from pipeline.replies import Expected, Replies
+from pipeline.wire.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
 from producers.gateway.refusals import Refusal, of_letter
 
 Event = TokenDelta | SequenceResult

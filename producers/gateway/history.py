@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
-from pipeline.messages import Message
+from pipeline.wire.messages import Message
 
 
 class Known(Protocol):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.errors import RequestError
-from pipeline.hosts import AllowedHosts
-from pipeline.messages import ImageRef, Message
+from pipeline.http.addresses import AllowedHosts
+from pipeline.wire.messages import ImageRef, Message
 from producers.gateway.refusals import Refusal
 
 

@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.admission import Limits, admit_json, admit_prompt
-from pipeline.decoding import too_wide
 from pipeline.errors import MessageError
-from pipeline.messages import MAX_GROUP, Message, SamplingParams, SequenceResult
-from pipeline.rows import check_messages
-from pipeline.surrogates import lone_surrogate_in_json
+from pipeline.prompts.admission import Limits, admit_json, admit_prompt
+from pipeline.prompts.rows import check_messages
+from pipeline.wire.codec import lone_surrogate_in_json, too_wide
+from pipeline.wire.messages import MAX_GROUP, Message, SamplingParams, SequenceResult
 from producers.gateway.completion import chat_completion, repeat_terminate_triggered
 
 _NEUTRAL: dict[str, Any] = {

@@ -8,9 +8,9 @@ from contextlib import aclosing
 
 from pipeline.config.types import Config
 from pipeline.errors import MessageError
-from pipeline.hosts import AllowedHosts
-from pipeline.keys import tagged
-from pipeline.messages import DecodeJob, SamplingParams, SequenceResult
+from pipeline.http.addresses import AllowedHosts
+from pipeline.wire.keys import tagged
+from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult
 from producers.gateway.decoding import Decoding
 from producers.gateway.images import images_of, url_ref
 from producers.gateway.infer import Envelope, InferCall, InferRequest, envelope

@@ -31,7 +31,7 @@ from pipeline.errors import (
     SluiceError,
 )
 from pipeline.http.errors import problem
-from pipeline.messages import DeadLetter
+from pipeline.wire.messages import DeadLetter
 
 _THEIRS = ("invalid_request",)
 _MAY_PASS = (DeadlineExceeded, ResultsLost, LeaseLost)  # all else would come again

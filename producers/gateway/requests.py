@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Field, field_validator
 
-from pipeline.messages import MAX_GROUP, Message, SamplingParams
+from pipeline.wire.messages import MAX_GROUP, Message, SamplingParams
 from producers.gateway.refusals import Refusal
 from producers.rollout.schemas.completions import CompletionsRequest
 from producers.rollout.schemas.constants import MAX_ID_LENGTH, MAX_TOKENS_LIMIT, STOP, JsonObject, Schema, TokenId

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from pipeline.config.types import Config
-from pipeline.http.serve import serve
+from pipeline.http.server import serve
 from pipeline.logs import get_logger
 from pipeline.run.role import Role, default_name, role_process
 from producers.gateway.app import make_app

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import MessageError, RequestError
-from pipeline.messages import TokenDelta
+from pipeline.wire.messages import TokenDelta
 from producers.gateway.answers import Answer
 from producers.gateway.in_hand import unless_gone
 from producers.gateway.infer import encode_envelopes, read_call

@@ -11,14 +11,14 @@ from prometheus_client import CollectorRegistry
 from redis import RedisError
 from redis.asyncio import Redis
 
-from pipeline.admission import Limits
 from pipeline.config.types import Config
-from pipeline.hosts import AllowedHosts
+from pipeline.http.addresses import AllowedHosts
 from pipeline.jobs import JobQueue
-from pipeline.keys import Keys
+from pipeline.prompts.admission import Limits
+from pipeline.prompts.turn_tokens import Renderer
 from pipeline.replies import Replies
 from pipeline.rollouts import Rollouts
-from pipeline.turn_tokens import Renderer
+from pipeline.wire.keys import Keys
 from producers.gateway.chat import Chat
 from producers.gateway.closing import Closing
 from producers.gateway.decoding import Decoding

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.logs import get_logger
-from pipeline.messages import Message, TokenDelta
+from pipeline.wire.messages import Message, TokenDelta
 from producers.gateway.answers import Answer, Chunks, tool_call_deltas
 from producers.gateway.refusals import refusal_of
 from producers.gateway.requests import ChatRequest

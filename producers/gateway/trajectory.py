@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from pipeline.messages import FinishReason, SequenceResult
 from pipeline.rollouts import Rollout, RolloutHead, Turn
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import FinishReason, SequenceResult
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _CUT_SHORT = ("deadline", "cancelled", "error")
 

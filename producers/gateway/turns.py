@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from pipeline.messages import Message, SamplingParams, SequenceResult
+from pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
 from pipeline.rollouts import Turn
-from pipeline.tokens import TokenArray
-from pipeline.turn_tokens import Added, Renderer, TemplateDrift
+from pipeline.wire.messages import Message, SamplingParams, SequenceResult
+from pipeline.wire.tokens import TokenArray
 from producers.gateway.history import after, digest, digests, goes_on_from
 from producers.gateway.refusals import Refusal
 from producers.gateway.trajectory import known_token_ids, path_to

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 from aiohttp.abc import AbstractResolver
 
-from pipeline import decoding
 from pipeline.errors import MessageError, RequestError
-from pipeline.hosts import AllowedHosts
+from pipeline.http.addresses import AllowedHosts
+from pipeline.wire import codec
 
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "sluice"}
 
@@ -25,7 +25,7 @@ def guarded_session(
 ) -> aiohttp.ClientSession:
     """A pooled session of the running event loop; `timeout_s` holds for one request. The caller closes it.
 
-    Its requests raise RequestError (not listed, a redirect, compressed), RefusedAddress (pipeline.hosts), and
+    Its requests raise RequestError (not listed, a redirect, compressed), RefusedAddress (pipeline.http.addresses), and
     aiohttp's errors.
     """
 
@@ -63,7 +63,7 @@ async def read_json(response: aiohttp.ClientResponse, max_bytes: int) -> Any:
     """The body as JSON. Raises RequestError where it is too large or no JSON."""
     body = await read_bounded(response, max_bytes)
     try:
-        return decoding.read_json(body, object, "it")
+        return codec.read_json(body, object, "it")
     except MessageError as error:
         raise RequestError(f"the URL: the answer is no JSON ({error}); look at the server") from error
 

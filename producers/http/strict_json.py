@@ -1,8 +1,8 @@
 """JSON bodies from the network: RFC 8259 only, so that whatever was read can be carried on and written again.
 
 - No NaN or infinity, no half of a surrogate pair, no number beyond all types.
-- What a body costs is looked at before it is read, and before it becomes objects (pipeline/admission.py): by the limits
-  of the application's state, where it has some.
+- What a body costs is looked at before it is read, and before it becomes objects (pipeline/prompts/admission.py): by
+  the limits of the application's state, where it has some.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
-from pipeline.admission import Limits, admit_json, admit_request
-from pipeline.decoding import too_wide
 from pipeline.errors import RequestError
-from pipeline.surrogates import lone_surrogate_in_json
+from pipeline.prompts.admission import Limits, admit_json, admit_request
+from pipeline.wire.codec import lone_surrogate_in_json, too_wide
 
 
 def decode(body: bytes) -> Any:

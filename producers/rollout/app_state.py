@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-from pipeline.config.rollout_types import RolloutServerConfig
-from pipeline.config.types import Config
-from pipeline.hosts import AllowedHosts
+from pipeline.config.types import Config, RolloutServerConfig
+from pipeline.http.addresses import AllowedHosts
 from producers.http.client import guarded_session
 from producers.rollout.counters import Counters
 from producers.rollout.line import Line

@@ -1,9 +1,9 @@
-"""Numbers of the rollout server for Prometheus; names and labels are in pipeline/telemetry/names.py."""
+"""Numbers of the rollout server for Prometheus; names and labels are in pipeline/telemetry/families.py."""
 
 from __future__ import annotations
 
-from pipeline.telemetry.instruments import counter, gauge, histogram, page
-from pipeline.telemetry.process import Telemetry
+from pipeline.telemetry.exporter import Telemetry
+from pipeline.telemetry.families import counter, gauge, histogram, page
 from producers.rollout.line import Line
 from producers.rollout.schemas import RolloutResponse
 

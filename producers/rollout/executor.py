@@ -14,9 +14,9 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from pipeline.chat_template import ChatTemplateOptions
 from pipeline.logs import get_logger
-from pipeline.turn_tokens import Renderer
+from pipeline.prompts.chat_template import ChatTemplateOptions
+from pipeline.prompts.turn_tokens import Renderer
 from producers.rollout.app_state import AppState
 from producers.rollout.errors import RolloutError
 from producers.rollout.schemas import (

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from pipeline import logs
 from pipeline.config.types import Config
-from pipeline.http.serve import serve
+from pipeline.http.server import serve
 from pipeline.logs import get_logger
 from pipeline.loop_watch import watch_loop
 from pipeline.run.role import default_name, leave_within

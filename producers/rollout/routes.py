@@ -10,8 +10,8 @@ from fastapi.openapi.models import Example
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from pipeline.admission import Limits, admit_prompt
 from pipeline.http.errors import documented
+from pipeline.prompts.admission import Limits, admit_prompt
 from producers.http.paths import ROLLOUT_ID
 from producers.rollout.app_state import AppState
 from producers.rollout.runs import Runs

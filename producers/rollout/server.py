@@ -11,11 +11,8 @@ from starlette.exceptions import HTTPException
 
 from pipeline import __version__
 from pipeline.errors import RequestError
-from pipeline.http.auth import BearerAuth
-from pipeline.http.body_limit import BodyLimit
 from pipeline.http.errors import problem_response
-from pipeline.http.hosts import HostGate
-from pipeline.http.json_only import JsonOnly
+from pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
 from producers.http.api_page import add_api_page
 from producers.http.strict_json import StrictRoute
 from producers.rollout.app_state import AppState

@@ -3,7 +3,8 @@
     known: |── prompt ──|── reply ──|    next call: |── known ──|── added: response_mask 0 ──|── reply ──| …
 
 - `last_len` is the reply's own len(prompt_token_ids) + len(token_ids); appending messages never moves it.
-- Where messages were only appended, what is added is what the gateway computes by the same rule (pipeline.turn_tokens).
+- Where messages were only appended, what is added is what the gateway computes by the same rule
+  (pipeline.prompts.turn_tokens).
 - Where earlier ones were changed or removed no token can be said to be new: the call is refused.
 - Every reply says what prompt it saw. It must be the known ids and what was added, or the local rendering (a trainer
   that tokenises anew); all else is drift: an error, or counted and gone along with.
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pipeline.errors import ModelError, RequestError
-from pipeline.messages import Message
-from pipeline.turn_tokens import Added, Renderer, TemplateDrift
+from pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
+from pipeline.wire.messages import Message
 from producers.rollout.errors import RolloutError
 from producers.rollout.schemas import CompletionsRequest, CompletionsResponse, SamplingParams
 from producers.rollout.schemas import Message as ChatMessage

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.chat_template import settle
 from pipeline.config.types import Config
 from pipeline.errors import DeadlineExceeded
 from pipeline.logs import get_logger
+from pipeline.prompts.chat_template import settle
 from pipeline.thread_pool import ThreadPool
 from producers.rollout.errors import RolloutError
 from producers.tokenizer import turn_terminators

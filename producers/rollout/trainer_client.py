@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from yarl import URL
 
 from pipeline.errors import RequestError
-from pipeline.hosts import RefusedAddress
+from pipeline.http.addresses import RefusedAddress
 from pipeline.logs import get_logger
 from producers.http.client import read_bounded
 from producers.rollout import strict_json

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError
-from pipeline.messages import Message
+from pipeline.prompts.turn_tokens import Renderer
 from pipeline.terminal import Console
-from pipeline.turn_tokens import Renderer
+from pipeline.wire.messages import Message
 from producers.gateway.tool_calls import load_tool_parser
 from producers.gateway.turns import Plan
 from producers.rollout.app_state import app_state

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pipeline.errors import SluiceError
-from pipeline.messages import SamplingParams, SequenceResult
+from pipeline.prompts.turn_tokens import Renderer
 from pipeline.rollouts import Turn
-from pipeline.turn_tokens import Renderer
+from pipeline.wire.messages import SamplingParams, SequenceResult
 from producers.gateway.completion import chat_completion
 from producers.gateway.tool_calls import ToolParser, assistant_message
 from producers.gateway.turns import Plan, plan_turn

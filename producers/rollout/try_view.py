@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from pipeline.messages import Message
 from pipeline.rollouts import Turn
+from pipeline.wire.messages import Message
 from producers.gateway.turns import Plan
 from producers.rollout.schemas import CompletionsResponse, RolloutResponse
 

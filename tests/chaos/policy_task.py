@@ -6,7 +6,7 @@ import msgspec
 
 from consumers import exact_answer
 from consumers.task import Matched, TaskContext
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 
 
 def target(matched: Matched, ctx: TaskContext) -> TrainingSample:

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.types import WorkerConfig
 from pipeline.jobs import seed_for
-from pipeline.messages import SequenceResult, decode
+from pipeline.wire.messages import SequenceResult, decode
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack

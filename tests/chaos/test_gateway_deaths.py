@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.expected import read_end
-from pipeline.messages import DeadLetter, SequenceResult, decode
+from pipeline.wire.messages import DeadLetter, SequenceResult, decode
 from tests.chaos.blows import PATIENT
 from tests.e2e.agents import free_ports
 from tests.e2e.fixtures import MakeStack, text_rows

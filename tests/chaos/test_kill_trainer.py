@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import WeightsError
-from pipeline.weights import digest_of
+from pipeline.weights.versions import digest_of
 from tests.chaos.blows import seeded
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import DEADLINE_S, Process

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline.embedded import embedded_broker
+from pipeline.broker.embedded import embedded_broker
 from tests.chaos.blows import PATIENT
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN, DEADLINE_S, Process, wait_gone

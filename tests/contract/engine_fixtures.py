@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.types import ModelConfig
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.backends.hf import HfBackend
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
 

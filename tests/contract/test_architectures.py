@@ -18,7 +18,7 @@ from bench.truth.oracle import plain_logprobs
 from consumers.training.model import load_policy, probe_score, write_model
 from pipeline.config.types import Config, ModelConfig
 from pipeline.errors import ModelError
-from pipeline.weights import tensor_table
+from pipeline.weights.versions import tensor_table
 from tests.command import call
 from tests.contract.engine_fixtures import request as ask
 from tests.contract.engine_fixtures import run

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeline.config.types import ModelConfig
 from pipeline.errors import EngineError, ModelError, RequestError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import (
     decode_all,
     ragged_prompts,

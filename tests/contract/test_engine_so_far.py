@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from pipeline.tokens import Runs
+from pipeline.wire.tokens import Runs
 from tests.contract.engine_fixtures import request, run
 from workers.generation.contracts import Backend, SequenceSoFar
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.chat_template import render
 from pipeline.errors import ModelError, RequestError
+from pipeline.prompts.chat_template import render
 from tests.contract.engine_fixtures import request, run
 from tests.tiny_models import build_tokenizer
 from workers.generation.contracts import Backend

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import RequestError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import request, run, started
 from tests.contract.versions import Updates, Versions, assert_right, decode_amid, own_weights_again, random_prompt
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar

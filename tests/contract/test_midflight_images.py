@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL.Image import Image
 
-from pipeline.config.engine_types import ModelConfig
-from pipeline.messages import SamplingParams
+from pipeline.config.types import ModelConfig
+from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import started
 from tests.contract.versions import TOLERANCE, Updates, Versions
 from tests.contract.vlm_plain import PlainVlm

@@ -18,7 +18,7 @@ from consumers.rollout import rollout_metrics
 from pipeline.config import load_config
 from pipeline.config.types import ModelConfig, RolloutMatchingConfig, WorkerConfig
 from pipeline.errors import ConfigError, RequestError
-from pipeline.metrics import METRICS
+from pipeline.telemetry.training_metrics import METRICS
 from producers.gateway.infer import envelope
 from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import CONFIG, decoded, ending, guarded_ending, looping

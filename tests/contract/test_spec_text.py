@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.chat_template import ChatTemplateOptions, render
 from pipeline.errors import EngineError, ModelError, RequestError
+from pipeline.prompts.chat_template import ChatTemplateOptions, render
 from tests.contract.engine_fixtures import ragged_prompts
 from tests.tiny_models import CONTEXT, build_tokenizer, save_tiny_model
 from workers.generation import (

@@ -16,8 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
-from pipeline.config.types import RepeatTerminateConfig
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.errors import ConfigError, EngineError, ModelError, SluiceError
 from tests.contract.vllm_fixtures import cores, make_vllm, vllm_options
 from tests.tiny_models import save_tiny_model

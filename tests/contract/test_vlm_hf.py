@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeline.config.types import ModelConfig
 from pipeline.errors import RequestError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import decode_all, run, started
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import VLM_CONTEXT, picture, save_tiny_llava, save_tiny_qwen_vl

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from transformers import StoppingCriteria
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import EngineError
 from tests.contract.vlm_plain import PlainVlm
 from tests.pictures import png, progressive_jpeg

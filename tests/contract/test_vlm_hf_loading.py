@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.engine_types import VlmPreprocessOptions
-from pipeline.config.types import ModelConfig
+from pipeline.config.types import ModelConfig, VlmPreprocessOptions
 from pipeline.errors import EngineError, ModelError, RequestError, WeightsError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import request, run, started
 from tests.tiny_models import build_tokenizer, save_tiny_model
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl

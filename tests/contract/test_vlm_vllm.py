@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
+from pipeline.config.types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
 from pipeline.errors import ModelError, RequestError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight_images import assert_seen_right
 from tests.contract.versions import Updates, Versions

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import ModelConfig, VllmEngineOptions
 from workers.generation.backends.vllm import VllmBackend
 
 KV_CACHE_GB = 0.0008

@@ -27,11 +27,11 @@ from typing import Any
 
 import yaml
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.cli.main import build
 from pipeline.config.types import BrokerConfig
-from pipeline.keys import Keys
 from pipeline.status.snapshot import Snapshot, snapshot
+from pipeline.wire.keys import Keys
 from tests.command import call
 from tests.e2e.docs_pages import ROOT, Command, split
 from tests.e2e.docs_rules import SHELL, STAYS, SUBSTITUTES, How, rule_for
@@ -155,7 +155,7 @@ class Runner:
         """A run as `sluice status` sees it."""
 
         async def read() -> Snapshot:
-            client = broker.connect(BrokerConfig(url=self.space.broker_url))
+            client = connection.connect(BrokerConfig(url=self.space.broker_url))
             try:
                 return await snapshot(client, Keys(run))
             finally:

@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config.types import BrokerConfig
 from pipeline.jobs import NO_LIMIT, JobQueue
-from pipeline.keys import Keys, tagged
-from pipeline.messages import DecodeJob
+from pipeline.wire.keys import Keys, tagged
+from pipeline.wire.messages import DecodeJob
 from tests.e2e.agents import free_ports
 from tests.e2e.docs_pages import DOCS, ROOT
 from tests.e2e.fixtures import detection_rows, text_rows
@@ -46,7 +46,7 @@ class Workspace:
 
     def __init__(self, directory: Path, admin: BrokerConfig) -> None:
         self.directory, self.mark = directory, f"docs-{uuid.uuid4().hex[:10]}"
-        self.admin = broker.connect_sync(admin)
+        self.admin = connection.connect_sync(admin)
         server, gateway, dashboard = free_ports(3)
         self._address = (admin.url or "").rpartition("@")[2]
         self.broker_url = self.make_user("sluice")
@@ -117,7 +117,7 @@ class Workspace:
 
     async def make_letters(self) -> None:
         """Two dead letters, in a run of their own."""
-        client = broker.connect(BrokerConfig(url=self.broker_url))
+        client = connection.connect(BrokerConfig(url=self.broker_url))
         queue = JobQueue(client, Keys("letters"), worker="worker-0")
         ask = [{"role": "user", "content": "say it"}]
         jobs = [DecodeJob(run="letters", job_id=tagged("letters", name), messages=ask) for name in "ab"]

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from consumers.training.ledger import read_steps
 from consumers.training.model import load_policy, probe_score
 from consumers.training.role import train
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config import load_config
 from pipeline.config.types import ModelConfig
-from pipeline.messages import TrainingBatch, WeightVersion, encode
-from pipeline.tokens import FloatArray, Runs
-from pipeline.weights import WeightsRegistry, verify
+from pipeline.weights.versions import WeightsRegistry, verify
+from pipeline.wire.messages import TrainingBatch, WeightVersion, encode
+from pipeline.wire.tokens import FloatArray, Runs
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Stack
@@ -87,7 +87,7 @@ def manifest(stack: Stack) -> WeightVersion:
     """Of the newest version."""
 
     async def read() -> WeightVersion | None:
-        client = broker.connect(stack.broker_config)
+        client = connection.connect(stack.broker_config)
         try:
             registry = WeightsRegistry(client, stack.keys)
             return await registry.get(await registry.latest() or 0)

@@ -6,9 +6,9 @@ import asyncio
 import json
 from typing import Any
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.jobs import JobQueue
-from pipeline.keys import ARQ_JOB
+from pipeline.wire.keys import ARQ_JOB
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import Stack
 
@@ -17,7 +17,7 @@ def kill_jobs(stack: Stack, count: int) -> list[str]:
     """Claim ready jobs as a worker would, and bury them; their sequence ids."""
 
     async def kill() -> list[str]:
-        client = broker.connect(stack.broker_config)
+        client = connection.connect(stack.broker_config)
         try:
             queue = JobQueue(client, stack.keys, worker="gravedigger")
             claims = (await queue.claim(count, 30, 3)).claims

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import broker
+from pipeline.broker import connection as broker
 from pipeline.jobs import Credit, JobQueue
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.stack import STOPPED, Stack

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from demo.digits.warm_start import WarmStartSettings, warm_start_key
-from pipeline.embedded import embedded_broker
+from pipeline.broker.embedded import embedded_broker
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import DEADLINE_S, Process, wait_gone
 from tests.e2e.stack import Stack

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import redis
 
-from pipeline import broker
+from pipeline.broker import connection
+from pipeline.broker.embedded import find_server
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import find_server
 from pipeline.status.snapshot import Snapshot
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch
 from tests.e2e.stack import Row, Stack
@@ -53,9 +53,9 @@ class HostBroker:
         while True:
             try:
                 with self._host.inside():
-                    broker.ping(BrokerConfig(url=self.url))
+                    connection.ping(BrokerConfig(url=self.url))
                 return
-            except broker.BrokerError:
+            except connection.BrokerError:
                 assert time.monotonic() < until, self._process.tail()
                 assert self._process.popen.poll() is None, self._process.tail()
                 time.sleep(0.02)

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from pipeline.jobs import Claim, Claimed, Credit, Finished, JobQueue, Piece
-from pipeline.keys import ARQ_RUNNING, Keys
-from pipeline.messages import DeadLetter, Progress, decode
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.keys import ARQ_RUNNING, Keys
+from pipeline.wire.messages import DeadLetter, Progress, decode
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(10_000, 10_000, 1)

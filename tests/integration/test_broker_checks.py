@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import BrokerError
 from pipeline.run import preflight
@@ -26,8 +26,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerConfig]
 
 
 async def configure(settings: BrokerConfig, **values: str) -> None:
-    await broker.wait_ready(settings)
-    with broker.connect_sync(settings) as admin:
+    await connection.wait_ready(settings)
+    with connection.connect_sync(settings) as admin:
         raw: Any = admin
         for name, value in values.items():
             raw.config_set(name.replace("_", "-"), value)

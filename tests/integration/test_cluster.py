@@ -16,10 +16,12 @@ from arq.jobs import JobStatus
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
-from pipeline import broker
-from pipeline.broker import Scripts
+from pipeline.broker import connection as broker
+from pipeline.broker.connection import Scripts
+from pipeline.broker.embedded import find_server
+from pipeline.broker.ownership import Ownership
+from pipeline.broker.streams import ack_batches, batch_reader, hand_off, result_reader
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.embedded import find_server
 from pipeline.errors import BrokerError
 from pipeline.jobs import (
     Claim,
@@ -33,11 +35,9 @@ from pipeline.jobs import (
     func,
     job_id_for,
 )
-from pipeline.keys import Keys, run_of, tagged
-from pipeline.messages import DeadLetter, TrainingBatch, decode
-from pipeline.ownership import Ownership
 from pipeline.status.snapshot import snapshot
-from pipeline.streams import ack_batches, batch_reader, hand_off, result_reader
+from pipeline.wire.keys import Keys, run_of, tagged
+from pipeline.wire.messages import DeadLetter, TrainingBatch, decode
 from tests.factories import decode_job, sequence_result, training_sample
 from tests.killable_broker import free_ports
 from tests.roles import eventually

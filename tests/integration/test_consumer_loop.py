@@ -12,13 +12,13 @@ import pytest
 from consumers import exact_answer
 from consumers.loop import Consumer
 from consumers.task import Task, TaskContext
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, TrainingBatch, decode, encode
-from pipeline.ownership import Ownership
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_tokenizer import tiny_codec

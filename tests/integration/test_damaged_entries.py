@@ -13,21 +13,21 @@ from consumers.dashboard.app import make_app
 from consumers.dashboard.look import Look
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.dlq import DeadLetters, Selection
 from pipeline.dlq_look import listing
 from pipeline.errors import BrokerRefused
 from pipeline.jobs import Credit, JobQueue
 from pipeline.json_out import json_line
-from pipeline.keys import Keys
-from pipeline.ownership import Ownership
 from pipeline.status import diagnosis, report
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import snapshot
 from pipeline.top.feed import Feed
 from pipeline.top.panels import frame
-from pipeline.weights import WeightsRegistry
+from pipeline.weights.versions import WeightsRegistry
+from pipeline.wire.keys import Keys
 from producers.submit import produce
 from tests.damage import ENTRIES, KINDS, LETTERS, letter, other_type, put
 from tests.factories import decode_job

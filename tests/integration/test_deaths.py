@@ -9,11 +9,11 @@ from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import EngineError
-from pipeline.keys import Keys
 from pipeline.run.stack import Deaths
 from pipeline.run.supervisor import Child
 from pipeline.status.heartbeat import StatusReporter
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import Keys
 from tests.roles import run_config
 
 

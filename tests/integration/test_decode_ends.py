@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.errors import EngineError, first_cause
 from pipeline.jobs import Claim, Credit, JobQueue, LeaseKeeper, arq_pool
-from pipeline.keys import ARQ_RUNNING, Keys
-from pipeline.messages import Progress, SamplingParams, SequenceResult, decode
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import TokenArray
+from pipeline.wire.keys import ARQ_RUNNING, Keys
+from pipeline.wire.messages import Progress, SamplingParams, SequenceResult, decode
+from pipeline.wire.tokens import TokenArray
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.factories import decode_job

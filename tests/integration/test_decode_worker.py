@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.jobs import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
-from pipeline.keys import ARQ_JOB, ARQ_RESULT, Keys
-from pipeline.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
-from pipeline.ownership import Ownership
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import TokenArray
-from pipeline.weights import WeightsRegistry, write_version
+from pipeline.weights.versions import WeightsRegistry, write_version
+from pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
+from pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
+from pipeline.wire.tokens import TokenArray
 from tests.contract.engine_fixtures import started
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config

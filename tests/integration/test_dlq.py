@@ -13,9 +13,9 @@ from redis.asyncio import Redis
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.dlq import NO_PAYLOAD, TAKEN_ELSEWHERE, DeadLetters, Row, Selection
 from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue, arq_payload
-from pipeline.keys import ARQ_JOB, Keys
-from pipeline.messages import DecodeJob
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import ARQ_JOB, Keys
+from pipeline.wire.messages import DecodeJob
 from tests.factories import decode_job, sequence_result
 from tests.roles import run_config
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from pipeline import broker as connections
 from pipeline import dlq_look
+from pipeline.broker import connection as connections
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.dlq import Selection
 from pipeline.errors import SluiceError
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.factories import decode_job
 from tests.roles import run_config
 

@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 
 from pipeline.config import load_config
 from pipeline.config.types import BrokerConfig
-from pipeline.keys import Keys
 from pipeline.run.dry_run import DryRun, as_text, rehearse
+from pipeline.wire.keys import Keys
 from tests.command import call
 from tests.unit.pipeline.test_weights import model_dir
 

@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline import broker, embedded, embedded_server
+from pipeline.broker import connection, embedded
+from pipeline.broker import embedded as embedded_server
+from pipeline.broker.embedded import embedded_broker, find_server
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker, find_server
 from pipeline.errors import BrokerError
 
 HOLD = """
 import sys
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import embedded_broker
+from pipeline.broker.embedded import embedded_broker
 with embedded_broker(BrokerConfig(embedded_dir=sys.argv[1])) as url:
     print(url, flush=True)
     sys.stdin.read()
@@ -70,12 +71,12 @@ def test_data_survive_a_restart_and_the_files_are_private(tmp_path: Path) -> Non
     config = BrokerConfig(embedded_dir=str(tmp_path))
     with embedded_broker(config) as url:
         connected(url).set("kept", "1")
-        assert broker.broker_url(config) == url
+        assert connection.broker_url(config) == url
         for name in ("broker.json", "broker.conf"):
             assert (tmp_path / name).stat().st_mode & 0o077 == 0
     assert is_down(url)
     with pytest.raises(BrokerError, match="no broker"):
-        broker.broker_url(config)
+        connection.broker_url(config)
     with embedded_broker(config) as again:
         assert connected(again).get("kept") == b"1"
 
@@ -84,8 +85,8 @@ def test_a_password_is_needed(broker_config: BrokerConfig) -> None:
     assert broker_config.url
     open_url = "redis://" + broker_config.url.rpartition("@")[2]
     with pytest.raises(BrokerError, match="wrong password"):
-        broker.ping(BrokerConfig(url=open_url))
-    assert broker.ping(broker_config)["aof_enabled"] == 1
+        connection.ping(BrokerConfig(url=open_url))
+    assert connection.ping(broker_config)["aof_enabled"] == 1
 
 
 def test_a_second_process_joins_and_leaves_the_broker_running(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_data_that_take_too_long_to_load_are_named(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_restarted_broker_forgets_scripts_and_they_are_loaded_again(client: Any) -> None:
-    scripts = broker.Scripts(client)
+    scripts = connection.Scripts(client)
     assert await scripts.run("own", ["t-forget:owner"], ["me", 1000, 0]) == 1
     await client.script_flush()
     assert await scripts.run("own", ["t-forget:owner"], ["other", 1000, 0]) == 0

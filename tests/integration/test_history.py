@@ -15,14 +15,13 @@ from consumers.history.opened import Files
 from consumers.history.reader import HistoryReader
 from consumers.history.records import SequenceFilter, SequenceRow
 from consumers.loop import Consumer
-from pipeline.config.operate_types import HistoryConfig
-from pipeline.config.types import BrokerConfig, Config
+from pipeline.broker.ownership import Ownership
+from pipeline.config.types import BrokerConfig, Config, HistoryConfig
 from pipeline.jobs import Credit, Finished, JobQueue
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult
-from pipeline.ownership import Ownership
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SequenceResult
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.cut_off import cut_off_at
 from tests.factories import decode_job, sequence_result
 from tests.integration import test_consumer_loop as loop

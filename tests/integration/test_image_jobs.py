@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
-from pipeline.tokens import TokenArray
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
+from pipeline.wire.tokens import TokenArray
 from tests.contract.engine_fixtures import started
 from tests.contract.vlm_plain import PlainVlm
 from tests.image_site import Site, site

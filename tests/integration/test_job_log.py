@@ -12,7 +12,7 @@ from pipeline.dlq import DeadLetters, Selection
 from pipeline.job_log import JobEvent, parse_log
 from pipeline.job_look import LiveJob, live_job, live_jobs
 from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue
-from pipeline.keys import ARQ_JOB, ARQ_RUNNING, Keys
+from pipeline.wire.keys import ARQ_JOB, ARQ_RUNNING, Keys
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(10_000, 10_000, 1)

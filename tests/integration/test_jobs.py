@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from pipeline.jobs import Credit, Finished, JobQueue, arq_payload, arq_serializer
 from pipeline.jobs.envelope import arq_pool
-from pipeline.keys import ARQ_JOB, Keys
-from pipeline.messages import SequenceResult, decode
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import ARQ_JOB, Keys
+from pipeline.wire.messages import SequenceResult, decode
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(max_in_flight=10_000, samples_per_version=10_000, max_staleness=1)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
-from pipeline.keys import Keys
-from pipeline.messages import WeightVersion
-from pipeline.ownership import Ownership
 from pipeline.status.heartbeat import StatusReporter
 from pipeline.status.snapshot import snapshot
-from pipeline.weights import WeightsRegistry
+from pipeline.weights.versions import WeightsRegistry
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import WeightVersion
 from tests.roles import role_of, run_config
 
 

@@ -10,8 +10,8 @@ import pytest
 from consumers.training import checkpoint
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import ModelError
-from pipeline.keys import Keys
-from pipeline.weights import WeightsRegistry, verify
+from pipeline.weights.versions import WeightsRegistry, verify
+from pipeline.wire.keys import Keys
 from tests.integration.test_trainer import config_of, hand_on, train
 from tests.tiny_models import save_tiny_model
 

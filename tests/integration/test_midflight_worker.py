@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import ModelError, TornWeights
 from pipeline.jobs import Claim
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
-from pipeline.ownership import Ownership
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import TokenArray
-from pipeline.weights import WeightsRegistry, write_version
+from pipeline.weights.versions import WeightsRegistry, write_version
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
+from pipeline.wire.tokens import TokenArray
 from tests import decode_workers
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.integration.test_decode_worker import enqueue, over, results, working

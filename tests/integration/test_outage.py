@@ -12,10 +12,10 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.killable_broker import KillableBroker
 
 
@@ -28,7 +28,7 @@ def server(tmp_path: Path) -> Iterator[KillableBroker]:
 
 async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: KillableBroker) -> None:
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=60)
-    client: Any = broker.connect(config)
+    client: Any = connection.connect(config)
     early = asyncio.create_task(client.set("a", 1))
     await asyncio.sleep(0.2)
     assert not early.done()
@@ -39,7 +39,7 @@ async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: Killa
     pipe = client.pipeline(transaction=False)
     pipe.get("a")
     waiting.append(asyncio.create_task(pipe.execute()))
-    script = asyncio.create_task(broker.Scripts(client).run("disown", ["k"], ["nonce"]))
+    script = asyncio.create_task(connection.Scripts(client).run("disown", ["k"], ["nonce"]))
     await asyncio.sleep(0.5)
     assert not any(task.done() for task in [*waiting, script])
     server.start()
@@ -49,7 +49,7 @@ async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: Killa
 
 async def test_an_outage_that_is_too_long_ends_in_an_error_in_time(server: KillableBroker) -> None:
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=0.3)
-    client: Any = broker.connect(config)
+    client: Any = connection.connect(config)
     with pytest.raises((redis.ConnectionError, OSError)):
         await asyncio.wait_for(client.get("a"), 30)
     await client.aclose()
@@ -58,11 +58,11 @@ async def test_an_outage_that_is_too_long_ends_in_an_error_in_time(server: Killa
 async def started(server: KillableBroker, timeout_s: float = 0.5) -> Any:
     """A patient client of a running broker with a password; nothing of it is connected yet."""
     server.start()
-    await broker.wait_ready(BrokerConfig(url=server.url))
-    with broker.connect_sync(BrokerConfig(url=server.url)) as admin:
+    await connection.wait_ready(BrokerConfig(url=server.url))
+    with connection.connect_sync(BrokerConfig(url=server.url)) as admin:
         admin.config_set("requirepass", "secret")  # type: ignore[no-untyped-call]
     url = server.url.replace("//", "//:secret@")
-    return broker.connect(
+    return connection.connect(
         BrokerConfig(url=url, retry_for_s=60, socket_timeout_s=timeout_s, connect_timeout_s=timeout_s)
     )
 
@@ -104,7 +104,7 @@ async def test_a_broker_that_refuses_for_now_is_asked_again(server: KillableBrok
     client = await started(server)
     await client.execute_command(*refuse.split())
     plain = asyncio.create_task(client.set("a", 1))
-    script = asyncio.create_task(broker.Scripts(client).run("own", ["owner"], ["me", 1000, 0]))
+    script = asyncio.create_task(connection.Scripts(client).run("own", ["owner"], ["me", 1000, 0]))
     pipe = client.pipeline(transaction=False)
     pipe.incr("n")
     piped = asyncio.create_task(pipe.execute())
@@ -125,7 +125,7 @@ async def test_an_error_that_would_come_again_is_raised_at_once(server: Killable
 
 async def test_many_callers_share_an_outage_and_not_a_line(server: KillableBroker) -> None:
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=0.5)
-    client: Any = broker.connect(config)
+    client: Any = connection.connect(config)
     async with asyncio.timeout(10):  # one after the other they would take 25 s
         ends = await asyncio.gather(*(client.get("a") for _ in range(50)), return_exceptions=True)
     assert all(isinstance(end, redis.ConnectionError | OSError) for end in ends)
@@ -135,8 +135,8 @@ async def test_many_callers_share_an_outage_and_not_a_line(server: KillableBroke
 async def test_a_role_waits_for_a_broker_and_a_command_does_not(server: KillableBroker) -> None:
     config = BrokerConfig(url=f"redis://127.0.0.1:{server.port}/0", retry_for_s=60)
     with pytest.raises(BrokerError, match="does not answer"):
-        broker.ping(config)
-    waiting = asyncio.create_task(broker.wait_ready(config))
+        connection.ping(config)
+    waiting = asyncio.create_task(connection.wait_ready(config))
     await asyncio.sleep(0.3)
     assert not waiting.done()
     server.start()

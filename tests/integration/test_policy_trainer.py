@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from consumers.training.ledger import read_steps
 from consumers.training.rollouts import read_rollouts
 from consumers.training.trainer import Trainer
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
-from pipeline.ownership import Ownership
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import FloatArray, Runs
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
+from pipeline.wire.tokens import FloatArray, Runs
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.cut_off import cut_off_at
 from tests.roles import eventually, role_of, run_config

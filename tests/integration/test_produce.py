@@ -14,9 +14,9 @@ import pytest
 from pipeline.config.types import BrokerConfig, Config, DataConfig
 from pipeline.errors import ConfigError, DataError, first_cause
 from pipeline.jobs import Claim, Finished, JobQueue
-from pipeline.keys import Keys
 from pipeline.status.snapshot import Snapshot, snapshot
 from pipeline.trained import LEDGER, TrainedIds
+from pipeline.wire.keys import Keys
 from producers.submit import produce
 from tests.factories import sequence_result
 from tests.roles import eventually, run_config

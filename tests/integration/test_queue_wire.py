@@ -22,10 +22,10 @@ from pipeline.jobs import (
     arq_pool,
     arq_serializer,
 )
-from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, Keys, tagged
-from pipeline.messages import Progress, encode
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, Keys, tagged
+from pipeline.wire.messages import Progress, encode
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.dlq import DeadLetters, Selection
 from pipeline.errors import BrokerError, ResultsLost
-from pipeline.keys import ARQ_JOB, Keys
-from pipeline.messages import DeadLetter, SequenceResult
 from pipeline.replies import Replies
+from pipeline.wire.keys import ARQ_JOB, Keys
+from pipeline.wire.messages import DeadLetter, SequenceResult
 from tests.asking import Asked, answer, reading
 from tests.factories import decode_job
 from tests.killable_broker import KillableBroker
@@ -177,7 +177,7 @@ async def test_junk_under_the_names_of_replies_stops_nobody(asked: Asked, replie
 async def test_an_outage_is_outlasted_and_what_the_broker_lost_is_told(tmp_path: Path, keys: Keys) -> None:
     server = KillableBroker(tmp_path)
     server.start()
-    client = broker.connect(BrokerConfig(url=server.url, retry_for_s=60))
+    client = connection.connect(BrokerConfig(url=server.url, retry_for_s=60))
     asked = Asked(client, keys)
     try:
         async with reading(client, keys) as replies:

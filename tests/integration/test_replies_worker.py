@@ -13,9 +13,9 @@ from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.jobs import NO_LIMIT, arq_deserializer, arq_redis_settings, arq_serializer
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult
 from pipeline.replies import Replies
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult
 from tests.asking import Asked, answer, events, reading
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working

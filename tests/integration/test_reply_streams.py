@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult
 from pipeline.replies import Replies
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SequenceResult
 from tests.asking import Asked, events, reading
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.types import ModelConfig, WorkerConfig
 from pipeline.errors import ConfigError, ModelError, RequestError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from producers.gateway.tool_calls import Call, Parsed
 from producers.rollout.try_cli import try_
 from producers.rollout.try_run import GROUP

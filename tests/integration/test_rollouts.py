@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from pipeline.errors import MessageError
 from pipeline.jobs import Credit, SourceRewound
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, SequenceResult, decode, encode
 from pipeline.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, SequenceResult, decode, encode
 from tests.roles import eventually
 from tests.rollout_state import counts, entries, head, held, trajectory, turn
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from consumers.loop import Consumer
+from pipeline.broker.ownership import Ownership
+from pipeline.broker.streams import ack_batches, batch_reader
 from pipeline.config.types import BrokerConfig
-from pipeline.keys import Keys
-from pipeline.messages import TrainingBatch, decode
-from pipeline.ownership import Ownership
 from pipeline.rollouts import RolloutHead, Rollouts
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
-from pipeline.streams import ack_batches, batch_reader
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import TrainingBatch, decode
 from tests.integration.test_consumer_loop import CONTEXT, TASK
 from tests.roles import eventually, role_of, run_config
 from tests.rollout_state import counts, head, trajectory, turn

@@ -14,14 +14,13 @@ import pytest
 import torch
 import yaml
 
-from pipeline.config.policy_types import PolicyConfig, ScorerConfig
-from pipeline.config.types import BrokerConfig, Config, ModelConfig
-from pipeline.keys import SCORE_GROUP, Keys
-from pipeline.messages import ScoreJob, ScoreResult, WeightVersion
-from pipeline.ownership import Ownership
+from pipeline.broker.ownership import Ownership
+from pipeline.config.types import BrokerConfig, Config, ModelConfig, PolicyConfig, ScorerConfig
 from pipeline.scores import Scores
-from pipeline.tokens import TokenArray
-from pipeline.weights import WeightsRegistry, retire, write_version
+from pipeline.weights.versions import WeightsRegistry, retire, write_version
+from pipeline.wire.keys import SCORE_GROUP, Keys
+from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from pipeline.wire.tokens import TokenArray
 from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs
 from tests.e2e.processes import BIN, Process, environment, launch
 from tests.roles import eventually, role_of, run_config

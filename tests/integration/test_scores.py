@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from pipeline.config.types import BrokerConfig
-from pipeline.keys import SCORE_GROUP, Keys
-from pipeline.messages import encode
 from pipeline.score_jobs import ScoreJobs, TakenJob, refusal
 from pipeline.scores import Scores
 from pipeline.status.inspection import inspect
+from pipeline.wire.keys import SCORE_GROUP, Keys
+from pipeline.wire.messages import encode
 from tests.roles import eventually, role_of, run_config
 from tests.score_jobs import LONG_S, all_of, job, names, nothing_is_left, put, scored, scorer, serve
 

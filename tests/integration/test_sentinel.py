@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline import broker
+from pipeline.broker import connection
+from pipeline.broker.embedded import find_server
 from pipeline.config.types import BrokerConfig
-from pipeline.embedded import find_server
 from pipeline.errors import BrokerError
 from tests.killable_broker import free_ports
 
@@ -116,24 +116,24 @@ def settings(failover: Failover, **changes: Any) -> BrokerConfig:
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 async def test_connections_follow_the_primary(failover: Failover, end: int) -> None:
     config = settings(failover)
-    client: Any = broker.connect(config)
+    client: Any = connection.connect(config)
     await client.set("a", 1)
     assert await client.wait(1, 5000) == 1, "the replica has it"
-    with broker.connect_sync(config) as blocking:
+    with connection.connect_sync(config) as blocking:
         assert blocking.get("a") == b"1"
     failover.signal(failover.primary, end)
     writes = [asyncio.create_task(client.incr("a")) for _ in range(3)]
-    script = asyncio.create_task(broker.Scripts(client).run("own", ["owner"], ["me", 60_000, 0]))
+    script = asyncio.create_task(connection.Scripts(client).run("own", ["owner"], ["me", 60_000, 0]))
     await asyncio.wait_for(asyncio.gather(*writes, script), 80)
     assert failover.role_of(failover.replica) == "master"
-    with broker.connect_sync(config) as blocking:
+    with connection.connect_sync(config) as blocking:
         assert blocking.get("a") == b"4"
-    assert broker.ping(config)["role"] == "master"
+    assert connection.ping(config)["role"] == "master"
     await client.aclose()
 
 
 async def test_a_primary_that_was_demoted_under_an_open_connection_is_left(failover: Failover) -> None:
-    client: Any = broker.connect(settings(failover))
+    client: Any = connection.connect(settings(failover))
     await client.set("a", 1)
     with redis.Redis(port=failover.sentinels[0], socket_timeout=5) as sentinel:
         raw: Any = sentinel
@@ -149,8 +149,8 @@ async def test_a_primary_that_was_demoted_under_an_open_connection_is_left(failo
 async def test_a_name_that_no_sentinel_knows_is_an_error_that_says_so(failover: Failover) -> None:
     config = settings(failover, sentinel_master="other")
     with pytest.raises(BrokerError, match="No master found for 'other'"):
-        broker.ping(config)
-    client: Any = broker.connect(settings(failover, sentinel_master="other", retry_for_s=0.2))
+        connection.ping(config)
+    client: Any = connection.connect(settings(failover, sentinel_master="other", retry_for_s=0.2))
     with pytest.raises(redis.ConnectionError, match="No master found"):
         await asyncio.wait_for(client.get("a"), 30)
     await client.aclose()
@@ -165,11 +165,11 @@ async def test_a_name_that_no_sentinel_knows_is_an_error_that_says_so(failover: 
     ],
 )
 def test_how_an_address_of_sentinels_is_read(url: str, hosts: list[tuple[str, int]], server: dict[str, Any]) -> None:
-    assert broker.node_addresses(BrokerConfig(url=url, sentinel_master=MASTER), 26379) == (hosts, server)
+    assert connection.node_addresses(BrokerConfig(url=url, sentinel_master=MASTER), 26379) == (hosts, server)
 
 
 @pytest.mark.parametrize("url", ["redis://a,,b/0", "redis://:secret@a:port/0", "http://a:secret@b"])
 def test_an_address_that_is_none_is_an_error_without_its_password(url: str) -> None:
     with pytest.raises(BrokerError) as caught:
-        broker.node_addresses(BrokerConfig(url=url, sentinel_master=MASTER), 26379)
+        connection.node_addresses(BrokerConfig(url=url, sentinel_master=MASTER), 26379)
     assert "secret" not in str(caught.value)

@@ -12,10 +12,10 @@ from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig
 from pipeline.jobs import Claim, Credit, Finished, JobQueue
-from pipeline.keys import RESULT_GROUP, Keys
 from pipeline.status.heartbeat import FORGET_S, Heartbeat, StatusReporter, forget_dead
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import Snapshot, snapshot
+from pipeline.wire.keys import RESULT_GROUP, Keys
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 

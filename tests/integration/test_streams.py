@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import Ownership
+from pipeline.broker.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
 from pipeline.errors import DeadlineExceeded, LeaseLost
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, TrainingBatch, decode, encode
-from pipeline.ownership import Ownership
 from pipeline.status.snapshot import snapshot
-from pipeline.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
 from tests.factories import decode_job, sequence_result, training_sample
 
 

@@ -16,14 +16,14 @@ from consumers.training.ledger import read_steps
 from consumers.training.role import train as train_role
 from consumers.training.rollouts import read_rollouts
 from consumers.training.trainer import Trainer
-from pipeline.broker import Scripts
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
-from pipeline.keys import Keys
-from pipeline.messages import ImageRef, TrainingBatch, encode
-from pipeline.ownership import Ownership
 from pipeline.status.snapshot import snapshot
-from pipeline.weights import WeightsRegistry, verify
+from pipeline.weights.versions import WeightsRegistry, verify
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import ImageRef, TrainingBatch, encode
 from tests.cut_off import CutOff, cut_off_at
 from tests.faulty_models import save_faulty
 from tests.roles import eventually, role_of, run_config
@@ -95,7 +95,7 @@ CUTS = {
     "before the checkpoint": ("consumers.training.checkpoint.save", 2),
     "after the checkpoint, before the ack": ("consumers.training.trainer.Trainer._ack", 2),
     "after the ack, before the publication": ("consumers.training.trainer.Trainer._publish", 3),
-    "after the files, before the registration": ("pipeline.weights.WeightsRegistry.register", 3),
+    "after the files, before the registration": ("pipeline.weights.versions.WeightsRegistry.register", 3),
     "before the first version": ("consumers.training.trainer.Trainer._publish", 1),
     "before the old checkpoints go": ("consumers.training.checkpoint.prune", 1),
 }

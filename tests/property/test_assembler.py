@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.group import Assembler, Group
-from pipeline.messages import DeadLetter, SequenceResult
+from pipeline.wire.messages import DeadLetter, SequenceResult
 from tests.factories import sequence_result
 
 # Per index its parts (True = one that can be read), or a tombstone where there are none.

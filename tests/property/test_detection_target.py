@@ -17,7 +17,7 @@ from consumers.detection.truth import Truth
 from consumers.segments import Segment
 from consumers.spans import covering
 from consumers.task import Matched
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 from tests.detection_rollouts import (
     JUNK,
     LISTED,

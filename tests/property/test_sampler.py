@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.backends.hf.sampler import SamplingTable, sample
 from workers.generation.noise import stream_keys, uniforms
 from workers.generation.transforms import keep_top_k, keep_top_p, penalise

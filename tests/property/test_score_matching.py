@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.messages import ScoreJob, ScoreResult
 from pipeline.score_jobs import refusal
 from pipeline.scores import OpenJobs
-from pipeline.tokens import FloatArray, TokenArray
+from pipeline.wire.messages import ScoreJob, ScoreResult
+from pipeline.wire.tokens import FloatArray, TokenArray
 
 SEQUENCES, VERSIONS = st.sampled_from(["a:0", "a:1", "b:0"]), st.integers(0, 2)
 POSITIONS = st.sampled_from([(0,), (0, 1), (3,)])

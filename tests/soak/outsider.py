@@ -18,8 +18,8 @@ from arq import create_pool
 from arq.connections import ArqRedis
 
 from pipeline.jobs import arq_redis_settings, arq_serializer
-from pipeline.keys import ARQ_JOB
-from pipeline.messages import DecodeJob, ImageRef, SamplingParams, encode
+from pipeline.wire.keys import ARQ_JOB
+from pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams, encode
 from tests.e2e.stack import Stack
 from tests.soak.spinning import asks_to_spin
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from consumers.training.ledger import read_steps
-from pipeline.keys import ARQ_RESULT, BATCH_GROUP, RESULT_GROUP
-from pipeline.messages import DeadLetter, decode
 from pipeline.status.snapshot import Snapshot
+from pipeline.wire.keys import ARQ_RESULT, BATCH_GROUP, RESULT_GROUP
+from pipeline.wire.messages import DeadLetter, decode
 from tests.e2e.processes import wait_gone
 from tests.soak.leases import text
 from tests.soak.outsider import TRAINED

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from pipeline.errors import SluiceError
-from pipeline.messages import FinishReason
-from pipeline.rows import Malformed
+from pipeline.prompts.rows import Malformed
+from pipeline.wire.messages import FinishReason
 from workers.generation.contracts import EngineFacts
 from workers.generation.requests import GenerationResult
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from pipeline.errors import EngineError
-from pipeline.rows import Malformed
+from pipeline.prompts.rows import Malformed
 from workers.generate.answers import Answer
 from workers.generate.meter import Meter
 from workers.generate.numbers import number_of, row_and_index
@@ -125,7 +125,7 @@ class Decoding:
 
 
 def _engine(settings: GenerateSettings) -> GenerationEngine:
-    from pipeline.chat_template import ChatTemplateOptions
+    from pipeline.prompts.chat_template import ChatTemplateOptions
     from workers.generation.engine import GenerationEngine  # torch is slow to load
     from workers.generation.options import ModelLoadConfig
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pipeline.files import fsync_directory
-from pipeline.rows import is_parquet, parquet_module
+from pipeline.prompts.rows import is_parquet, parquet_module
 from workers.generate.answers import MINIMAL
 
 _CHUNK = 512  # rows of one Parquet write

@@ -19,8 +19,8 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
-from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, DataError, MessageError
+from pipeline.wire.codec import read_json
 from workers.generate.failures import Failures
 from workers.generate.numbers import MAX_N, MAX_ROWS, number_of, row_and_index
 

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import DataError
-from pipeline.messages import ImageRef
-from pipeline.rows import Malformed, check_messages, is_parquet, read_rows
+from pipeline.prompts.rows import Malformed, check_messages, is_parquet, read_rows
+from pipeline.wire.messages import ImageRef
 from workers.generate.numbers import MAX_ROWS
 from workers.generate.settings import STANDARD
 from workers.generation.plugins.base import RequestType

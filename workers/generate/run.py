@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from pipeline import logs
 from pipeline.errors import ConfigError, DataError, SluiceError
-from pipeline.rows import is_parquet, parquet_module
+from pipeline.prompts.rows import is_parquet, parquet_module
 from pipeline.terminal import say
 from workers.generate.decode import Decoding, Sink
 from workers.generate.in_order import write_in_order

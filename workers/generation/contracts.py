@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pipeline.errors import EngineError, RequestError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.plugins.base import GenerationPlugin, Hook
 from workers.guard.repeat import RepeatTrigger
 from workers.guard.rules import GuardRules

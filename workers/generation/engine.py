@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
-from pipeline.admission import Limits, admit_prompt
-from pipeline.chat_template import ChatTemplateOptions
 from pipeline.config.rules import check_guard
 from pipeline.config.types import ImagesConfig, RepeatTerminateConfig, WorkerConfig
 from pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
+from pipeline.prompts.admission import Limits, admit_prompt
+from pipeline.prompts.chat_template import ChatTemplateOptions
 from pipeline.thread_pool import ThreadPool
 from workers.generation.backends import BACKENDS, make_backend
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from pipeline.config.types import ModelConfig, WorkerConfig
-from pipeline.messages import SamplingParams, SequenceResult
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import SamplingParams, SequenceResult
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from workers.generation.backends import make_backend
 from workers.generation.contracts import Backend, SequenceRequest
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.engine_types import ModelConfig
+from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
+from pipeline.config.types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
 from pipeline.errors import RequestError
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 
 __all__ = ["GenerationOptions", "ModelLoadConfig", "VllmEngineOptions", "VlmPreprocessOptions"]
 

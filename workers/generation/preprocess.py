@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.engine_types import ModelConfig, VlmPreprocessOptions
+from pipeline.config.types import ModelConfig, VlmPreprocessOptions
 from pipeline.errors import ModelError, RequestError
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from pipeline.chat_template import ChatTemplateOptions, render, render_text
 from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError, RequestError
-from pipeline.image_placeholders import check_token_ids, image_placeholders
-from pipeline.messages import Message
+from pipeline.prompts.chat_template import ChatTemplateOptions, check_token_ids, image_placeholders, render, render_text
+from pipeline.wire.messages import Message
 from workers.generation.model_files import model_config
 from workers.generation.preprocess import check_placeholders, image_token_id, load_processor
 from workers.generation.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import RequestError
-from pipeline.messages import FinishReason, Message
+from pipeline.wire.messages import FinishReason, Message
 from workers.generation.contracts import EngineFacts
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.chat_template import settle
 from pipeline.errors import ModelError
+from pipeline.prompts.chat_template import settle
 from workers.generation.preprocess import normalise_tokenizer
 
 

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from pipeline.cli.options import ConfigPath, Json
-from pipeline.escaping import escaped_json
-from pipeline.terminal import say
+from pipeline.terminal import escaped_json, say
 
 app = App(name="guard", help="The repeat guard: try its thresholds on sequences that were decoded.")
 

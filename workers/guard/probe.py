@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import GuardRefused
 from pipeline.logs import get_logger
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.guard.repeat import RepeatTrigger, Rule
 from workers.guard.rules import GuardRules
 

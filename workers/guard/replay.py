@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import msgspec
 
 from pipeline.errors import DataError
-from pipeline.messages import FinishReason
-from pipeline.rows import Malformed, is_parquet, read_rows
+from pipeline.prompts.rows import Malformed, is_parquet, read_rows
+from pipeline.wire.messages import FinishReason
 from workers.guard.repeat import Rule
 from workers.guard.rules import GuardRules
 

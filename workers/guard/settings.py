@@ -18,8 +18,8 @@ import msgspec
 from pipeline.config.rules import check_guard
 from pipeline.config.suggest import refuse_unknown_keys
 from pipeline.config.types import RepeatTerminateConfig
-from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, MessageError
+from pipeline.wire.codec import read_json
 
 SWITCH = "ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
 JSON_PATH = "VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"

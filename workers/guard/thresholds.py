@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from pipeline.config import load_config
+from pipeline.config.load import parse_yaml
 from pipeline.config.types import RepeatTerminateConfig
-from pipeline.config.yaml_loader import parse_yaml
 from pipeline.errors import ConfigError
 from workers.guard.replay import Trial
 from workers.guard.rules import GuardRules

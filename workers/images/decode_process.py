@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
 from workers.images.pixels import open_image
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from PIL import Image
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import EngineError, RequestError
 from workers.images.decode_process import LENGTH, MAX_HEADER, PIXELS
 from workers.images.pixels import check_encoded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.config.image_types import ImageFormat
+from pipeline.config.types import ImageFormat
 
 _MAGIC: tuple[tuple[bytes, ImageFormat], ...] = (
     (b"\xff\xd8\xff", "JPEG"),

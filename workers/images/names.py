@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.messages import ImageRef
+from pipeline.wire.messages import ImageRef
 
 _SHOWN = 200  # characters of a name
 

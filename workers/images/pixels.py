@@ -17,7 +17,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from pipeline.config.image_types import ImageFormat, ImagesConfig
+from pipeline.config.types import ImageFormat, ImagesConfig
 from pipeline.errors import RequestError
 from workers.images.headers import early_size, sniff
 from workers.images.paths import too_large

@@ -15,9 +15,9 @@ from types import TracebackType
 import msgspec
 from PIL import Image
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
-from pipeline.messages import ImageRef
+from pipeline.wire.messages import ImageRef
 from workers.images.cache import ImageCache
 from workers.images.decoders import Decoders
 from workers.images.digests import check_digest, normal_digest

@@ -14,9 +14,9 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
-from pipeline.hosts import AllowedHosts, RefusedAddress
+from pipeline.http.addresses import AllowedHosts, RefusedAddress
 from workers.images.paths import too_large
 
 PAUSES_S = (0.2, 0.6)

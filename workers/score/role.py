@@ -6,8 +6,8 @@ import asyncio
 
 from pipeline import logs
 from pipeline.config.types import Config
-from pipeline.gpu import use_free_gpu
 from pipeline.logs import get_logger
+from pipeline.run.gpu import use_free_gpu
 from pipeline.run.role import default_name, role_process
 
 

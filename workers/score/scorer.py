@@ -19,7 +19,7 @@ from pipeline.errors import WeightsError
 from pipeline.logs import get_logger
 from pipeline.run.role import Role
 from pipeline.score_jobs import ScoreJobs, TakenJob, refusal
-from pipeline.weights import WeightsRegistry
+from pipeline.weights.versions import WeightsRegistry
 from workers.score.versioned import VersionedModel
 
 _TAKE = 16  # jobs at a time: what a scorer that dies holds up for a lease

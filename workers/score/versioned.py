@@ -15,10 +15,10 @@ import torch
 
 from pipeline.config.types import Config
 from pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
-from pipeline.messages import ScoreJob, ScoreResult, WeightVersion
 from pipeline.score_jobs import refusal
-from pipeline.tokens import FloatArray
-from pipeline.weights import verify
+from pipeline.weights.versions import verify
+from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from pipeline.wire.tokens import FloatArray
 from workers.generation.backends.hf.model import load_model
 from workers.generation.backends.hf.proof import prove
 from workers.generation.backends.hf.scoring import token_logprobs

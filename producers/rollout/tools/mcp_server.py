@@ -20,7 +20,7 @@ from mcp.types import CallToolResult, TextContent
 from mcp.types import Tool as Listed
 
 from pipeline.errors import RequestError, first_cause
-from pipeline.hosts import AllowedHosts
+from pipeline.http.addresses import AllowedHosts
 from producers.http.client import guarded_session
 from producers.rollout.tools.function import Tool, ToolError
 from producers.rollout.tools.mcp_transport import guarded_client

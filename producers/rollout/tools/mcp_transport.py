@@ -12,7 +12,7 @@ import aiohttp
 import httpx2
 
 from pipeline.errors import RequestError
-from pipeline.hosts import RefusedAddress
+from pipeline.http.addresses import RefusedAddress
 
 MAX_ANSWER_BYTES = 16 * 2**20
 _OURS = frozenset({"accept-encoding", "connection", "content-length", "host", "user-agent"})

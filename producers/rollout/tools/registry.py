@@ -17,11 +17,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.config.rollout_types import RolloutServerConfig
-from pipeline.decoding import too_deep
+from pipeline.config.types import RolloutServerConfig
 from pipeline.errors import ConfigError, DeadlineExceeded
 from pipeline.logs import get_logger
-from pipeline.surrogates import lone_surrogate
+from pipeline.wire.codec import lone_surrogate, too_deep
 from producers.rollout.tools.calculator import calculator
 from producers.rollout.tools.function import TimedTool, Tool, ToolError
 

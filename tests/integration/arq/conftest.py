@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
 from pipeline.jobs import LeasedWorker, arq_deserializer, arq_serializer
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 
 MakeWorker = Callable[..., LeasedWorker]
 

@@ -11,8 +11,8 @@ from typing import Any
 from arq.jobs import Job, JobStatus
 
 from pipeline.jobs import LeasedWorker
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, decode
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, decode
 from tests.roles import eventually
 
 DEADLINE_S = 20.0

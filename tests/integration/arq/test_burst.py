@@ -11,7 +11,7 @@ from arq.worker import FailedJobs, Retry, func
 
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
 from pipeline.jobs import LeasedWorker, arq_pool
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, serving, tally, until
 
@@ -190,7 +190,7 @@ async def test_a_running_job_is_not_claimed_by_another_worker(
 
 def test_run_makes_a_loops_worth_of_work(broker_config: BrokerConfig, keys: Keys) -> None:
     """Worker.run, as arq's own command calls it: no loop yet, hooks and health record tidied up at the end."""
-    from pipeline import broker
+    from pipeline.broker import connection
 
     ended: list[str] = []
 
@@ -199,7 +199,7 @@ def test_run_makes_a_loops_worth_of_work(broker_config: BrokerConfig, keys: Keys
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    client = broker.connect(broker_config)
+    client = connection.connect(broker_config)
     try:
         loop.run_until_complete(arq_pool(client, keys.jobs).enqueue_job("nothing"))
         config = Config(run=keys.run, broker=broker_config, worker=WorkerConfig(poll_s=0.01))

@@ -14,7 +14,7 @@ from arq.worker import Retry, func
 from redis.asyncio import Redis
 
 from pipeline.jobs import LeasedWorker
-from pipeline.keys import ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.wire.keys import ARQ_RESULT, ARQ_RUNNING, Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import burst, letters, serving, tally
 from tests.roles import eventually

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.jobs import JobFailed
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, SamplingParams, SequenceResult, decode, encode
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, SamplingParams, SequenceResult, decode, encode
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.factories import decode_job

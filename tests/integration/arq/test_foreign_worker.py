@@ -11,9 +11,9 @@ from arq.worker import Worker
 from redis.asyncio import Redis
 
 from pipeline.jobs import Credit, Finished, JobFailed, JobQueue, arq_deserializer, arq_serializer
-from pipeline.keys import Keys
-from pipeline.messages import DeadLetter, decode
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import DeadLetter, decode
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(max_in_flight=1000, samples_per_version=1000, max_staleness=1)

@@ -10,7 +10,7 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.worker import async_check_health, check_health, func
 
 from pipeline.config.types import BrokerConfig
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, serving
 from tests.roles import eventually

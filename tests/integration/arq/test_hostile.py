@@ -13,8 +13,8 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from pipeline.jobs import arq_serializer
-from pipeline.keys import ARQ_JOB, ARQ_RESULT, Keys
-from pipeline.messages import DeadLetter, decode
+from pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
+from pipeline.wire.messages import DeadLetter, decode
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, tally
 

@@ -12,7 +12,7 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from pipeline.jobs import JobFailed
-from pipeline.keys import ARQ_RESULT, Keys
+from pipeline.wire.keys import ARQ_RESULT, Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, tally
 

@@ -14,7 +14,7 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from pipeline.jobs import Call, Credit, JobQueue
-from pipeline.keys import ARQ_JOB, ARQ_RUNNING, Keys
+from pipeline.wire.keys import ARQ_JOB, ARQ_RUNNING, Keys
 from tests.factories import decode_job
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, reaches, serving

@@ -11,7 +11,7 @@ from arq.worker import func
 from redis.asyncio import Redis
 
 from pipeline.jobs import JobFailed
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, letters, tally
 

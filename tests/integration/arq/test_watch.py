@@ -10,7 +10,7 @@ import pytest
 from arq.connections import ArqRedis
 
 from pipeline.jobs import Call, JobQueue, LeasedWorker, func
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import ANSWER_S, serving, until
 

@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from consumers.dashboard.auth import check_host
-from pipeline.config.operate_types import DashboardConfig
+from pipeline.config.types import DashboardConfig
 from pipeline.errors import ConfigError
 from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import OURS, ask

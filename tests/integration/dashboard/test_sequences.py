@@ -24,9 +24,9 @@ from consumers.sampler import Sampler
 from consumers.tasks import load_task
 from pipeline.config.types import BrokerConfig, Config, DataConfig, ModelConfig, RolloutMatchingConfig
 from pipeline.jobs import Credit, JobQueue
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult
 from pipeline.run.provenance import store
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SequenceResult
 from tests.dashboard_site import Site
 from tests.detection_rollouts import answer, context, obj, rollout
 from tests.factories import decode_job

@@ -13,7 +13,7 @@ import msgspec
 
 from demo.tools import demonstrations
 from pipeline.config.types import Config
-from pipeline.messages import SequenceResult
+from pipeline.wire.messages import SequenceResult
 from producers.rollout.role import serve_until
 from tests.tool_models import CONVERSATIONS, Conversation
 

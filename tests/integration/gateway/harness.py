@@ -12,7 +12,7 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from pipeline.config.types import Config
-from pipeline.messages import Message, SequenceResult, decode
+from pipeline.wire.messages import Message, SequenceResult, decode
 from producers.gateway.role import run_gateway
 from tests.roles import eventually, role_of
 from workers.decode import DecodeWorker

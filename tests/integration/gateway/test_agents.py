@@ -18,8 +18,8 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from transformers import AutoTokenizer
 
 from pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SequenceResult
 from producers.rollout.tools import load_tools
 from tests.contract.engine_fixtures import reference, reference_logprobs, started
 from tests.integration.gateway.agents import (

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from pipeline.jobs import Claim
-from pipeline.keys import Keys
-from pipeline.messages import SequenceResult, TokenDelta
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import SequenceResult, TokenDelta
 from producers.gateway.decoding import Decoding, Event
 from tests.asking import DEADLINE_S, Asked, reading
 from tests.roles import eventually

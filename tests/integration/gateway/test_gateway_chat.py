@@ -11,10 +11,9 @@ import msgspec
 import openai
 import pytest
 
-from pipeline.config.rollout_types import GatewayConfig
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.keys import ARQ_ABORT, Keys
+from pipeline.config.types import BrokerConfig, Config, GatewayConfig
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import ARQ_ABORT, Keys
 from producers.gateway.tool_calls import Call, Parsed
 from producers.tokenizer import load_renderer
 from tests.contract.engine_fixtures import started

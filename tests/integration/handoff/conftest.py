@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import broker
+from pipeline.broker import connection
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.keys import Keys
-from pipeline.messages import TrainingBatch, encode
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import TrainingBatch, encode
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample
@@ -25,7 +25,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sync_client(broker_config: BrokerConfig) -> Iterator[Any]:
     """The calls of a training loop block, and so do those of its tests."""
-    with broker.connect_sync(broker_config) as client:
+    with connection.connect_sync(broker_config) as client:
         yield client
 
 

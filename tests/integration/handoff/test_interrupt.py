@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import resolved_yaml
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.e2e.processes import environment, launch
 from tests.integration.handoff.test_rollouts import MakeRun
 

@@ -17,19 +17,20 @@ from consumers.handoff import RolloutDataset, Rollouts
 from consumers.handoff.session import Session
 from consumers.training.ledger import read_steps
 from consumers.training.rollouts import read_rollouts
-from pipeline import broker, weights
+from pipeline.broker import connection
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
-from pipeline.keys import Keys
 from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.weights import WeightsRegistry, verify
+from pipeline.weights import versions
+from pipeline.weights.versions import WeightsRegistry, verify
+from pipeline.wire.keys import Keys
 
 MakeRun = Callable[..., Config]
 
 
 def look(config: Config) -> Snapshot:
     async def read() -> Snapshot:
-        client = broker.connect(config.broker)
+        client = connection.connect(config.broker)
         try:
             return await snapshot(client, Keys(config.run))
         finally:
@@ -40,7 +41,7 @@ def look(config: Config) -> Snapshot:
 
 def manifest_of(config: Config, version: int) -> Any:
     async def read() -> Any:
-        client = broker.connect(config.broker)
+        client = connection.connect(config.broker)
         try:
             return await WeightsRegistry(client, Keys(config.run)).get(version)
         finally:
@@ -124,7 +125,7 @@ def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
         raise RuntimeError(cut)
 
     places: dict[str, tuple[Any, str, Any]] = {
-        "before the version": (weights, "write_version", ends_at_once),
+        "before the version": (versions, "write_version", ends_at_once),
         "before its registration": (Session, "_register", ends),
         "before the ack": (Session, "_ack", ends),
     }

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config.rollout_types import GatewayConfig
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.keys import Keys
+from pipeline.config.types import BrokerConfig, Config, GatewayConfig
+from pipeline.wire.keys import Keys
 from tests.contract.engine_fixtures import started
 from tests.image_site import site
 from tests.integration.rollout.conftest import serve, tokenizer_dirs, tools_tokenizer

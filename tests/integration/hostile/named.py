@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import aiohttp
 
-from pipeline.config.rollout_types import RolloutServerConfig
-from pipeline.config.types import Config
+from pipeline.config.types import Config, RolloutServerConfig
 from producers.http.client import guarded_session
 from producers.rollout.app_state import app_state
 from producers.rollout.runs import open_runs

@@ -8,10 +8,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from pipeline.config.rollout_types import GatewayConfig, RolloutConfig
-from pipeline.config.types import Config
+from pipeline.config.types import Config, GatewayConfig, RolloutConfig
 from pipeline.errors import RequestError
-from pipeline.hosts import AllowedHosts
+from pipeline.http.addresses import AllowedHosts
 from producers.rollout.app_state import named_hosts
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve, a_request

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import logs
 from pipeline.config.types import Config
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.image_site import Site
 from tests.integration.gateway.harness import USER, Gateway, serving
 from tests.integration.rollout.conftest import Serve, Served, a_request

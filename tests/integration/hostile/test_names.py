@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pipeline import logs
 from pipeline.config.types import Config, ImagesConfig
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.image_site import Site
 from tests.integration.gateway.harness import Gateway, serving
 from tests.integration.rollout.conftest import Serve, a_request

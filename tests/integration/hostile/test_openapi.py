@@ -24,8 +24,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from pipeline.config.rollout_types import GatewayConfig
-from pipeline.config.types import Config
+from pipeline.config.types import Config, GatewayConfig
 from tests.image_site import Site
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve

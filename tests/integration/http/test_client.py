@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from pipeline.errors import RequestError
-from pipeline.hosts import AllowedHosts, RefusedAddress
+from pipeline.http.addresses import AllowedHosts, RefusedAddress
 from producers.http.client import guarded_session, read_bounded, read_json
 from tests.image_site import Site, site
 from tests.integration.http.names import Names, answer

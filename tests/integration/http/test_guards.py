@@ -11,8 +11,7 @@ import pytest
 from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel
 
-from pipeline.http.auth import BearerAuth, require_bearer
-from pipeline.http.body_limit import BodyLimit
+from pipeline.http.middleware import BearerAuth, BodyLimit, require_bearer
 from tests.served import Served, served
 
 KEY = "k3y-ü"

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Response
 from mcp.server import MCPServer
 
 from pipeline.errors import RequestError
-from pipeline.hosts import AllowedHosts
+from pipeline.http.addresses import AllowedHosts
 from pipeline.http.asgi import Receive, Scope, Send
 from producers.rollout.tools import ToolBox, tool
 from producers.rollout.tools.mcp_server import mcp_tools

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pipeline.errors import ConfigError, SluiceError
-from pipeline.http.serve import _bind, serve
+from pipeline.http.server import _bind, serve
 from tests.roles import eventually
 from tests.served import served
 

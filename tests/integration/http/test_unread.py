@@ -8,8 +8,7 @@ import json
 import pytest
 from fastapi import FastAPI, Request
 
-from pipeline.http.auth import BearerAuth
-from pipeline.http.body_limit import BodyLimit
+from pipeline.http.middleware import BearerAuth, BodyLimit
 from tests.served import served
 
 LIMIT = 600_000

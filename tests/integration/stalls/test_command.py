@@ -15,10 +15,10 @@ import pytest
 
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import BrokerError, EngineError
-from pipeline.keys import Keys
 from pipeline.status.diagnosis import look_twice
 from pipeline.status.heartbeat import Heartbeat
 from pipeline.status.snapshot import snapshot
+from pipeline.wire.keys import Keys
 from producers.submit import produce
 from tests.command import call
 from tests.integration.stalls.looking import config_of

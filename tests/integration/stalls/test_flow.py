@@ -12,12 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from consumers.task import Task
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig
-from pipeline.keys import Keys
-from pipeline.messages import WeightVersion
-from pipeline.ownership import Ownership
 from pipeline.status.inspection import inspect
-from pipeline.weights import WeightsRegistry, write_version
+from pipeline.weights.versions import WeightsRegistry, write_version
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import WeightVersion
 from producers.submit import produce
 from tests.decode_workers import working
 from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled

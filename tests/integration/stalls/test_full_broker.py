@@ -17,17 +17,17 @@ from redis.exceptions import OutOfMemoryError
 
 from consumers.task import Task
 from consumers.training.trainer import Trainer
-from pipeline import broker
+from pipeline.broker import connection
+from pipeline.broker.ownership import Ownership
+from pipeline.broker.streams import ack_batches, batch_reader
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.dlq import Selection
 from pipeline.dlq_look import drop
 from pipeline.jobs import JobQueue
-from pipeline.keys import Keys
-from pipeline.ownership import Ownership
 from pipeline.room import CAUSE
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import snapshot
-from pipeline.streams import ack_batches, batch_reader
+from pipeline.wire.keys import Keys
 from producers.submit import produce
 from tests.decode_workers import working
 from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled, why
@@ -42,7 +42,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     server = KillableBroker(tmp_path_factory.mktemp("small"))
     server.start()
     config = BrokerConfig(url=server.url, retry_for_s=60)
-    asyncio.run(broker.wait_ready(config))
+    asyncio.run(connection.wait_ready(config))
     yield config
     server.kill()
 
@@ -50,7 +50,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 async def small(settings: BrokerConfig) -> AsyncIterator[Any]:
     """A client of the broker, which has room again when the test ends."""
-    client: Any = broker.connect(settings)
+    client: Any = connection.connect(settings)
     yield client
     await client.config_set("maxmemory", 0)
     await client.aclose()
@@ -129,7 +129,7 @@ async def test_a_full_broker_empties_itself(settings: BrokerConfig, small: Any, 
     [entry] = await reader.read(8, 10)
     await small.config_set("maxmemory", 1)
     assert await owner.try_acquire()
-    scripts = broker.Scripts(small)
+    scripts = connection.Scripts(small)
     assert await ack_batches(scripts, keys, owner.key, owner.nonce, [(entry.entry_id, 2)]) == 2
     assert (await snapshot(small, keys)).waiting_batches == 0
 
@@ -150,7 +150,7 @@ async def test_dead_letters_can_be_dropped_to_make_room(
 
 async def test_a_wait_for_room_ends_with_an_error_that_says_what_to_do(settings: BrokerConfig, small: Any) -> None:
     await small.config_set("maxmemory", 1)
-    hasty: Any = broker.connect(replace(settings, retry_for_s=0.3))
+    hasty: Any = connection.connect(replace(settings, retry_for_s=0.3))
     try:
         with pytest.raises(OutOfMemoryError, match=r"no room came in 0.3 s: give it more memory \(`redis-cli"):
             await hasty.set("a", 1)

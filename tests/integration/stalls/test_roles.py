@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from consumers.training.trainer import Trainer
+from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, RepeatTerminateConfig
 from pipeline.errors import GuardImpossible, MessageError, first_cause
-from pipeline.keys import Keys
-from pipeline.ownership import Ownership
+from pipeline.wire.keys import Keys
 from producers.submit import produce
 from tests.integration.stalls.looking import config_of, consuming, stalled, why
 from tests.loop_models import without_end

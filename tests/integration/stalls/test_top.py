@@ -12,10 +12,10 @@ from textual.widgets import ContentSwitcher, Static
 
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.jobs import JobQueue
-from pipeline.keys import Keys
 from pipeline.top.app import Help, TopApp
 from pipeline.top.feed import Feed
 from pipeline.top.panels import frame, print_once
+from pipeline.wire.keys import Keys
 from producers.submit import produce
 from tests.integration.stalls.looking import config_of, consuming
 from tests.killable_broker import KillableBroker

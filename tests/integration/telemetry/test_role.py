@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.operate_types import MetricsConfig
-from pipeline.config.types import BrokerConfig
+from pipeline.config.types import BrokerConfig, MetricsConfig
 from pipeline.errors import ConfigError, first_cause
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.roles import role_of, run_config
 
 

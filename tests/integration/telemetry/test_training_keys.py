@@ -18,14 +18,13 @@ from consumers.tasks import load_task
 from consumers.training.ledger import read_steps
 from consumers.training.trackers import Trackers
 from consumers.training.trainer import Trainer
-from pipeline.config.operate_types import TrackingConfig
-from pipeline.config.types import BrokerConfig, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
-from pipeline.keys import Keys
-from pipeline.messages import TrainingBatch, TrainingSample, encode
-from pipeline.metrics import DROP_REASONS
-from pipeline.ownership import Ownership
+from pipeline.broker.ownership import Ownership
+from pipeline.config.types import BrokerConfig, ConsumerConfig, PolicyConfig, RolloutMatchingConfig, TrackingConfig
 from pipeline.status.snapshot import snapshot
-from pipeline.tokens import Runs
+from pipeline.telemetry.training_metrics import DROP_REASONS
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import TrainingBatch, TrainingSample, encode
+from pipeline.wire.tokens import Runs
 from tests.detection_rollouts import answer, obj, rollout
 from tests.roles import role_of, run_config
 from tests.tiny_models import save_tiny_model

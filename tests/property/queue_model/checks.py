@@ -6,8 +6,8 @@ import contextlib
 from collections import Counter
 
 from pipeline.errors import MessageError
-from pipeline.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
-from pipeline.messages import DeadLetter, SequenceResult, decode
+from pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.wire.messages import DeadLetter, SequenceResult, decode
 from tests.property.queue_model.model import QueueModel
 from tests.property.queue_model.state import Job
 from tests.property.queue_model.system import Fields, Snapshot

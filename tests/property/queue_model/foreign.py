@@ -8,7 +8,7 @@ import msgspec
 
 from pipeline.jobs import arq_payload
 from pipeline.jobs.envelope import call_payload
-from pipeline.messages import encode
+from pipeline.wire.messages import encode
 from tests.factories import decode_job
 
 MAILBOX = "box"

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config.types import Config
 from pipeline.dlq import DeadLetters, Selection
-from pipeline.keys import ARQ_ABORT, ARQ_RESULT
+from pipeline.wire.keys import ARQ_ABORT, ARQ_RESULT
 from tests.property.queue_model.rules import ProducerRules, TimeRules, WorkerRules
 from tests.property.queue_model.streams import StreamRules
 

@@ -9,9 +9,9 @@ from hypothesis.stateful import precondition, rule
 
 from pipeline.jobs import Call, Piece, arq_payload
 from pipeline.jobs.envelope import call_payload
-from pipeline.keys import ARQ_JOB
-from pipeline.messages import DecodeJob, Progress
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.keys import ARQ_JOB
+from pipeline.wire.messages import DecodeJob, Progress
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job
 from tests.property.queue_model.base import INDEX, ORDERS, OWNERS, Owner, QueueMachine
 from tests.property.queue_model.foreign import KINDS, MAILBOX, foreign

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from pipeline import broker
-from pipeline.broker import Scripts
+from pipeline.broker import connection
+from pipeline.broker.connection import Scripts
 from pipeline.config.types import BrokerConfig
 from pipeline.jobs import JobQueue
-from pipeline.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
 from tests.property.queue_model.foreign import MAILBOX
 
 LEASE_S = 3600.0  # leases end when the machine says so
@@ -59,7 +59,7 @@ class System:
 
     def __init__(self, config: BrokerConfig, keep_s: float) -> None:
         self._runner = asyncio.Runner()
-        self.client: Any = broker.connect(config)
+        self.client: Any = connection.connect(config)
         self.keys = Keys(f"model-{uuid4().hex[:12]}")
         self.scripts = Scripts(self.client)
         self._keep_s = keep_s

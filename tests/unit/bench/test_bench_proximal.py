@@ -19,7 +19,7 @@ from bench.proximal.score_cost import Sample
 from bench.proximal.throughput import due_steps
 from bench.proximal.versions import COUNT, Variants, ensure_variants
 from pipeline.errors import ConfigError
-from pipeline.weights import digest_of
+from pipeline.weights.versions import digest_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

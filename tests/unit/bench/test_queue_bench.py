@@ -13,7 +13,7 @@ from bench.queue.plan import Plan
 from bench.queue.race import Outcome
 from bench.queue.results import result_of
 from pipeline.errors import ConfigError
-from pipeline.messages import DecodeJob, SequenceResult, decode, encode
+from pipeline.wire.messages import DecodeJob, SequenceResult, decode, encode
 
 
 def test_counts_are_sorted_and_once() -> None:

@@ -18,8 +18,8 @@ from bench.rollout.model import NUM_TURNS, TURN_TOKENS, conversation, ensure_mod
 from bench.rollout.plan import HOME, Plan
 from bench.rollout.rollouts import Round
 from bench.rollout.stack import Place, settings
-from pipeline.chat_template import ChatTemplateOptions
 from pipeline.errors import ConfigError, SluiceError
+from pipeline.prompts.chat_template import ChatTemplateOptions
 from producers.gateway.tool_calls import Hermes
 from producers.tokenizer import load_renderer
 

@@ -15,7 +15,7 @@ from consumers.training.checkpoint import TrainerState
 from consumers.training.ledger import StepLog, read_steps
 from consumers.training.step import TrainStep
 from pipeline.errors import ModelError
-from pipeline.messages import DeadLetter
+from pipeline.wire.messages import DeadLetter
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 

@@ -13,9 +13,9 @@ from consumers.task import TaskContext
 from consumers.tasks import load_task
 from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
 from pipeline.errors import TaskError
-from pipeline.messages import TrainingSample
-from pipeline.metrics import reduce
-from pipeline.tokens import FloatArray, Runs
+from pipeline.telemetry.training_metrics import reduce
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs
 from tests.detection_rollouts import PROMPT, rollout
 from tests.tiny_tokenizer import tiny_codec
 

@@ -19,7 +19,7 @@ from consumers.training.model import load_policy, random_rates
 from consumers.training.step import TrainStep
 from pipeline.config.types import ModelConfig, TrainerConfig
 from pipeline.errors import ModelError
-from pipeline.messages import TrainingSample
+from pipeline.wire.messages import TrainingSample
 from tests.faulty_models import save_faulty
 from tests.trainers import random_sample
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from consumers.handoff.collate import tensors_of
-from pipeline.tokens import FloatArray, Runs
+from pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 
 BEHAVIOUR = [0.0, -1.0, -2.0, -3.0]

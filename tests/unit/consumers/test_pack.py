@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.pack import IGNORED, collate, pack_rows
-from pipeline.messages import TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 def sample(*ids: int, weights: list[float] | None = None) -> TrainingSample:

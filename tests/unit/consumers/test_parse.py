@@ -6,7 +6,7 @@ import pytest
 
 from consumers.detection.parse import parse
 from consumers.task import Parsed
-from pipeline.metrics import DROP_REASONS, check_keys
+from pipeline.telemetry.training_metrics import DROP_REASONS, check_keys
 from tests.detection_rollouts import answer, context, obj, rollout, tokens_anyhow
 from tests.tiny_tokenizer import tiny_codec
 

@@ -16,8 +16,8 @@ from consumers.training import losses
 from consumers.training.step import TrainStep
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError
-from pipeline.messages import TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.policy_reference import Reference, Token, reference
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of

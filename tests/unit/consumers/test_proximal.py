@@ -14,8 +14,8 @@ from consumers.training.proximal import Filled, fill, plan, score_jobs, scores_b
 from consumers.training.proximal_counts import Counts
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError
-from pipeline.messages import ScoreJob, ScoreResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
 
 MASK = PolicyConfig(enabled=True)

@@ -8,9 +8,9 @@ import pytest
 
 from consumers.rollout import rollout_metrics
 from pipeline.config.types import RolloutMatchingConfig
-from pipeline.messages import SamplingParams, SequenceResult
-from pipeline.metrics import reduce
-from pipeline.tokens import Runs
+from pipeline.telemetry.training_metrics import reduce
+from pipeline.wire.messages import SamplingParams, SequenceResult
+from pipeline.wire.tokens import Runs
 from tests.factories import sequence_result
 
 PREFIX = "rollout/repeat_terminate_"

@@ -13,8 +13,8 @@ from consumers.group import Group
 from consumers.sampler import Sampler
 from consumers.task import Matched, Parsed, Task, TaskContext
 from pipeline.config.types import ConsumerConfig, PolicyConfig, RolloutMatchingConfig
-from pipeline.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 

@@ -10,9 +10,9 @@ from consumers.detection.layout import truth_only
 from consumers.detection.target import check_options
 from consumers.segments import Segment
 from pipeline.errors import ConfigError, TaskError
-from pipeline.messages import TrainingSample
-from pipeline.metrics import reduce
-from pipeline.tokens import Runs
+from pipeline.telemetry.training_metrics import reduce
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import Runs
 from tests.detection_rollouts import PROMPT, answer, context, obj, rollout, run
 from tests.tiny_tokenizer import tiny_codec
 

@@ -16,8 +16,7 @@ from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from consumers.training.trackers import Trackers
-from pipeline.config.operate_types import TrackingConfig
-from pipeline.config.types import Config
+from pipeline.config.types import Config, TrackingConfig
 from pipeline.errors import ConfigError
 
 LOSS = "train/loss"

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.messages import GeometryTarget, TrainingSample
-from pipeline.tokens import FloatArray
+from pipeline.wire.messages import GeometryTarget, TrainingSample
+from pipeline.wire.tokens import FloatArray
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 

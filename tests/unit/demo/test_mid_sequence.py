@@ -8,8 +8,8 @@ import pytest
 
 from consumers.training.rollouts import Rollouts
 from demo.mid_sequence import count_landed, mid_sequence
-from pipeline.messages import TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from demo.tools.data import messages_of, records, truth_of, write_jsonl
 from demo.tools.evaluate import MAX_NEW_TOKENS, MAX_TURNS, Conversation, accuracy, converse, is_right
 from demo.tools.problems import Problem, problems, split_of
 from demo.tools.tokenizer import CALL, build_tokenizer, call_text
-from pipeline.chat_template import ChatTemplateOptions
 from pipeline.config import load_config
-from pipeline.config.rollout_types import RolloutServerConfig
-from pipeline.turn_tokens import Renderer
+from pipeline.config.types import RolloutServerConfig
+from pipeline.prompts.chat_template import ChatTemplateOptions
+from pipeline.prompts.turn_tokens import Renderer
 from producers.gateway.tool_calls import Hermes, assistant_message
 from producers.rollout.tools import load_tools
 from tests.tool_models import CONVERSATIONS, tool_model

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from pipeline.status.snapshot import StallKind
-from pipeline.telemetry.names import FAMILIES, JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, Family, series
-from pipeline.telemetry.run import ROLES
+from pipeline.telemetry.families import FAMILIES, JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, Family, series
+from pipeline.telemetry.run_metrics import ROLES
 from tests.promql import Selector, read
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +53,7 @@ def test_a_query_reads_what_exists(where: str, expression: str, shown: str) -> N
             assert {label for label, _, _ in selector.matchers} <= OURS
             known |= OURS
             continue
-        assert selector.name in BY_SERIES, f"{where}: {selector.name} is not in pipeline/telemetry/names.py"
+        assert selector.name in BY_SERIES, f"{where}: {selector.name} is not in pipeline/telemetry/families.py"
         known |= labels_of(selector)
         for label, operator, value in selector.matchers:
             assert label in labels_of(selector), f"{where}: {selector.name} has no label {label}"

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.admission import (
+from pipeline.errors import RequestError
+from pipeline.prompts.admission import (
     BYTES_PER_TOKEN,
     MAX_CALLS,
     MAX_DEPTH,
@@ -24,7 +25,6 @@ from pipeline.admission import (
     admit_prompt,
     admit_request,
 )
-from pipeline.errors import RequestError
 
 SAID = {"role": "user", "content": "a"}
 

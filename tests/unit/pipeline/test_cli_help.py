@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli.groups import HEADINGS
+from pipeline.cli.help import HEADINGS, examples, paragraphs
 from pipeline.cli.main import GROUP, build
-from pipeline.cli.prose import examples, paragraphs
 from pipeline.cli.reference import as_markdown, options, walk
 from tests.command import call
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline import broker as connections
+from pipeline.broker import connection as connections
 from pipeline.cli.main import build
 from pipeline.cli.reference import options, walk
 from pipeline.config.types import BrokerConfig
 from pipeline.jobs import Credit, JobQueue
 from pipeline.json_out import json_line
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from tests.command import call
 from tests.factories import decode_job
 from tests.unit.pipeline.test_weights import model_dir

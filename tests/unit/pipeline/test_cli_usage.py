@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import errors
-from pipeline.cli.exit_codes import EXIT_CODES, INTERRUPTED, SOME_ROWS_FAILED, TERMINATED, WRONG_USAGE
-from pipeline.errors import SluiceError
+from pipeline.errors import EXIT_CODES, INTERRUPTED, SOME_ROWS_FAILED, TERMINATED, WRONG_USAGE, SluiceError
 from tests.command import call
 from tests.unit.pipeline.test_weights import model_dir
 

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.decoding import (
+from pipeline.errors import MessageError
+from pipeline.wire.codec import (
     MAX_DEPTH,
     MOST,
     Unreadable,
@@ -18,9 +19,8 @@ from pipeline.decoding import (
     read_json,
     too_deep,
 )
-from pipeline.errors import MessageError
-from pipeline.keys import Keys, type_of
-from pipeline.tokens import Runs
+from pipeline.wire.keys import Keys, type_of
+from pipeline.wire.tokens import Runs
 
 NO_NUMBERS = [b"", b"x", b" 1", b"1_000", b"1.0", b"1e3", b"+1", b"\xff", b"9" * 5000, b"%d" % 2**63, "٣".encode()]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, RequestError
-from pipeline.hosts import AllowedHosts, RefusedAddress, refuse_address
+from pipeline.http.addresses import AllowedHosts, RefusedAddress, refuse_address
 
 KEY = "images.hosts"
 LISTED = AllowedHosts(

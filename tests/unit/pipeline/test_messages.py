@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import load_config
 from pipeline.errors import MessageError, UnknownSchema
-from pipeline.messages import (
+from pipeline.wire.messages import (
     SCHEMA,
     DeadLetter,
     DecodeJob,
@@ -24,7 +24,7 @@ from pipeline.messages import (
     decode,
     encode,
 )
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result, training_sample
 from workers.generate.settings import make_settings
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TaskError
-from pipeline.metrics import METRICS, Last, Mean, Percentile, Sum, reduce
+from pipeline.telemetry.training_metrics import METRICS, Last, Mean, Percentile, Sum, reduce
 
 PLAIN = [
     "parse_dropped_invalid",

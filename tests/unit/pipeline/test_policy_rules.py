@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config import load_config
-from pipeline.config.policy_rules import policy_warnings
+from pipeline.config.rules import policy_warnings
 from pipeline.errors import ConfigError
 
 ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_version=8"]

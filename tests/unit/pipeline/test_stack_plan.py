@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.operate_types import DashboardConfig
-from pipeline.config.policy_types import PolicyConfig, ScorerConfig
-from pipeline.config.rollout_types import GatewayConfig, RolloutServerConfig
-from pipeline.config.types import BrokerConfig, Config, WorkerConfig
+from pipeline.config.types import (
+    BrokerConfig,
+    Config,
+    DashboardConfig,
+    GatewayConfig,
+    PolicyConfig,
+    RolloutServerConfig,
+    ScorerConfig,
+    WorkerConfig,
+)
 from pipeline.run.stack import addresses, child_environment, plan, with_dashboard_port
 
 FILE = Path("config.json")

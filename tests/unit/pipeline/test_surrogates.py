@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.config import load_config
 from pipeline.errors import ConfigError, MessageError
-from pipeline.messages import DecodeJob, ImageRef, SamplingParams
-from pipeline.rows import Malformed, read_rows
-from pipeline.surrogates import lone_surrogate
+from pipeline.prompts.rows import Malformed, read_rows
+from pipeline.wire.codec import lone_surrogate
+from pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams
 from producers.gateway.infer import read_call
 from producers.http.strict_json import decode
 from producers.sources import Row

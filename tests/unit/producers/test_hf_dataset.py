@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
-from pipeline.messages import ImageRef
+from pipeline.wire.messages import ImageRef
 from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows
 
 datasets = pytest.importorskip("datasets")

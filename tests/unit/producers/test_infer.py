@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import MessageError
-from pipeline.messages import SamplingParams, SequenceResult
-from pipeline.tokens import Runs
+from pipeline.wire.messages import SamplingParams, SequenceResult
+from pipeline.wire.tokens import Runs
 from producers.gateway.infer import encode_envelopes, envelope, read_call
 from tests.factories import sequence_result
 

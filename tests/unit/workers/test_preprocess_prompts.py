@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.chat_template import ChatTemplateOptions
 from pipeline.config.types import ModelConfig
 from pipeline.errors import RequestError
+from pipeline.prompts.chat_template import ChatTemplateOptions
 from producers.tokenizer import load_renderer
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava, save_tiny_qwen_vl

@@ -20,8 +20,8 @@ from consumers.training.ledger import StepLog
 from consumers.training.proximal import fill, plan, score_jobs, scores_by_place
 from consumers.training.rollouts import Rollouts
 from pipeline.config.types import Config, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
-from pipeline.messages import DeadLetter, SamplingParams, ScoreJob, ScoreResult, SequenceResult, TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import DeadLetter, SamplingParams, ScoreJob, ScoreResult, SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 from tests.unit.consumers.audit.stored_run import PROMPT, Policy

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from consumers.segments import LeftOut
 from pipeline.cli import main as cli
-from pipeline.messages import TrainingBatch, decode, encode
-from pipeline.tokens import Runs
+from pipeline.wire.messages import TrainingBatch, decode, encode
+from pipeline.wire.tokens import Runs
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change
 
 
@@ -161,8 +161,8 @@ def test_a_token_outside_the_vocabulary_is_no_crash(run: Path, capsys: pytest.Ca
 def _smaller_model(run: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from pipeline.messages import WeightVersion
-    from pipeline.weights import write_version
+    from pipeline.weights.versions import write_version
+    from pipeline.wire.messages import WeightVersion
 
     sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=100, num_hidden_layers=1, head_dim=8, **sizes))

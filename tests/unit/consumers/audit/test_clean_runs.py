@@ -14,8 +14,8 @@ from consumers.audit.run import audit_run
 from consumers.task import Matched, TaskContext
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import DataError
-from pipeline.messages import ImageRef, TrainingBatch, TrainingSample, decode, encode
-from pipeline.tokens import FloatArray, Runs
+from pipeline.wire.messages import ImageRef, TrainingBatch, TrainingSample, decode, encode
+from pipeline.wire.tokens import FloatArray, Runs
 from tests.unit.consumers.audit.clean_run import (
     NEWEST,
     STORY,

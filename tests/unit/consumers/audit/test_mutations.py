@@ -14,9 +14,9 @@ from consumers.audit.report import FaultKind, Report
 from consumers.audit.run import audit_run
 from consumers.segments import LeftOut
 from pipeline.config.types import Config, PolicyConfig
-from pipeline.messages import TrainingBatch, TrainingSample, WeightVersion, decode, encode
-from pipeline.tokens import FloatArray, Runs, TokenArray
-from pipeline.weights import write_version
+from pipeline.weights.versions import write_version
+from pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode, encode
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.unit.consumers.audit.clean_run import STORY, Recipe, Versions, write_run
 from tests.unit.consumers.audit.stored_run import PROMPT
 

@@ -16,9 +16,9 @@ from consumers.audit.recompute import logprobs_of, open_version
 from consumers.audit.stored import Stored
 from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError
-from pipeline.messages import WeightVersion
-from pipeline.tokens import TokenArray
-from pipeline.weights import write_version
+from pipeline.weights.versions import write_version
+from pipeline.wire.messages import WeightVersion
+from pipeline.wire.tokens import TokenArray
 from tests.factories import training_sample
 
 LENGTH, WINDOW, VOCAB = 40, 8, 96

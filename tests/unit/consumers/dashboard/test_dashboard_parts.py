@@ -27,9 +27,9 @@ from consumers.dashboard.settings import settings
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import BrokerConfig, Config, ProducerConfig
 from pipeline.dlq import Row
-from pipeline.http.hosts import host_name, is_loopback
-from pipeline.messages import DeadLetter
+from pipeline.http.middleware import host_name, is_loopback
 from pipeline.status.snapshot import Process, Snapshot, Stall
+from pipeline.wire.messages import DeadLetter
 
 
 @pytest.mark.parametrize(

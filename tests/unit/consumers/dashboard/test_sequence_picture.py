@@ -10,10 +10,9 @@ import pytest
 from PIL import Image
 
 from consumers.dashboard.sequence_picture import check_picture, names_of, read_below, read_picture
-from pipeline.config.image_types import ImagesConfig
-from pipeline.config.types import Config, DataConfig
+from pipeline.config.types import Config, DataConfig, ImagesConfig
 from pipeline.errors import RequestError
-from pipeline.messages import ImageRef
+from pipeline.wire.messages import ImageRef
 from tests.factories import sequence_result
 
 

@@ -16,8 +16,8 @@ from consumers.dashboard.sequence_tokens import Scores, sampled_sheet, segment_n
 from consumers.history.records import Trained
 from consumers.task import TaskContext
 from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
-from pipeline.messages import SequenceResult
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import SequenceResult
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.detection_rollouts import PROMPT, answer, context, obj, rollout, run, tokens_anyhow
 from tests.factories import training_sample
 from tests.tiny_tokenizer import tiny_codec

@@ -22,8 +22,8 @@ from consumers.sampler import letter
 from consumers.training.rollouts import Rollouts
 from pipeline.config.types import Config
 from pipeline.errors import DataError
-from pipeline.messages import TrainingSample
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result, training_sample
 from tests.tiny_tokenizer import tiny_codec
 

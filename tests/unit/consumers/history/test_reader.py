@@ -10,8 +10,8 @@ from consumers.history.reader import HistoryReader
 from consumers.history.records import SequenceFilter, Trained
 from consumers.history.store import TrainedStore
 from pipeline.errors import DataError
-from pipeline.messages import DeadLetter
-from pipeline.tokens import FloatArray, Runs
+from pipeline.wire.messages import DeadLetter
+from pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import sequence_result, training_sample
 from tests.finished import Finished, FinishedJob, job, row, store, whole
 

@@ -10,9 +10,8 @@ from consumers.history.opened import Files
 from consumers.history.recorder import TrainedRecorder
 from consumers.history.records import Trained
 from consumers.sampler import letter
-from pipeline.config.operate_types import HistoryConfig
-from pipeline.config.types import Config, ConsumerConfig
-from pipeline.tokens import FloatArray, Runs
+from pipeline.config.types import Config, ConsumerConfig, HistoryConfig
+from pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 
 SAMPLE = training_sample("a:0", proximal_logprobs=FloatArray([0, -1, -2, -3]), proximal_versions=Runs.of([-1, 4, 4, 4]))

@@ -13,7 +13,7 @@ from consumers.history.reader import HistoryReader
 from consumers.history.records import SequenceFilter, Trained
 from consumers.history.store import HistoryStore, TrainedStore
 from pipeline.errors import DataError
-from pipeline.tokens import TokenArray
+from pipeline.wire.tokens import TokenArray
 from tests.factories import sequence_result
 from tests.finished import Finished, FinishedJob, job, row, store
 

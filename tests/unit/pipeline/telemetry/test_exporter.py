@@ -11,11 +11,10 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.config.operate_types import MetricsConfig
+from pipeline.config.types import MetricsConfig
 from pipeline.errors import ConfigError
 from pipeline.status.heartbeat import Heartbeat
-from pipeline.telemetry.exporter import metrics_server
-from pipeline.telemetry.process import Telemetry
+from pipeline.telemetry.exporter import Telemetry, metrics_server
 
 
 def row(**fields: object) -> Heartbeat:

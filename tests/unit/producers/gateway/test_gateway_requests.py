@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
 from pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
-from pipeline.hosts import AllowedHosts
-from pipeline.messages import DeadLetter, ImageRef, SamplingParams
+from pipeline.http.addresses import AllowedHosts
+from pipeline.wire.messages import DeadLetter, ImageRef, SamplingParams
 from producers.gateway.images import images_of
 from producers.gateway.refusals import Refusal, of_letter, refusal_of
 from producers.gateway.requests import ChatRequest, FinishRequest

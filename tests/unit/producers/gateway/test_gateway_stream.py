@@ -6,8 +6,8 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pipeline.messages import TokenDelta
-from pipeline.tokens import FloatArray, TokenArray
+from pipeline.wire.messages import TokenDelta
+from pipeline.wire.tokens import FloatArray, TokenArray
 from producers.gateway.answers import Answer
 from producers.gateway.refusals import Refusal
 from producers.gateway.requests import ChatRequest

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.messages import FinishReason, ImageRef
 from pipeline.rollouts import Rollout, RolloutHead, Turn
-from pipeline.tokens import FloatArray, Runs, TokenArray
+from pipeline.wire.messages import FinishReason, ImageRef
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from producers.gateway.completion import repeat_terminate_triggered
 from producers.gateway.trajectory import Verdict, trajectories
 from tests.factories import sequence_result

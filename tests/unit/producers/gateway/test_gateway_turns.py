@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.messages import Message, SamplingParams
+from pipeline.prompts.turn_tokens import Renderer
 from pipeline.rollouts import Turn
-from pipeline.tokens import FloatArray, Runs, TokenArray
-from pipeline.turn_tokens import Renderer
+from pipeline.wire.messages import Message, SamplingParams
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from producers.gateway.refusals import Refusal
 from producers.gateway.turns import Plan, plan_turn
 from tests.factories import sequence_result

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from yarl import URL
 
 from pipeline.config.types import Config
-from pipeline.keys import Keys
+from pipeline.wire.keys import Keys
 from producers.gateway.app import make_app
 from producers.gateway.service import make_service
 from producers.http.api_page import PATH, add_api_page, api_page

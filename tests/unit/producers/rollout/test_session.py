@@ -15,9 +15,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from demo.tools.tokenizer import build_tokenizer
-from pipeline.chat_template import ChatTemplateOptions
-from pipeline.config.rollout_types import RolloutServerConfig
-from pipeline.turn_tokens import Renderer
+from pipeline.config.types import RolloutServerConfig
+from pipeline.prompts.chat_template import ChatTemplateOptions
+from pipeline.prompts.turn_tokens import Renderer
 from producers.rollout.errors import RolloutError
 from producers.rollout.schemas import CompletionsResponse, RolloutRequest
 from producers.rollout.session import TRUNCATED, RolloutSession

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.rows import Malformed
+from pipeline.prompts.rows import Malformed
 from workers.generate.prompt_file import PromptRow, Scan, open_prompts
 from workers.generation.requests import TextGenerationRequest, VlmGenerationRequest
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
 from tests.pictures import encoded, gif_of_zeros, huge_png, png, png_of_chunks, progressive_jpeg
 from workers.images.decoders import Decoders
@@ -170,7 +170,7 @@ def test_a_process_that_died_between_two_images_fails_none(decoders: Decoders) -
 
 _PARENT = """
 import sys
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from tests.pictures import png, progressive_jpeg
 from workers.images.decoders import Decoders
 decoders = Decoders(ImagesConfig(decode_timeout_s=600))

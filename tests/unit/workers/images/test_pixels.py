@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
 from tests.pictures import encoded, huge_png, huge_webp, png, wide_gif
 from workers.images.pixels import open_image

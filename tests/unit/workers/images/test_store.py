@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
-from pipeline.messages import ImageRef
+from pipeline.wire.messages import ImageRef
 from tests.image_site import Site
 from tests.pictures import huge_png, png
 from workers.images.store import ImageStore

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from pipeline.config.image_types import ImagesConfig
+from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
 from tests.image_site import Handler, Site
 from tests.integration.http.names import Names

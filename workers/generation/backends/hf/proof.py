@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from pipeline.agreement import Agreement, Gaps, largest, window_of
 from pipeline.errors import EngineError, ModelError
 from pipeline.logs import get_logger
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.backends.hf.loop import Decoder
 from workers.generation.backends.hf.model import LoadedModel
 from workers.generation.backends.hf.rows import Row

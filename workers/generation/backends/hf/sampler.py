@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.messages import SamplingParams
+from pipeline.wire.messages import SamplingParams
 from workers.generation.noise import Keys, stream_keys, uniforms
 from workers.generation.transforms import keep_top_k, keep_top_p, penalise
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
 from pipeline.config.suggest import nearest
+from pipeline.config.types import ModelConfig, VllmEngineOptions
 from pipeline.errors import ConfigError, ModelError
 from workers.generation.backends.vllm.extension import WorkerExtension
 from workers.generation.backends.vllm.images import Vision

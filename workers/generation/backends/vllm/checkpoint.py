@@ -10,7 +10,7 @@ import msgspec
 import torch
 import transformers
 
-from pipeline.config.engine_types import ModelConfig
+from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError, WeightsError
 from workers.generation.model_files import has_vision
 from workers.generation.weight_files import Layout, Piece, open_weights, tied

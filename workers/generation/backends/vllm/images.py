@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 
-from pipeline.config.engine_types import ModelConfig, VllmEngineOptions
+from pipeline.config.types import ModelConfig, VllmEngineOptions
 from pipeline.errors import ModelError, RequestError
 from workers.generation.contracts import SequenceRequest
 from workers.generation.model_files import has_vision

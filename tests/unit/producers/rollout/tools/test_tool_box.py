@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.rollout_types import RolloutServerConfig
+from pipeline.config.types import RolloutServerConfig
 from pipeline.errors import ConfigError
 from pipeline.loop_watch import watch_loop
 from producers.rollout.tools import Tool, ToolBox, ToolError, load_tools, tool

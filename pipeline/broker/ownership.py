@@ -1,0 +1,81 @@
+"""Roles that one process plays at a time (a consumer per partition, the trainer).
+
+The owner's nonce fences every effect: a paused owner that comes back late is refused by the scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from pipeline.broker.connection import Scripts
+from pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, SluiceError
+from pipeline.wire.keys import Keys
+
+TTL_S = 5.0
+_POLL_S = 0.2
+
+
+async def why_fenced(scripts: Scripts, key: str) -> SluiceError:
+    """The error of a process that a script refused as the owner of this role: another has it, or the data are gone."""
+    role = key.rpartition("owner:")[2]
+    if await scripts.client.exists(key, f"{key}:last"):
+        return LeaseLost(f"{role}: another process took this role; this one stops")
+    return BrokerDataGone(
+        f"{role}: the broker's data are gone: it no longer knows that this process plays this role. Start it again: "
+        "rows are read again, what is trained stays trained, and what was under way is done again"
+    )
+
+
+class Ownership:
+    """Holds one role while its `keep` task runs."""
+
+    def __init__(self, client: Redis, keys: Keys, role: str) -> None:
+        self._scripts = Scripts(client)
+        self.role = role
+        self.key = f"{keys.owner}{role}"
+        self._held = self._released = False
+        self.nonce = secrets.token_hex(8)
+
+    async def acquire(self, deadline_s: float, waiting: Callable[[str | None], None]) -> None:
+        """Take the role, waiting for an earlier owner's claim to run out; DeadlineExceeded names it.
+
+        Counts only the time between questions: an outage of the broker is not the other process's doing.
+        """
+        waited_s = 0.0
+        while not await self.try_acquire():
+            waiting(f"the role {self.role}, which another process holds")
+            if waited_s >= deadline_s:
+                raise DeadlineExceeded(f"{self.role}: another process has held this role for {deadline_s:.0f} s")
+            began = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+            waited_s += time.monotonic() - began
+        waiting(None)
+
+    async def keep(self) -> None:
+        """Renew until released or cancelled; raises as `why_fenced` when it is not ours any more."""
+        while not self._released:
+            await asyncio.sleep(TTL_S / 4)
+            if not self._released:
+                await self.confirm()
+
+    async def confirm(self) -> None:
+        """Before an effect that no script fences (files); raises as `why_fenced` when the role is lost."""
+        if not await self.try_acquire() and not self._released:
+            raise await why_fenced(self._scripts, self.key)
+
+    async def release(self) -> None:
+        """Give the role back at once; a renewal that is on its way does not take it again."""
+        self._released = True
+        await self._scripts.run("disown", [self.key], [self.nonce])
+
+    async def try_acquire(self) -> bool:
+        """Take or renew the role; False while another process holds it, and for good once one has held it since."""
+        args = [self.nonce, int(TTL_S * 1000), int(self._held)]
+        ours = bool(await self._scripts.run("own", [self.key], args))
+        self._held = self._held or ours
+        return ours

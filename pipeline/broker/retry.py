@@ -1,0 +1,225 @@
+"""What makes a connection outlast an outage: one deadline for a command, its connection and its hand-shake.
+
+- A retry inside a retry (a command connects, a connection asks for its health) tries once: the outer one begins anew,
+  so that a client of Sentinel asks again where the primary is.
+- A cancellation is never lost: redis-py 5 sends through `asyncio.wait_for`, which before Python 3.12 drops one that
+  comes in the moment of success; the caller would wait on for ever.
+- A task that was cancelled can still use a connection: before Python 3.11.3 a time limit of 0 inside such a task, as in
+  redis-py's look at a connection of the pool, is taken for another cancellation. The look is a task of its own there.
+- Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
+  disk) is asked again. `room` tells log and heartbeat of a wait for memory.
+
+Leans on `_backoff` and `_supported_errors` of redis-py 5.3 and on its pools; tests/integration/test_outage.py fails if
+they move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, cast
+
+import redis
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelConnectionPool
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
+
+from pipeline import room
+from pipeline.broker.cluster import SlotPrimary
+
+TRANSIENT: list[type[Exception]] = [
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.BusyLoadingError,
+    ReadOnlyError,
+    MasterDownError,
+    OutOfMemoryError,
+    OSError,
+]
+# What a node of a cluster says while the slot is elsewhere, or on its way; redis-py 8 has classes for it, 5 has words.
+_ELSEWHERE = (AskError, TryAgainError, ClusterDownError)  # MovedError is an AskError
+_ELSEWHERE_WORDS = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
+# No classes of their own, or not everywhere; a pipeline writes words of its own before.
+_FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
+_BACKOFF_CAP_S = 1.0
+_inside: ContextVar[bool] = ContextVar("inside a retried call", default=False)
+
+
+class UntilRetry(Retry):
+    """Retries until a deadline."""
+
+    def __init__(self, for_s: float) -> None:
+        super().__init__(ExponentialBackoff(cap=_BACKOFF_CAP_S, base=0.02), 0)  # type: ignore[no-untyped-call]
+        self._for_s = for_s
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[Any]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> Any:
+        """The answer of `do`, or its last transient error once the time is up. The last two arguments: redis-py 8."""
+        for_s = 0 if _inside.get() else self._for_s
+        until = time.monotonic() + for_s
+        token = _inside.set(True)
+        failures, call = 0, object()
+        try:
+            while True:
+                try:
+                    return await do()
+                except (*self._supported_errors, ResponseError) as error:
+                    if is_retryable and not is_retryable(error):
+                        raise
+                    counted = functools.partial(_counted, fail, failures + 1) if with_failure_count else fail
+                    await self._after(error, counted)
+                    full = room.is_full(error)
+                    if time.monotonic() >= until:
+                        if full and for_s > 0:
+                            raise room.too_long(error, for_s) from error
+                        raise
+                    if full:
+                        room.note(call, at_most_s=for_s)
+                    else:
+                        room.forget(call)
+                failures += 1
+                await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
+        finally:
+            room.forget(call)
+            _inside.reset(token)
+
+    async def _after(self, error: Exception, fail: Callable[[redis.RedisError], Any]) -> None:
+        """Disconnect after a lost connection; raises an error that would come again."""
+        if isinstance(error, self._supported_errors):
+            with contextlib.suppress(redis.TimeoutError):  # the other side does not even take the end
+                await fail(cast(Any, error))
+        elif not may_pass(error):
+            raise error
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a server that refuses with this may take the same later."""
+    return any(word in str(error) for word in _FOR_NOW)
+
+
+def _counted(fail: Callable[..., Any], failures: int, error: Exception) -> Any:
+    return fail(error, failures)
+
+
+class _Heedful(AbstractConnection):
+    """Ends a command whose task was cancelled while it was sent."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """As redis-py's; a command that was sent for nobody takes its connection with it, so its answer is not read."""
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        asked = task.cancelling()
+        if not self.is_connected:  # redis-py 8 would open the socket to the old address, without asking a Sentinel
+            await self.connect()
+        await super().send_packed_command(command, check_health)
+        if task.cancelling() > asked:
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+    if sys.version_info < (3, 11, 3):
+
+        async def can_read_destructive(self) -> bool:
+            """As redis-py's."""
+            return await asyncio.create_task(super().can_read_destructive())
+
+
+class _OfSlot(AbstractConnection):
+    """Leads to the primary of a slot; one that is no longer that is left."""
+
+    primary: SlotPrimary
+
+    async def _connect(self) -> None:
+        self.host, self.port = await asyncio.to_thread(self.primary.find)
+        await super()._connect()
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """As redis-py's."""
+        try:
+            return await cast(Any, super()).read_response(*args, **options)
+        except ResponseError as error:
+            if not (isinstance(error, _ELSEWHERE) or str(error).startswith(_ELSEWHERE_WORDS)):
+                raise
+            await self.disconnect(nowait=True)
+            raise redis.ConnectionError(f"slot {self.primary.slot} is elsewhere, or on its way: {error}") from error
+
+
+@functools.cache
+def _heedful(kind: type[Any], *parts: type[Any]) -> type[Any]:
+    """The same kind of connection (TCP, TLS, Unix socket, found by Sentinel), heeding cancellations."""
+    return type(f"Heedful{kind.__name__}", (*parts, _Heedful, kind), {})
+
+
+class _Patient(ConnectionPool):
+    """Retries the whole way to a usable connection; redis-py retries only the first part, the socket."""
+
+    parts: tuple[type[Any], ...] = ()  # of its connections, beside what all of them have
+
+    def make_connection(self) -> Any:
+        """A new one, not yet connected."""
+        kind = _heedful(self.connection_class, *self.parts)
+        return kind(**cast("dict[str, Any]", cast(Any, self).connection_kwargs))
+
+    async def get_connection(self, command_name: Any = None, *keys: Any, **options: Any) -> Any:
+        """A connected connection; callers that wait for one do not wait for each other."""
+        connection: Any = self.get_available_connection()  # type: ignore[no-untyped-call]
+
+        async def end(_error: redis.RedisError) -> None:
+            await connection.disconnect()
+
+        try:
+            await connection.retry.call_with_retry(lambda: self.ensure_connection(connection), end)
+        except BaseException:
+            await self.release(connection)
+            raise
+        return connection
+
+
+class PatientPool(_Patient):
+    """Connections to one address."""
+
+
+class PatientClusterPool(_Patient):
+    """Connections to the primary of a run's slot."""
+
+    parts = (_OfSlot,)
+
+    def __init__(self, primary: SlotPrimary, **settings: Any) -> None:
+        cast(Any, super()).__init__(**settings)
+        self.primary = primary
+
+    def make_connection(self) -> Any:
+        """A new one, not yet connected."""
+        connection = super().make_connection()
+        connection.primary = self.primary
+        return connection
+
+
+class PatientSentinelPool(_Patient, SentinelConnectionPool):
+    """Connections to the primary that the Sentinels name."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Those to the Sentinels too, when all are ended."""
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            manager: Any = self.sentinel_manager  # type: ignore[has-type]
+            for sentinel in manager.sentinels:
+                await sentinel.aclose()

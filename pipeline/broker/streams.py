@@ -1,0 +1,195 @@
+"""Result and batch streams: read by one owner at a time, handed on atomically, never trimmed.
+
+    results:{p} ──ResultStream.read──▶ consumer ──hand_off (one script)──▶ batches ──▶ trainer ──ack──▶ gone
+
+- The reader holds its role's ownership (ownership.py); what a dead reader had taken is taken over whole.
+- Entries leave a stream only through hand_off or ack, after their effect.
+- A reader that lost its role takes nothing more: what it took would be out of its successor's sight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import Ownership, why_fenced
+from pipeline.errors import BrokerError, ResultsLost
+from pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, Keys
+from pipeline.wire.messages import DeadLetter, TrainingBatch, encode
+
+_PAGE = 256
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stream entry as it lies there."""
+
+    entry_id: str
+    fields: dict[bytes, bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """What its message holds in the broker, as credit counts it."""
+        return max(len(self.fields.get(name, b"")) for name in (b"r", b"d", b"b"))
+
+
+class StreamReader:
+    """Reads one stream as the only member of its group; `owner` fences every read."""
+
+    def __init__(self, client: Redis, stream: str, group: str, name: str, owner: Ownership | None = None) -> None:
+        self._client, self.stream, self.group, self.name = client, stream, group, name
+        self._owner, self._scripts = owner, Scripts(client)
+        self._last = "0-0"  # newest entry that was seen
+        self.held: set[str] = set()  # taken, and not yet acked
+
+    async def open(self) -> list[Entry]:
+        """Make the group if need be and take over all that an earlier reader left unfinished, in order."""
+        try:
+            await self._client.xgroup_create(self.stream, self.group, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        found = await self._all_pending()
+        self._last = found[-1].entry_id if found else self._last
+        return self._fresh(found)
+
+    async def read(self, count: int, block_ms: int) -> list[Entry]:
+        """New entries; an empty list after `block_ms` without any. Raises as `why_fenced` when the role is lost."""
+        try:
+            found = await self._take(count)
+            if not found:
+                await self._client.xread({self.stream: self._last}, count=1, block=block_ms)
+                found = await self._take(count)
+        except (ResponseError, BrokerError) as error:
+            if "NOGROUP" not in str(error):
+                raise
+            return await self.open()
+        self._last = found[-1].entry_id if found else self._last
+        return self._fresh(found)
+
+    def release(self, entry_ids: Sequence[str]) -> None:
+        """These are acked."""
+        self.held.difference_update(entry_ids)
+
+    def forget(self) -> None:
+        """All that is held is to be read again."""
+        self.held.clear()
+        self._last = "0-0"
+
+    def _fresh(self, found: list[Entry]) -> list[Entry]:
+        """Without what is held already: a broker that lost its newest part brings it again."""
+        fresh = [entry for entry in found if entry.entry_id not in self.held]
+        self.held.update(entry.entry_id for entry in fresh)
+        return fresh
+
+    async def _all_pending(self) -> list[Entry]:
+        """Everything that the group's readers hold, ours from now on."""
+        found: list[Entry] = []
+        start = "0-0"
+        while True:
+            answer = cast(
+                "list[Any]",
+                await self._client.xautoclaim(
+                    self.stream, self.group, self.name, min_idle_time=0, start_id=start, count=_PAGE
+                ),
+            )
+            found += _entries(answer[1])
+            start = answer[0].decode()
+            if start == "0-0":
+                return found
+
+    async def _take(self, count: int) -> list[Entry]:
+        fence = [self._owner.key] if self._owner else []
+        nonce = self._owner.nonce if self._owner else ""
+        answer = await self._scripts.run(
+            "read", [self.stream, *fence], [nonce, self.group, self.name, count, self._last]
+        )
+        if answer == -1:
+            raise await why_fenced(self._scripts, fence[0])
+        rows, pending = answer
+        if not rows and int(pending) > len(self.held):
+            return await self._all_pending()
+        return _entries([(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in rows])
+
+    async def depth(self) -> int:
+        """Entries in the stream, taken or not."""
+        return int(await cast("Awaitable[int]", self._client.xlen(self.stream)))
+
+
+def result_reader(client: Redis, keys: Keys, partition: int, name: str, owner: Ownership | None = None) -> StreamReader:
+    """The reader of one partition of results."""
+    return StreamReader(client, f"{keys.results}{partition}", RESULT_GROUP, name, owner)
+
+
+def batch_reader(client: Redis, keys: Keys, name: str, owner: Ownership | None = None) -> StreamReader:
+    """The trainer's reader."""
+    return StreamReader(client, keys.batches, BATCH_GROUP, name, owner)
+
+
+async def hand_off(
+    scripts: Scripts,
+    keys: Keys,
+    *,
+    reader: StreamReader,
+    owner_key: str,
+    nonce: str,
+    batch: TrainingBatch,
+    result_ids: Sequence[str],
+    result_bytes: int,
+    drops: Sequence[DeadLetter],
+) -> Literal["ok", "dup"]:
+    """Put a batch out, record drops, ack and delete the results behind them, in one step.
+
+    `result_bytes`: what those results held in the broker. Raises as `why_fenced` when the partition is another
+    consumer's; ResultsLost when one of them is not there any more: nothing was done then. A repeat of the same batch_id
+    is `dup`.
+    """
+    args: list[Any] = [nonce, reader.group, reader.name, batch.batch_id, encode(batch) if batch.samples else b""]
+    args += [len(batch.samples), result_bytes, len(result_ids), len(drops), *result_ids]
+    for letter in drops:
+        args += [letter.reason, encode(letter)]
+    names = [reader.stream, keys.batches, keys.counts, owner_key, keys.dropped]
+    answer = (await scripts.run("handoff", names, args)).decode()
+    if answer == "fenced":
+        raise await why_fenced(scripts, owner_key)
+    if answer == "lost":
+        raise ResultsLost(f"{reader.stream}: results that were read are gone; reading again")
+    reader.release(result_ids)
+    return cast("Literal['ok', 'dup']", answer)
+
+
+async def ack_batches(
+    scripts: Scripts,
+    keys: Keys,
+    owner_key: str,
+    nonce: str,
+    batches: Sequence[tuple[str, int]],
+    drops: Mapping[str, Sequence[DeadLetter]] | None = None,
+    *,
+    stepped: bool = True,
+) -> int:
+    """Ack (stream id, number of samples) pairs; returns the samples counted as trained. Raises as `why_fenced`.
+
+    `drops`: by stream id, letters of the samples that the trainer dropped from that batch; they count as dropped.
+    `stepped`: whether an optimiser step, and so a version, came of these batches.
+    """
+    args: list[Any] = [nonce, BATCH_GROUP, int(stepped)]
+    for stream_id, samples in batches:
+        letters = (drops or {}).get(stream_id, ())
+        args += [stream_id, samples, len(letters)]
+        for letter in letters:
+            args += [letter.reason, encode(letter)]
+    counted = int(await scripts.run("ack", [keys.batches, keys.counts, owner_key, keys.dropped], args))
+    if counted < 0:
+        raise await why_fenced(scripts, owner_key)
+    return counted
+
+
+def _entries(rows: Sequence[Any]) -> list[Entry]:
+    """Redis 6.2 reports deleted entries as None; they are skipped."""
+    return [Entry(row[0].decode(), row[1]) for row in rows if row is not None and row[1] is not None]

@@ -1,0 +1,215 @@
+"""Answers to requests whose body nobody reads to its end.
+
+- A connection that is closed while bytes wait in it is reset, and its caller may lose the answer. So the answer is sent
+  whole, and what still comes is thrown away: not for long, and not without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+from collections.abc import Callable, Iterable, Sequence
+
+from fastapi import HTTPException, Response
+from fastapi.requests import HTTPConnection
+
+from pipeline.http.asgi import ASGIApp, Message, Receive, Scope, Send
+from pipeline.http.errors import problem_response
+
+MOST_BYTES = 1 << 20
+MOST_S, SILENT_S = 20.0, 2.0
+
+
+def with_unread_body(response: Response, max_bytes: int = MOST_BYTES) -> ASGIApp:
+    """The response as an application that reads up to `max_bytes` more before it ends."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def held_open(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await response(scope, receive, held_open)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOST_S):
+                await _throw_away(receive, max_bytes)
+        await send({"type": "http.response.body", "body": b""})
+
+    return answer
+
+
+async def _throw_away(receive: Receive, max_bytes: int) -> None:
+    """Until the body ends, its limit, or a silence."""
+    num_bytes = 0
+    while num_bytes <= max_bytes:
+        async with asyncio.timeout(SILENT_S):
+            message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
+
+
+OPEN_PATHS = ("/health",)
+"""Answered to everybody: what starts a container asks here."""
+
+_ASK = {"WWW-Authenticate": "Bearer"}
+_MESSAGE = "the key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+
+
+class BearerAuth:
+    """ASGI middleware: 401 unless the request has the key."""
+
+    def __init__(self, app: ASGIApp, key: str | None, open_paths: Sequence[str] = OPEN_PATHS) -> None:
+        self._app = app
+        self._key = key
+        self._open = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open or _holds(scope, self._key):
+            await self._app(scope, receive, send)
+        else:
+            refusal = problem_response(401, _MESSAGE, headers={**_ASK, "Connection": "close"})
+            await with_unread_body(refusal)(scope, receive, send)
+
+
+def require_bearer(key: str | None) -> Callable[[HTTPConnection], None]:
+    """The same check as a FastAPI dependency, for one route. FastAPI reads the body before it."""
+
+    def check(connection: HTTPConnection) -> None:
+        if not _holds(connection.scope, key):
+            raise HTTPException(401, _MESSAGE, _ASK)
+
+    return check
+
+
+def _holds(scope: Scope, key: str | None) -> bool:
+    if key is None:
+        return True
+    given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+    if len(given) != 1:
+        return False
+    scheme, _, token = given[0].partition(b" ")
+    return hmac.compare_digest(token.strip(), key.encode()) and scheme.lower() == b"bearer"
+
+
+class HostGate:
+    """ASGI middleware: 421 for a Host that is not ours. `setting` is where further names are listed."""
+
+    def __init__(self, app: ASGIApp, *, names: Iterable[str], setting: str, has_key: bool) -> None:
+        self._app, self._setting, self._has_key = app, setting, has_key
+        self._names = frozenset(map(host_name, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._has_key or scope["path"] in OPEN_PATHS or self._is_ours(scope):
+            await self._app(scope, receive, send)
+        else:
+            says = f"this server has no such name; ask it as localhost, or list the name in {self._setting}"
+            refusal = problem_response(421, says, headers={"Connection": "close"})
+            await with_unread_body(refusal)(scope, receive, send)
+
+    def _is_ours(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"host"]
+        name = host_name(given[0].decode("latin-1")) if len(given) == 1 else ""
+        reached = str((scope.get("server") or ("", 0))[0]).lower()
+        return name in self._names or is_loopback(name) or (bool(name) and name.strip("[]") == reached)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or address, without port, is this machine's own for itself."""
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(value: str) -> str:
+    """A Host header, or a name as people write it, without its port and in lower case."""
+    name = value.strip().lower()
+    if name.count(":") > 1 and not name.startswith("["):
+        return f"[{name}]"
+    if name.startswith("["):
+        return name.partition("]")[0] + "]"
+    return name.rpartition(":")[0] if ":" in name else name
+
+
+_JSON = b"application/json"
+
+
+class JsonOnly:
+    """ASGI middleware: 415 for a POST of another kind."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or _is_json(scope):
+            await self._app(scope, receive, send)
+        else:
+            says = "a POST has a JSON body here; send it with 'Content-Type: application/json'"
+            refusal = problem_response(415, says, headers={"Connection": "close"})
+            await with_unread_body(refusal)(scope, receive, send)
+
+
+def _is_json(scope: Scope) -> bool:
+    given = [value for name, value in scope["headers"] if name.lower() == b"content-type"]
+    return len(given) == 1 and given[0].partition(b";")[0].strip().lower() == _JSON
+
+
+_CLOSE = {"Connection": "close"}  # the rest of the body is no next request
+
+
+class BodyLimit:
+    """ASGI middleware: 413 beyond `max_bytes`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif _declared(scope) > self._max_bytes:
+            await self._refusal(2 * self._max_bytes)(scope, receive, send)
+        else:
+            await self._counted(scope, receive, send)
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes, started, with_rest = 0, False, True
+
+        async def count() -> Message:
+            nonlocal num_bytes, with_rest
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            with_rest = message.get("more_body", False)
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, "the request is too large")
+            return message
+
+        async def answer(message: Message) -> None:
+            nonlocal started
+            if num_bytes > self._max_bytes and not started:
+                return  # what the application says of a cut body
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, count, answer)
+        except HTTPException:
+            if num_bytes <= self._max_bytes or started:
+                raise
+        if num_bytes > self._max_bytes and not started:
+            await self._refusal(self._max_bytes if with_rest else 0)(scope, receive, send)
+
+    def _refusal(self, unread: int) -> ASGIApp:
+        """`unread`: bytes that may still come."""
+        message = f"the request is larger than {self._max_bytes} bytes; send less, or raise max_body_mb"
+        response = problem_response(413, message, headers=_CLOSE)
+        return with_unread_body(response, max(unread, MOST_BYTES)) if unread else response
+
+
+def _declared(scope: Scope) -> int:
+    """Bytes; 0 where nothing readable is declared."""
+    lengths = [value for name, value in scope["headers"] if name.lower() == b"content-length" and value.isdigit()]
+    return max((int(value[:20]) for value in lengths), default=0)

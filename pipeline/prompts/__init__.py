@@ -1,0 +1,4 @@
+"""Prompts on their way to token ids.
+
+rows (JSONL, Parquet) ─▶ admission (what a prompt may cost) ─▶ chat_template ─▶ ids ─▶ turn_tokens (later turns)
+"""

@@ -1,0 +1,244 @@
+"""Messages to prompt token ids, by the chat template of the tokenizer, or for an image that of the processor.
+
+- The messages go to the template as they are; nothing is added, merged or dropped.
+- `render` is for prompts without an image: messages that speak of one are refused, whatever the template would make
+  of them.
+- `enable_thinking` is passed; a template that refuses the argument is asked again without it.
+- Where a template takes parts only, as some for images do, a string goes to it as one text part.
+- Several threads may render with one tokenizer once it is settled; one that is Python throughout takes them in turns.
+- `conversation` is how the messages of an agent, as they come over HTTP, go to a template.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import msgspec
+from jinja2 import TemplateError
+
+from pipeline.errors import ModelError, RequestError
+from pipeline.wire.codec import lone_surrogate
+from pipeline.wire.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplateOptions:
+    """How the template is asked to end, and the OpenAI function schemas that it shows to the model."""
+
+    add_generation_prompt: bool = True
+    enable_thinking: bool = False
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+_TURNS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_TURNS_LOCK = threading.Lock()
+
+
+def settle(tokenizer: Any) -> Any:
+    """The same tokenizer, which no later call changes: the first one undoes the padding that its files ask for."""
+    tokenizer("a")
+    return tokenizer
+
+
+def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
+    """Prompt token ids, shape (prompt_len,).
+
+    Raises ModelError for a tokenizer without chat template, RequestError for messages that the template refuses or that
+    have an image.
+    """
+    options = options or ChatTemplateOptions()
+    _check(tokenizer, getattr(tokenizer, "chat_template", None), messages, options)
+    check_parts(messages)
+    if _takes_parts_only(tokenizer):
+        messages = [_in_one_part(one) if isinstance(one.get("content"), str) else one for one in messages]
+    encoded = _apply(tokenizer, messages, options, tokenize=True, return_dict=False)
+    return [int(token) for token in encoded]
+
+
+def render_text(
+    tokenizer: Any, template: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None
+) -> str:
+    """The prompt as text, by `template` (None: the tokenizer's), which may take contents as parts only.
+
+    Raises as `render`.
+    """
+    template = template or tokenizer.chat_template
+    options = options or ChatTemplateOptions()
+    _check(tokenizer, template, messages, options)
+    if not any(isinstance(message.get("content"), str) for message in messages):
+        return _apply(tokenizer, messages, options, tokenize=False, chat_template=template)
+
+    def rendered(these: Sequence[Message]) -> str:
+        return _apply(tokenizer, these, options, tokenize=False, chat_template=template)
+
+    return rendered(_in_parts(messages, rendered))
+
+
+def _in_parts(messages: Sequence[Message], rendered: Callable[[Sequence[Message]], str]) -> list[Message]:
+    """The messages, with a string content as one text part where the template would lose the string."""
+    strings = {at: f"string {at} of it" for at, one in enumerate(messages) if isinstance(one.get("content"), str)}
+    try:
+        shown = rendered([{**one, "content": strings[at]} if at in strings else one for at, one in enumerate(messages)])
+    except RequestError:
+        shown = ""
+    lost = {at for at, mark in strings.items() if mark not in shown}
+    return [_in_one_part(one) if at in lost else one for at, one in enumerate(messages)]
+
+
+def _in_one_part(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _takes_parts_only(tokenizer: Any) -> bool:
+    """Whether the template drops the text of a message, and shows the same text as a part."""
+    text = "is this shown"
+    asked: Message = {"role": "user", "content": text}
+
+    def shows(message: Message) -> bool:
+        try:
+            return text in _apply(tokenizer, [message], ChatTemplateOptions(), tokenize=False)
+        except RequestError:  # it has its own rules of what comes first
+            return False
+
+    return not shows(asked) and shows(_in_one_part(asked))
+
+
+def _check(tokenizer: Any, template: Any, messages: Sequence[Message], options: ChatTemplateOptions) -> None:
+    if not template:
+        name = tokenizer.name_or_path or "the tokenizer"
+        raise ModelError(f"{name} has no chat template; add chat_template.jinja beside it, or send prompt_token_ids")
+    if not messages:
+        raise RequestError("messages is empty; give at least one message")
+    problem = lone_surrogate(list(messages), "messages") or lone_surrogate(list(options.tools), "tools")
+    if problem:
+        raise RequestError(problem)
+
+
+def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions, **how: Any) -> Any:
+    """What the template makes of the messages. Raises RequestError."""
+    how["add_generation_prompt"] = options.add_generation_prompt
+    how["continue_final_message"] = options.continue_final_message
+    if options.tools:
+        how["tools"] = list(options.tools)
+    conversation = list(messages)
+    try:
+        with _turn(tokenizer):
+            try:
+                return tokenizer.apply_chat_template(conversation, enable_thinking=options.enable_thinking, **how)
+            except (TypeError, ValueError, TemplateError) as error:
+                if "enable_thinking" not in str(error):
+                    raise
+            return tokenizer.apply_chat_template(conversation, **how)
+    except (TemplateError, KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"the chat template refuses the messages: {error}") from error
+
+
+def _turn(tokenizer: Any) -> AbstractContextManager[Any]:
+    if getattr(tokenizer, "is_fast", False):
+        return nullcontext()
+    with _TURNS_LOCK:
+        return _TURNS.setdefault(tokenizer, threading.Lock())
+
+
+def conversation(messages: Sequence[Message]) -> list[Message]:
+    """Chat messages of the OpenAI protocol as templates expect them.
+
+    No content is the empty string, text parts are one string, and the arguments of a tool call are an object where they
+    are the JSON of one.
+    """
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> Message:
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _joined(message.get("content"))
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_with_object(call) for call in calls]
+    return plain
+
+
+def _joined(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content or ""
+    parts = cast("list[dict[str, Any]]", content)
+    if all(part.get("type") == "text" for part in parts):
+        return "".join(str(part.get("text") or "") for part in parts)
+    return parts
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function: dict[str, Any] = call.get("function") or {}
+    arguments: Any = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        arguments = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+_IMAGES = ("image", "image_url", "input_image", "image_file")
+_OTHERS = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
+_CONFIG_KEYS = ("image_token_id", "image_token_index", "boi_token_id", "boi_token_index")
+_TOKENIZER_NAMES = ("image_token", "boi_token")
+
+
+def image_placeholders(config: Mapping[str, Any], tokenizer: Any, *tokens: str) -> dict[int, str]:
+    """Id → text of the tokens that stand for an image in this model's prompts; none for a model without vision.
+
+    `config` is its config.json; `tokens` are further placeholders, such as its processor's.
+    """
+    ids = {config.get(key) for key in _CONFIG_KEYS}
+    found = {one for one in ids if isinstance(one, int) and one >= 0}
+    if not found and not config.get("vision_config"):
+        return {}
+    named = (getattr(tokenizer, name, None) for name in _TOKENIZER_NAMES)
+    for token in (*named, *tokens):
+        token_id = tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else None
+        if token_id is not None and token_id != tokenizer.unk_token_id:
+            found.add(int(token_id))
+    return {token_id: str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(found)}
+
+
+def check_parts(messages: Sequence[Message]) -> None:
+    """Raise RequestError for a part that is no text, in messages that come without an image."""
+    for at, message in enumerate(messages):
+        content = message.get("content")
+        parts: Any = [content] if isinstance(content, Mapping) else content
+        for place, part in enumerate(cast("Sequence[Any]", parts) if isinstance(parts, (list, tuple)) else ()):
+            if kind := _media(part):
+                where = f"messages[{at}].content[{place}] is a part of type {kind!r}"
+                if kind in _OTHERS:
+                    raise RequestError(f"{where}; a prompt has text and images alone, so take it out")
+                raise RequestError(f"{where}, and no image came with the prompt; give it in `images`, or take it out")
+
+
+def check_token_ids(token_ids: Iterable[int], placeholders: Mapping[int, str]) -> None:
+    """Raise RequestError for the placeholder of an image in token ids that come without one."""
+    if not placeholders:
+        return
+    found = [token for token in token_ids if token in placeholders]
+    if found:
+        raise RequestError(
+            f"the prompt has {len(found)} image placeholders ({placeholders[found[0]]}), and no image came with it; "
+            "give it in `images` with an image part in the messages, or take the placeholder out"
+        )
+
+
+def _media(part: Any) -> str:
+    """Which kind of part this is; "" for text, and for what a template may know."""
+    if not isinstance(part, Mapping):
+        return ""
+    known = cast("Mapping[str, Any]", part)
+    kind = known.get("type")
+    if kind in _IMAGES or kind in _OTHERS:
+        return str(kind)
+    # Templates know an image by this key as well, whatever the type says; a table's empty columns are None.
+    return next((key for key in (*_IMAGES, *_OTHERS) if known.get(key) is not None), "")

@@ -1,0 +1,183 @@
+"""Rows of JSONL or Parquet files as typed structs.
+
+- Rows come in file order, one at a time. A row that cannot be used is a `Malformed` with file and line; its
+  neighbours are read.
+- A damaged row group of a Parquet file costs its own rows, each of which is such a `Malformed`.
+- Blank lines are no rows but count as lines; a byte order mark is no part of the first row.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from pipeline.errors import DataError, RequestError
+from pipeline.prompts.admission import Limits, admit_json, admit_prompt
+from pipeline.wire.codec import lone_surrogate_in_json, no_plain_value
+
+MAX_ROW_BYTES = 16 << 20
+# Of pyarrow: its own errors are these, or subclasses of them.
+_DAMAGE = (OSError, ValueError, OverflowError, MemoryError, NotImplementedError, TypeError, KeyError, IndexError)
+_PARQUET_ENDINGS = (".parquet", ".pq")
+_RowT = TypeVar("_RowT")
+
+
+class Malformed(msgspec.Struct, frozen=True):
+    """A row that cannot be used."""
+
+    where: str  # file:line
+    problem: str
+
+    def error(self) -> DataError:
+        """The same as an exception."""
+        return DataError(f"{self.where}: {self.problem}")
+
+
+def check_messages(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError unless there is a message, and each has a role and content."""
+    if not messages:
+        raise ValueError("`messages` is empty; give at least one {role, content}")
+    for position, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f"`messages[{position}]` needs a `role` string and `content`")
+
+
+def admit_row(row: object, limits: Limits) -> None:
+    """Raise ValueError for a row whose prompt costs too much, or that holds what cannot travel."""
+    fields = {name: getattr(row, name) for name in getattr(row, "__struct_fields__", ())}
+    if problem := no_plain_value(fields, ""):
+        raise ValueError(problem)
+    try:
+        admit_prompt(getattr(row, "messages", None) or getattr(row, "prompt", None), None, limits, "`messages`")
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+
+
+def is_parquet(path: str | Path) -> bool:
+    """By its name."""
+    return str(path).endswith(_PARQUET_ENDINGS)
+
+
+def read_rows(
+    path: Path,
+    kind: type[_RowT],
+    *,
+    parquet: bool,
+    name: str = "",
+    max_row_bytes: int = MAX_ROW_BYTES,
+    limits: Limits | None = None,
+) -> Iterator[_RowT | Malformed]:
+    """The rows of a file; `name` stands for the path in what is said. Raises DataError for a damaged Parquet file."""
+    limits = limits or Limits()
+    if parquet:
+        return _read_parquet(path, kind, name or str(path), limits)
+    return _read_jsonl(path, kind, name or str(path), max_row_bytes, limits)
+
+
+def count_rows(path: Path, *, parquet: bool) -> int:
+    """Rows of a file, malformed ones included."""
+    if parquet:
+        return int(_parquet_file(path).metadata.num_rows)
+    with path.open("rb") as stream:
+        return sum(1 for line, _ in _lines(stream, MAX_ROW_BYTES) if line.strip())
+
+
+def parquet_module() -> Any:
+    """`pyarrow.parquet`; raises DataError where it is not installed."""
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise DataError("Parquet needs pyarrow: `pip install sluice[data]`, or give JSONL") from error
+
+
+def _read_jsonl(
+    path: Path, kind: type[_RowT], name: str, max_row_bytes: int, limits: Limits
+) -> Iterator[_RowT | Malformed]:
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as stream:
+        for number, (raw, size) in enumerate(_lines(stream, max_row_bytes), start=1):
+            where = f"{name}:{number}"
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            if not line.strip():
+                continue
+            if size > max_row_bytes:
+                yield Malformed(where, f"{size} bytes; a row may have at most {max_row_bytes}")
+                continue
+            try:
+                admit_json(line, "the row")
+                row = decoder.decode(line)
+                admit_row(row, limits)
+            except (msgspec.MsgspecError, ValueError, RequestError, RecursionError) as error:
+                yield Malformed(where, f"malformed row: {lone_surrogate_in_json(line, '') or error}")
+            else:
+                yield row
+
+
+def _lines(stream: IO[bytes], most: int) -> Iterator[tuple[bytes, int]]:
+    """(line, its length); of a line that is too long only the beginning is kept."""
+    while head := stream.readline(most + 1):
+        size, last = len(head), head
+        while not last.endswith(b"\n") and (last := stream.readline(most + 1)):
+            size += len(last)
+        yield head, size
+
+
+def _read_parquet(path: Path, kind: type[_RowT], name: str, limits: Limits) -> Iterator[_RowT | Malformed]:
+    file = _parquet_file(path)
+    number = 0
+    for group in range(file.num_row_groups):
+        begin, problem = number, "it holds fewer rows than its file says"
+        num_rows = int(file.metadata.row_group(group).num_rows)
+        try:
+            for tree in _trees(file, group):
+                number += 1
+                yield _row(tree, kind, f"{name}: row {number}", limits)
+        except _DAMAGE as error:
+            problem = str(error) or repr(error)
+        for lost in range(number + 1, begin + num_rows + 1):
+            yield Malformed(f"{name}: row {lost}", f"row group {group} is damaged ({problem}); write the file anew")
+        number = begin + num_rows
+
+
+def _row(tree: Any, kind: type[_RowT], where: str, limits: Limits) -> _RowT | Malformed:
+    try:
+        if isinstance(tree, Exception):
+            raise ValueError(str(tree)) from tree
+        row = msgspec.convert({key: value for key, value in tree.items() if value is not None}, kind)
+        admit_row(row, limits)
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
+        return Malformed(where, f"malformed row: {error}")
+    return row
+
+
+def _trees(file: Any, group: int) -> Iterator[dict[str, Any] | Exception]:
+    """The rows of a row group; what cannot be made of one is its error."""
+    for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+        try:
+            yield from batch.to_pylist()
+        except (ValueError, OverflowError):  # text that is not UTF-8, a date that no calendar has
+            yield from (_tree(batch, at) for at in range(batch.num_rows))
+
+
+def _tree(batch: Any, at: int) -> dict[str, Any] | Exception:
+    try:
+        return batch.slice(at, 1).to_pylist()[0]
+    except (ValueError, OverflowError) as error:
+        return error
+
+
+def _parquet_file(path: Path) -> Any:
+    module = parquet_module()
+    try:
+        file = module.ParquetFile(path, page_checksum_verification=True)
+        sizes = [int(file.metadata.row_group(group).num_rows) for group in range(file.num_row_groups)]
+    except _DAMAGE as error:
+        raise DataError(f"{path}: not a whole Parquet file ({error})") from error
+    if min(sizes, default=0) < 0 or sum(sizes) != file.metadata.num_rows:
+        raise DataError(f"{path}: not a whole Parquet file (its row groups are not its {file.metadata.num_rows} rows)")
+    return file

@@ -1,0 +1,84 @@
+"""What a new call adds to the tokens of a conversation: one rule for both ends of an agent's rollout.
+
+    known: |── prompt ──|── sampled ──|      next call: |── known ──|── added, mask 0 ──| ─▶ sampled …
+
+- Sampled tokens are never made from text again: the known ids stay as they are, whatever the template makes of them.
+- Where the template renders the known part just so, what is added is the rest: len(template(messages)) - len(known).
+- Where it does not (white space, the JSON of a tool call, stripped thoughts), it is a resync: what is added is the
+  rendered suffix after the sampled turn, found by counting the terminators up to the end of that turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipeline.errors import RequestError
+from pipeline.prompts.chat_template import ChatTemplateOptions, check_token_ids, conversation, render
+from pipeline.wire.messages import Message
+
+
+class TemplateDrift(RequestError):
+    """The template gives no suffix after the sampled turn: what it adds depends on what was before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Token ids after the known ones, and whether the sampled turn renders differently now."""
+
+    token_ids: list[int]
+    resynced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """A tokenizer, its turn terminators, how its template is asked, and which ids stand for an image."""
+
+    tokenizer: Any
+    terminators: Collection[int]
+    options: ChatTemplateOptions = field(default_factory=ChatTemplateOptions)
+    placeholders: Mapping[int, str] = field(default_factory=dict[int, str])
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the messages with the generation prompt, shape (prompt_len,). Raises RequestError, ModelError."""
+        token_ids = self._rendered(messages)
+        check_token_ids(token_ids, self.placeholders)
+        return token_ids
+
+    def added(self, messages: Sequence[Message], *, at: int, known: Sequence[int]) -> Added:
+        """What comes after `known` ids, which end with the sampled turn `messages[at]`.
+
+        Raises TemplateDrift when the template has no such suffix, RequestError if it refuses the messages, ModelError.
+        """
+        whole = self._rendered(messages)
+        if whole[: len(known)] == list(known):
+            added = Added(whole[len(known) :])
+        else:
+            terminated = known[-1] in self.terminators if known else False
+            added = Added(self._suffix(whole, messages, at, terminated), resynced=True)
+        check_token_ids(added.token_ids, self.placeholders)  # a sampled one is the policy's own
+        return added
+
+    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+        return render(self.tokenizer, conversation(messages), self.options)
+
+    def _suffix(self, whole: list[int], messages: Sequence[Message], at: int, terminated: bool) -> list[int]:
+        turn = render(
+            self.tokenizer, conversation(messages[: at + 1]), replace(self.options, add_generation_prompt=False)
+        )
+        before = self._count(self._rendered(messages[:at])) if at else 0
+        ends = self._count(turn)
+        if ends > before:
+            place = [place for place, token in enumerate(whole) if token in self.terminators][ends - 1 : ends]
+            if place:
+                return whole[place[0] + 1 if terminated else place[0] :]
+        elif whole[: len(turn)] == turn:
+            return whole[len(turn) :]
+        raise TemplateDrift(
+            f"message {at}: the chat template renders it differently once others follow, so nothing says which tokens "
+            "are new; use a template that only appends"
+        )
+
+    def _count(self, token_ids: Sequence[int]) -> int:
+        return sum(token in self.terminators for token in token_ids)

@@ -1,0 +1,224 @@
+"""The frozen table of every metric that Prometheus can read from Sluice.
+
+- A rename or a removal is a deprecation: dashboards and alerts of others depend on these names.
+- Base units: `_seconds`, `_bytes`, `_ratio`; a counter ends in `_total`, and nothing else does.
+- Label values come from short fixed lists: no ids, no free text. `run` is the configuration's own, `key` a published
+  training key.
+- A `role` family belongs to one process, and is served by it at its `metrics` address. A `run` family is of the whole
+  run, and is served by the dashboard alone: never sum those over processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+Kind = Literal["counter", "gauge", "histogram"]
+Page = Literal["role", "gateway", "rollout-server", "run"]
+
+_LONG_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_ROLLOUT_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 600)
+_SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric; `roles` and `fact` are of those that a process takes from its heartbeat."""
+
+    name: str
+    kind: Kind
+    doc: str
+    page: Page
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # of a histogram, in its unit, the last (infinity) left out
+    roles: tuple[str, ...] = ()  # empty: every role
+    fact: str | None = None  # of the heartbeat
+
+
+def _role(
+    name: str,
+    doc: str,
+    *roles: str,
+    kind: Kind = "gauge",
+    fact: str | None = None,
+    labels: tuple[str, ...] = ("role",),
+    buckets: tuple[float, ...] = (),
+) -> Family:
+    return Family(
+        name=f"sluice_{name}", kind=kind, doc=doc, page="role", labels=labels, roles=roles, fact=fact, buckets=buckets
+    )
+
+
+def _fact(name: str, doc: str, fact: str, *roles: str) -> Family:
+    return _role(name, doc, *roles, fact=fact, kind="counter" if name.endswith("_total") else "gauge")
+
+
+def _timed(name: str, doc: str, role: str, buckets: tuple[float, ...] = _LONG_S) -> Family:
+    return _role(name, doc, role, kind="histogram", buckets=buckets)
+
+
+def _other(page: Page, name: str, doc: str, *labels: str, buckets: tuple[float, ...] = ()) -> Family:
+    kind: Kind = "histogram" if buckets else "counter" if name.endswith("_total") else "gauge"
+    return Family(name=f"sluice_{name}", kind=kind, doc=doc, page=page, labels=labels, buckets=buckets)
+
+
+def _gateway(name: str, doc: str, *labels: str, buckets: tuple[float, ...] = ()) -> Family:
+    return _other("gateway", f"gateway_{name}", doc, *labels, buckets=buckets)
+
+
+def _server(name: str, doc: str, *labels: str, buckets: tuple[float, ...] = ()) -> Family:
+    return _other("rollout-server", name, doc, *labels, buckets=buckets)
+
+
+def _run(name: str, doc: str, *labels: str) -> Family:
+    return _other("run", f"run_{name}", doc, *labels)
+
+
+_PROCESS = [
+    _role("role_info", "1; which role this process has, and its version of Sluice", labels=("role", "version")),
+    _role("waiting_seconds", "since when it waits for what its heartbeat names; 0 while it works"),
+    _role("process_cpu_seconds_total", "processor time, user and system", kind="counter", labels=()),
+    _role("process_resident_memory_bytes", "memory in use", labels=()),
+    _role("process_virtual_memory_bytes", "address space in use", labels=()),
+    _role("process_start_time_seconds", "when it started, Unix time: a change is a restart", labels=()),
+    _role("process_open_fds", "open file descriptors", labels=()),
+    _role("process_max_fds", "limit of open file descriptors", labels=()),
+    _fact("weight_version", "weights that it works with", "version", "worker", "trainer", "scorer"),
+    _fact("decoded_tokens_total", "tokens sampled, of committed sequences", "tokens", "worker"),
+    _fact("decoded_sequences_total", "sequences committed", "sequences", "worker"),
+    _fact("running_sequences", "sequences in the engine", "running", "worker"),
+    _timed("queue_seconds", "from enqueueing a job to decoding its sequence", "worker"),
+    _timed("decode_seconds", "decoding of one sequence, all its attempts", "worker"),
+    _fact("handed_on_samples_total", "samples handed on to the trainer", "handed", "consumer"),
+    _fact("pending_samples", "samples that wait for a full batch", "pending", "consumer"),
+    _fact("open_groups", "groups that wait for their other sequences", "open_groups", "consumer"),
+    _timed("hand_off_samples", "samples of one batch handed on", "consumer", _SAMPLES),
+    _fact("train_steps_total", "optimiser steps of the run; a resumed trainer goes on", "step", "trainer"),
+    _fact("trained_samples_total", "samples trained in the run", "samples", "trainer"),
+    _timed("train_step_seconds", "one optimiser step, its checkpoint left out", "trainer"),
+    _fact("scored_sequences_total", "sequences scored", "scored", "scorer"),
+    _fact("asked_rollouts", "rollouts that a rollout server has in hand for it", "rollouts", "producer"),
+    _fact("answered_rollouts_total", "rollouts answered", "answered", "producer"),
+    _fact("failed_rollouts_total", "of these, those that ended as errors", "failed", "producer"),
+    _fact("llm_calls_total", "calls of the model in the answered rollouts", "llm_calls", "producer"),
+]
+
+_GATEWAY = [
+    _gateway("requests_total", "requests answered; 499: the caller left", "route", "status"),
+    _gateway("request_seconds", "until the last byte of the answer", "route", buckets=_LONG_S),
+    _gateway("tokens_total", "tokens answered: prompt, completion", "kind"),
+    _gateway("in_flight", "requests in hand"),
+    _gateway("rollouts_total", "rollouts opened, forked, published, dropped", "event"),
+    _gateway("resyncs_total", "turns whose sampled text renders differently"),
+]
+
+_ROLLOUT_SERVER = [
+    _server("rollouts_total", "rollouts that ended", "status", "finish_reason", "category"),
+    _server("rollout_seconds", "a whole rollout", "status", buckets=_ROLLOUT_S),
+    _server("rollout_llm_seconds", "one call of the model", buckets=_ROLLOUT_S),
+    _server("rollout_tool_seconds", "the tools of one turn", buckets=_ROLLOUT_S),
+    _server("rollout_tool_calls_total", "tool calls"),
+    _server("rollout_retries_total", "calls that were made again", "reason"),
+    _server("rollout_resyncs_total", "sampled turns that render differently"),
+    _server("rollout_drifts_total", "prompts that were not the expected ones"),
+    _server("rollout_finishes_total", "ends told to the trainer", "outcome"),
+    _server("rollout_callbacks_total", "answers called back", "outcome"),
+    _server("rollout_refused_total", "rollouts not taken", "reason"),
+    _server("rollouts_running", "rollouts that run"),
+    _server("rollouts_waiting", "rollouts in line"),
+]
+
+_RUN = [
+    _run("info", "1; the run's name and state", "run", "state"),
+    _run("looked_at_seconds", "when these numbers were read, Unix time of the broker"),
+    _run("sequences_total", "sequences that reached a state; one counts in every state that it passed", "state"),
+    _run("expected_sequences", "sequences that the source holds, once it is known"),
+    _run("tokens_total", "tokens sampled, of committed sequences"),
+    _run("redelivered_jobs_total", "jobs that were handed to another worker"),
+    _run("malformed_rows_total", "rows of the data that were left out"),
+    _run("queued_jobs", "jobs in the queue, in any state"),
+    _run("jobs", "jobs in the queue by state", "state"),
+    _run("job_oldest_seconds", "age of the ready job that is next in the line"),
+    _run("open_rollouts", "agent rollouts that have not ended"),
+    _run("stream_entries", "entries of a stream: results by partition, batches, score jobs", "stream"),
+    _run("stream_unread_entries", "of these, those that its owner has not read", "stream"),
+    _run("stream_oldest_seconds", "age of the oldest entry of a stream", "stream"),
+    _run("credit_used_sequences", "sequences that have begun and not ended"),
+    _run("credit_limit_sequences", "producer.max_in_flight"),
+    _run("credit_used_bytes", "what unfinished sequences hold in the broker"),
+    _run("credit_limit_bytes", "limit of these"),
+    _run("weight_version", "newest registered weights"),
+    _run("version_lag", "versions between the newest and the oldest that a worker decodes with"),
+    _run("dead_letters", "dead letters that wait to be replayed or dropped"),
+    _run("processes", "processes by role; failed: it ended with an error; dead: it fell silent", "role", "state"),
+    _run("stalls", "1 while this keeps the run, 0 for waits that end by themselves; see `sluice status --why`", "kind"),
+    _run("broker_used_bytes", "memory of the broker"),
+    _run("broker_limit_bytes", "its limit, where it has one"),
+    _run("broker_refused_writes_total", "writes that the broker refused for lack of memory"),
+    _other("run", "train_metric", "newest value of a training key (pipeline/telemetry/training_metrics.py)", "key"),
+]
+
+FAMILIES: dict[str, Family] = {f.name: f for f in (*_PROCESS, *_GATEWAY, *_ROLLOUT_SERVER, *_RUN)}
+"""Every metric by its name."""
+
+SEQUENCE_STATES = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "replayed")
+JOB_STATES = ("ready", "running", "deferred", "alone")
+PROCESS_STATES = ("alive", "failed", "dead")
+
+
+def of_role(role: str) -> list[Family]:
+    """What a process of the role serves of itself."""
+    return [family for family in _PROCESS if not family.roles or role in family.roles]
+
+
+def series(family: Family) -> list[str]:
+    """The names under which its samples are stored.
+
+    >>> series(FAMILIES["sluice_queue_seconds"])
+    ['sluice_queue_seconds_bucket', 'sluice_queue_seconds_count', 'sluice_queue_seconds_sum']
+    """
+    if family.kind == "histogram":
+        return [f"{family.name}_{part}" for part in ("bucket", "count", "sum")]
+    return [family.name]
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Each counter would come with a second series, `_created`, that no table names and nobody asks for.
+disable_created_metrics()
+
+
+def counter(name: str, registry: CollectorRegistry) -> Counter:
+    """Raises KeyError for a name that is not in the table."""
+    family = FAMILIES[name]
+    return Counter(name, family.doc, family.labels, registry=registry)
+
+
+def gauge(name: str, registry: CollectorRegistry) -> Gauge:
+    """Raises KeyError for a name that is not in the table."""
+    family = FAMILIES[name]
+    return Gauge(name, family.doc, family.labels, registry=registry)
+
+
+def histogram(name: str, registry: CollectorRegistry) -> Histogram:
+    """Raises KeyError for a name that is not in the table."""
+    family = FAMILIES[name]
+    return Histogram(name, family.doc, family.labels, buckets=family.buckets, registry=registry)
+
+
+def read(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    """A counter or gauge read at scrape time; values by their labels, in the table's order."""
+    family = FAMILIES[name]
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    made = kind(name, family.doc, labels=family.labels)
+    for labels, value in values:
+        made.add_metric(labels, value)
+    return made
+
+
+def page(registry: CollectorRegistry) -> bytes:
+    """The text format."""
+    return generate_latest(registry)

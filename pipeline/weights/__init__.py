@@ -1,0 +1,1 @@
+"""Published weights: a directory a version, its manifest, and the registry in Redis (versions)."""

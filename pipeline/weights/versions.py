@@ -1,0 +1,218 @@
+"""Weight versions: a directory each, a manifest, and a registry.
+
+    trainer: checkpoint durable ─▶ write aside ─▶ rename ─▶ register (numbers only rise, one digest per number)
+    worker:  newest() ─▶ verify(digest, names, shapes, dtypes) ─▶ load ─▶ probe score
+
+A version directory holds model.safetensors, manifest.json and the model's config and tokenizer files, so that
+it is a model directory of its own. Safetensors headers are read here without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Awaitable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from pipeline.broker.connection import Scripts
+from pipeline.broker.ownership import why_fenced
+from pipeline.errors import MessageError, WeightsError
+from pipeline.files import fsync_directory, fsync_tree, write_atomic
+from pipeline.wire.codec import Unreadable, integer, numbered, read_json
+from pipeline.wire.keys import Keys
+from pipeline.wire.messages import MOST_VERSION, WeightVersion, decode, encode
+
+MANIFEST = "manifest.json"
+_unreadable = Unreadable()  # of this process
+_BLOCK = 1 << 20
+_REFUSED = {
+    "conflict": "that number is registered with other weights, and keeps its digest; is this an older copy of the "
+    "run's directory? Restore the newer one, or start a run of another name (--set run=NAME)",
+    "order": "a newer one is registered, and numbers only rise; take `WeightsRegistry.next_number`",
+}
+_MOST_HEADER = 100 << 20  # the format's own limit
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files, sorted; raises WeightsError when there are none."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{directory}: no *.safetensors file; give a model directory that holds its weights")
+    return files
+
+
+def digest_of(directory: Path) -> str:
+    """sha256 over names and contents of the safetensors files."""
+    digest = sha256()
+    for file in weight_files(directory):
+        digest.update(file.name.encode() + b"\0")
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def tensor_table(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name → (dtype, shape) from the safetensors headers; raises WeightsError for a damaged file."""
+    table: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in weight_files(directory):
+        for name, entry in _header(file).items():
+            if name in table:
+                raise WeightsError(f"{directory}: {name} is in two files; remove the stale one")
+            table[name] = (entry.dtype, entry.shape)
+    return table
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _header(file: Path) -> dict[str, _Entry]:
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= min(size - 8, _MOST_HEADER):
+                raise WeightsError(f"{file}: cut short or not a safetensors file")
+            tree = read_json(stream.read(length), dict[str, Any], "its header")
+        tree.pop("__metadata__", None)
+        header = msgspec.convert(tree, dict[str, _Entry])
+    except (OSError, msgspec.MsgspecError, MessageError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{file}: not a safetensors file ({error})") from error
+    if 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0) > size:
+        raise WeightsError(f"{file}: cut short; copy or download it again")
+    return header
+
+
+def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVersion:
+    """Make `root/v000012` from a durable model directory: hard links where possible, written aside, renamed.
+
+    Returns the manifest with path, digest and tensors filled in; an existing directory of the same digest is kept.
+    """
+    target = root / f"v{manifest.version:06d}"
+    digest = digest_of(source)
+    if target.exists() and read_manifest(target).digest != digest:
+        raise WeightsError(
+            f"{target}: already holds other weights, and a version number never gets a second digest; "
+            "delete that directory if it is a leftover, or start a run of another name (--set run=NAME)"
+        )
+    full = msgspec.structs.replace(manifest, path=str(target), digest=digest, tensors=tensor_table(source))
+    if target.exists():
+        return full
+    aside = root / f".{target.name}.{os.getpid()}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file():
+            _link_or_copy(file, aside / file.name)
+    write_atomic(aside / MANIFEST, msgspec.json.encode(full, enc_hook=_json_arrays))
+    fsync_tree(aside)
+    aside.rename(target)
+    fsync_directory(root)
+    return full
+
+
+def read_manifest(directory: Path) -> WeightVersion:
+    """The manifest of a version directory; raises WeightsError."""
+    try:
+        tree = read_json((directory / MANIFEST).read_bytes(), dict[str, Any], "it")
+        tree.pop("probe_token_ids", None)
+        return msgspec.convert(tree, WeightVersion)
+    except (OSError, MessageError, msgspec.MsgspecError, ValueError) as error:
+        raise WeightsError(f"{directory}: no readable {MANIFEST} ({error})") from error
+
+
+def verify(version: WeightVersion) -> Path:
+    """Check that a version's files are whole; returns its directory. Raises WeightsError."""
+    directory = Path(version.path)
+    if not directory.is_dir():
+        raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
+    try:
+        found = digest_of(directory)
+    except OSError as error:  # retired while it was read, or a file that cannot be
+        raise WeightsError(f"version {version.version}: {error}") from error
+    if found != version.digest:
+        raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
+    if tensor_table(directory) != version.tensors:
+        raise WeightsError(f"version {version.version}: tensors differ from its manifest")
+    return directory
+
+
+def newest_number(root: Path) -> int:
+    """The highest version number that a directory in `root` has; -1 when there is none."""
+    return max((number for number, _ in numbered_directories(root)), default=-1)
+
+
+def numbered_directories(root: Path) -> list[tuple[int, Path]]:
+    """Those of versions, oldest first; what else lies there is nobody's version."""
+    found = ((numbered(path.name, "v"), path) for path in root.glob("v[0-9]*") if path.is_dir())
+    return sorted((number, path) for number, path in found if number is not None and number <= MOST_VERSION)
+
+
+def retire(root: Path, newest: int, retention: int) -> None:
+    """Delete versions older than the newest `retention`, and what a killed writer left aside."""
+    for aside in root.glob(".v*.tmp"):
+        shutil.rmtree(aside, ignore_errors=True)
+    for number, directory in numbered_directories(root):
+        if number <= newest - retention:
+            shutil.rmtree(directory)
+
+
+class WeightsRegistry:
+    """What is published, in Redis."""
+
+    def __init__(self, client: Redis, keys: Keys) -> None:
+        self._client, self._keys, self._scripts = client, keys, Scripts(client)
+
+    async def latest(self) -> int | None:
+        """The newest version number; None before the first, or where what stands there is none."""
+        try:
+            value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
+            return None if value is None else integer(value, "it", most=MOST_VERSION)
+        except (MessageError, ResponseError) as error:  # of Redis: it is of another type
+            _unreadable.skip(self._keys.latest, "", f"{error}; the next version that is published mends it")
+            return None
+
+    async def next_number(self, after: int, root: Path) -> int:
+        """A number above `after` that nobody has used, here or in the registry.
+
+        They differ when the newest checkpoint was damaged and deleted, and when the broker lost its last seconds.
+        """
+        return max(after, await self.latest() or 0, newest_number(root)) + 1
+
+    async def get(self, version: int) -> WeightVersion | None:
+        """One registered version."""
+        raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.versions, str(version)))
+        try:
+            return None if raw is None else decode(WeightVersion, raw)
+        except MessageError as error:
+            raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
+
+    async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
+        """Make a version visible to the workers; repeatable. Raises WeightsError, or as `why_fenced`."""
+        keys = [self._keys.versions, self._keys.latest, owner_key]
+        args = [nonce, manifest.version, manifest.digest, encode(manifest), retention]
+        answer = (await self._scripts.run("publish", keys, args)).decode()
+        if answer == "fenced":
+            raise await why_fenced(self._scripts, owner_key)
+        if answer != "ok":
+            raise WeightsError(f"version {manifest.version} refused ({answer}): {_REFUSED[answer]}")
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)  # the file itself: a hub cache holds relative links
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _json_arrays(value: Any) -> Any:
+    return list(value)

@@ -1,0 +1,360 @@
+"""The wire: every type that crosses a process border, one page.
+
+- msgpack (wire.py); each message carries its `kind` and `schema`; a newer schema is `UnknownSchema`, never a guess.
+- Parallel per-token arrays are length-checked at construction; an empty array means "not stamped".
+- Each field says who stamps it: [P]roducer, [W]orker, [C]onsumer, [T]rainer, [Q]ueue scripts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.errors import MessageError
+from pipeline.wire.codec import SCHEMA, Wire, check_time, decode, encode, lone_surrogate
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray, check_lengths
+
+__all__ = ["SCHEMA", "Wire", "decode", "encode"]
+
+MAX_PRIORITY = 1000
+MAX_DEADLINE_S = 1e9
+_COLDEST = 1e-5  # a lower one is greedy in effect, and the lowest make logits / temperature overflow
+MAX_GROUP = 65_536  # sequences of one prompt
+MOST_VERSION = 2**31 - 1  # of the weights
+
+FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
+Message = dict[str, Any]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a sequence is sampled; part of the job id, so a change makes new jobs. [P]"""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1 = off
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None  # None: derived from (run seed, job_id, index)
+    truncate_prompt: bool = False  # cut a prompt that is too long from the left; else it is an error
+
+    def __post_init__(self) -> None:
+        penalty, cold = self.repetition_penalty, 0 < self.temperature < _COLDEST
+        checks = (
+            (0 <= self.temperature < math.inf, "temperature must be >= 0 and finite", self.temperature),
+            (not cold, f"temperature must be 0 (greedy) or >= {_COLDEST}", self.temperature),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
+            (self.top_k >= -1, "top_k must be >= -1 (0 and -1 = off)", self.top_k),
+            (0.001 <= penalty <= 1000, "repetition_penalty must be in 0.001..1000", penalty),
+            (self.max_new_tokens >= 1, "max_new_tokens must be >= 1", self.max_new_tokens),
+        )
+        for holds, rule, value in checks:
+            if not holds:
+                raise ValueError(f"{rule}, got {value}")
+        if problem := lone_surrogate(self.stop, "stop"):
+            raise ValueError(problem)
+        if self.top_k == -1:  # vLLM's word for off; one value here, as it is part of the job id
+            msgspec.structs.force_setattr(self, "top_k", 0)
+
+
+class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image by reference; bytes never travel the queue. A digest beside path or URL is checked. [P]"""
+
+    path: str | None = None
+    url: str | None = None
+    sha256: str | None = None
+
+    @classmethod
+    def of(cls, reference: str) -> ImageRef:
+        """`https://…` and `http://…` are URLs, `sha256:…` is a digest, all else is a path."""
+        if reference.lower().startswith(("http://", "https://")):
+            return cls(url=reference)
+        return cls(sha256=reference[7:]) if reference.startswith("sha256:") else cls(path=reference)
+
+
+class DecodeJob(Wire, frozen=True, kw_only=True, tag="decode_job"):
+    """Decode one prompt `n` times. Everything [P]."""
+
+    run: str
+    job_id: str  # deterministic: run + hash(source row, epoch, sampling, n)
+    n: int = 1
+    messages: list[Message] = []  # either messages or prompt_token_ids
+    prompt_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
+    images: list[ImageRef] = []
+    sampling: SamplingParams = SamplingParams()
+    truth: Any = None  # opaque to everything but the task
+    task: str = "detection"
+    priority: int = 0  # 0 to 1000, higher goes first
+    deadline_s: float | None = None  # seconds after enqueue; None = no deadline
+    min_weight_version: int = 0
+    max_weight_version: int | None = None
+    rollout_id: str | None = None  # agent rollouts only
+    turn: int | None = None  # of the rollout, from 0
+    reply_to: str | None = None  # the asking caller's mailbox: results go there, never into the training stream
+    stream_every: int = 0  # tokens between two TokenDeltas to the caller; 0 = none
+    trace: dict[str, str] = {}  # W3C trace context
+    metadata: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= MAX_GROUP:
+            raise MessageError(f"job {self.job_id}: n must be in 1..{MAX_GROUP}, got {self.n}")
+        if not 0 <= self.priority <= MAX_PRIORITY:
+            raise MessageError(f"job {self.job_id}: priority must be in 0..{MAX_PRIORITY}, got {self.priority}")
+        if self.deadline_s is not None and not 0 < self.deadline_s <= MAX_DEADLINE_S:
+            raise MessageError(
+                f"job {self.job_id}: deadline_s must be in 0..{MAX_DEADLINE_S:.0f}, got {self.deadline_s}"
+            )
+        if bool(self.messages) == bool(len(self.prompt_token_ids)):
+            raise MessageError(f"job {self.job_id}: give either messages or prompt_token_ids")
+        texts = {"messages": self.messages, "images": self.images, "truth": self.truth, "metadata": self.metadata}
+        if problem := lone_surrogate(texts, ""):
+            raise MessageError(f"job {self.job_id}: {problem}")
+
+
+class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
+    """One decoded sequence. Arrays run over everything after the first prompt: shape (len(token_ids),)."""
+
+    seq_id: str  # [W] job_id:index
+    group_id: str  # [W] job_id of the prompt's group
+    group_size: int  # [W]
+    index: int  # [W]
+    rollout_id: str | None = None  # [P] agent rollouts only
+    turn: int | None = None  # [P] of the rollout; of a whole trajectory: how many turns it has
+    reply_to: str | None = None  # [P] carried through
+    part: int = 0  # [P] of a rollout whose history forked: which trajectory this is, of `parts`
+    parts: int = 1  # [P]
+    reward: float | None = None  # [P] what the agent's side says of the whole rollout; None: the task decides
+    attempt: int = 1  # [W] fencing number of the attempt that committed it
+    worker: str = ""  # [W]
+    backend: str = ""  # [W] hf | vllm
+    engine_version: str = ""  # [W]
+    prompt_token_ids: TokenArray  # [W] as the model saw them: image placeholders expanded, no padding
+    prompt_truncated: int = 0  # [W] tokens that were cut from its left
+    token_ids: TokenArray  # [W] int32
+    resumed_tokens: int = 0  # [W] of these, what an earlier attempt had decoded and stored
+    response_mask: Runs = Runs()  # [W] 1 = sampled by the policy; empty = all ones
+    logprobs: FloatArray  # [W] nats, of each token under versions[i]
+    versions: Runs  # [W] weight version that sampled each token; -1 where the mask is 0
+    proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # [W] empty = none scored yet
+    proximal_versions: Runs = Runs()  # [W] versions[i]+1, or -1 = not scored; empty = all -1
+    text: str = ""  # [W] cleaned
+    raw_text: str = ""  # [W] with special tokens, never truncated
+    finish_reason: FinishReason  # [W]
+    stop_reason: str | int | None = None  # [W] the string, id, plugin or rule that ended it
+    triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
+    logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
+    sampling: SamplingParams = SamplingParams()  # [W] as in effect
+    timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s; enqueued_at is a Unix time
+    truth: Any = None  # [P] carried through
+    images: list[ImageRef] = []  # [P] carried through, for people to look at
+    task: str = "detection"  # [P]
+    metadata: dict[str, Any] = {}  # [P] carried through
+
+    def __post_init__(self) -> None:
+        tokens = len(self.token_ids)
+        check_lengths(self.seq_id, tokens, logprobs=self.logprobs, versions=self.versions)
+        check_lengths(
+            self.seq_id,
+            tokens,
+            optional=True,
+            response_mask=self.response_mask,
+            proximal_logprobs=self.proximal_logprobs,
+            proximal_versions=self.proximal_versions,
+        )
+
+
+class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
+    """[W] A piece of a running sequence, from token `offset` on; what a redelivered job can go on from."""
+
+    offset: int
+    token_ids: TokenArray
+    logprobs: FloatArray  # nats, of each token under versions[i]
+    versions: Runs
+
+    def __post_init__(self) -> None:
+        check_lengths("progress", len(self.token_ids), logprobs=self.logprobs, versions=self.versions)
+
+
+class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
+    """Score given tokens under one retained weight version; repeatable. [T]"""
+
+    run: str
+    seq_id: str
+    prompt_token_ids: TokenArray
+    token_ids: TokenArray
+    positions: TokenArray  # indices into token_ids
+    version: int
+    temperature: float = 1.0  # of the scores
+    reply_to: str = ""  # the asking trainer's nonce
+    expires_at: float = 0.0  # Unix time after which nobody waits for the answer; 0 = never
+
+
+class ScoreResult(Wire, frozen=True, kw_only=True, tag="score_result"):
+    """[W] logprobs[k] is that of token_ids[positions[k]] under `scored_version`."""
+
+    seq_id: str
+    scored_version: int
+    positions: TokenArray
+    logprobs: FloatArray
+    error: str = ""  # why there are no scores (the version is retired, damaged, …); then both arrays are empty
+
+    def __post_init__(self) -> None:
+        check_lengths(self.seq_id, len(self.positions), logprobs=self.logprobs)
+
+
+class TokenDelta(Wire, frozen=True, kw_only=True, tag="token_delta"):
+    """[W] New tokens of one sequence, for streaming callers."""
+
+    seq_id: str
+    offset: int
+    token_ids: TokenArray
+    logprobs: FloatArray
+    text: str = ""
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        check_lengths(self.seq_id, len(self.token_ids), logprobs=self.logprobs)
+
+
+class GeometryTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """One box to regress: `positions` are the 4 input positions of its coordinate tokens. [C]"""
+
+    positions: tuple[int, int, int, int]
+    box: tuple[int, int, int, int]  # xyxy, 0-999
+
+
+class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
+    """What the trainer sees of one sequence; every per-token array has shape (len(token_ids),). [C]
+
+    `labels[i]` is the target at input position i, predicted from positions < i; it may differ from
+    `token_ids[i]` (truth labels on a sampled prefix). `weights[i]` 0 switches position i off.
+    """
+
+    seq_id: str
+    group_id: str
+    task: str
+    token_ids: TokenArray  # prompt + target
+    labels: TokenArray
+    weights: FloatArray  # cross-entropy weight
+    segments: Runs  # codes of `Segment`
+    prompt_len: int
+    images: list[ImageRef] = []  # what the prompt showed; nothing here trains with pixels yet, so it is refused by name
+    geometry: list[GeometryTarget] = []
+    logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # behaviour; 0 outside the rollout
+    temperature: float = 1.0  # of every logprob here: not 1 where the worker's logprobs_mode is processed
+    versions: Runs = Runs()  # -1 outside the rollout
+    proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
+    proximal_versions: Runs = Runs()
+    response_mask: Runs = Runs()
+    left_out: Runs = Runs()  # [T] why a sampled token has mask 0, codes of `LeftOut`; empty = no policy loss
+    reward: float | None = None
+    advantage: float | None = None
+    index: int = -1  # place in its group; -1 = not stamped
+    group_rewards: int = 0  # how many rewards of the group its advantage was computed from; 0 = it was not
+    enqueued_at: float = 0.0  # Unix time, [Q] carried through
+    metrics: dict[str, float] = {}  # counters of this sample, keys of pipeline.telemetry.training_metrics
+
+    def __post_init__(self) -> None:
+        tokens = len(self.token_ids)
+        check_lengths(self.seq_id, tokens, labels=self.labels, weights=self.weights, segments=self.segments)
+        check_lengths(
+            self.seq_id,
+            tokens,
+            optional=True,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            proximal_logprobs=self.proximal_logprobs,
+            proximal_versions=self.proximal_versions,
+            response_mask=self.response_mask,
+            left_out=self.left_out,
+        )
+        if not 0 <= self.prompt_len <= tokens:
+            raise MessageError(f"{self.seq_id}: prompt_len {self.prompt_len} outside 0..{tokens}")
+
+
+class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
+    """Samples that are handed to the trainer together. [C]; `batch_seq` is the stream's entry order."""
+
+    batch_id: str
+    samples: list[TrainingSample]
+    rows: list[list[int]] = []  # packing: sample indices per row, best-fit decreasing by token budget
+    metrics: dict[str, float] = {}  # reduced over the samples, keys of pipeline.telemetry.training_metrics
+
+
+class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
+    """One published version; stored beside the weights and in the registry. [T]"""
+
+    version: int
+    path: str  # directory, as seen by the workers
+    digest: str  # sha256 over the safetensors files
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> (dtype, shape)
+    probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
+    probe_score: float | None = None  # summed logprob (nats) of the probe tokens after the first
+    previous: int | None = None  # the version before, as far as the trainer knows it
+    previous_score: float | None = None  # that one's
+    step: int = 0
+    published_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_time(self.published_at, "published_at")
+        if not 0 <= self.version <= MOST_VERSION:
+            raise MessageError(f"version must be in 0..{MOST_VERSION}, got {self.version}")
+
+
+class DeadLetter(Wire, frozen=True, kw_only=True, tag="dead_letter"):
+    """One sequence that ended without being trained. [Q] or [C]"""
+
+    seq_id: str
+    reason: str
+    state: Literal["dead", "dropped"] = "dead"
+    detail: str = ""
+    traceback: str = ""
+    attempts: int = 0
+    worker: str = ""  # the last one that held it
+    at: float = 0.0  # Unix time
+
+    def __post_init__(self) -> None:
+        check_time(self.at, "at")
+
+
+MAX_ID = 256  # characters
+
+
+class Turn(Wire, frozen=True, kw_only=True, tag="turn"):
+    """One generation of a rollout; its number is its place among the rollout's turns."""
+
+    key: str  # of the call that asked for it: a repeat is known by it
+    parent: int  # number of the turn that it follows; -1 = none
+    history: str  # hash of the conversation up to and with it
+    added_token_ids: TokenArray  # after the parent's last sampled token; of a root the whole prompt
+    result: SequenceResult  # its prompt_token_ids are empty
+    message: Message  # as the caller was given it
+
+
+class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
+    """Whose rollout it is. Raises MessageError for an id that is blank or too long, or a place outside its group."""
+
+    rollout_id: str
+    group_id: str
+    group_size: int = 1
+    index: int = 0
+    task: str
+    truth: Any = None
+    metadata: dict[str, Any] = {}
+    request: dict[str, Any] = {}  # what the producer posts, so that it can be posted again
+    opened_at: float = 0.0  # Unix s, stamped when it is opened
+
+    def __post_init__(self) -> None:
+        if not self.rollout_id.strip() or len(self.rollout_id) > MAX_ID:
+            raise MessageError(f"rollout_id must have 1..{MAX_ID} characters, not all blank: {self.rollout_id!r:.80}")
+        if not 0 <= self.index < self.group_size:
+            raise MessageError(f"rollout {self.rollout_id}: index {self.index} is outside 0..{self.group_size - 1}")
+        check_time(self.opened_at, "opened_at")
+
+    @classmethod
+    def alone(cls, rollout_id: str, task: str) -> RolloutHead:
+        """Of a caller that nobody announced: a group of one."""
+        return cls(rollout_id=rollout_id, group_id=rollout_id, task=task)
