@@ -10,7 +10,7 @@ import msgspec
 
 from consumers.training.ledger import read_steps
 from pipeline.config import Config
-from pipeline.jobs import job_id_for
+from pipeline.queue import job_id_for
 from pipeline.status.snapshot import Snapshot
 from producers.sources import Row, identity, read_rows
 

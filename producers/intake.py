@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pipeline.jobs import Credit, JobQueue, Outcome, job_id_for
+from pipeline.queue import Credit, JobQueue, Outcome, job_id_for
 from pipeline.run.role import Role
 from pipeline.wire.messages import DecodeJob
 from producers.sources import Row, identity

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError
-from pipeline.jobs import Credit
 from pipeline.logs import get_logger
+from pipeline.queue import Credit
 from pipeline.run.resume_point import read_cursor
 from pipeline.run.role import Role
 from pipeline.wire.codec import shown

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import Config
 from pipeline.errors import DataError
-from pipeline.jobs import Credit, SourceRewound
 from pipeline.logs import get_logger
 from pipeline.prompts.admission import Limits
+from pipeline.queue import Credit, SourceRewound
+from pipeline.queue.trained import trained_among
 from pipeline.run.role import Role, default_name, role_process
-from pipeline.trained import trained_among
 from producers.intake import DecodeIntake, Intake
 from producers.place import NOWHERE, SourcePlace
 from producers.sources import Malformed, count_rows, read_rows

@@ -9,15 +9,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pipeline.expected import End, Expected
-from pipeline.jobs import NO_LIMIT, Claim, Finished, JobQueue, Piece
-from pipeline.replies import Replies
+from pipeline.queue import NO_LIMIT, Claim, Finished, JobQueue, Piece
+from pipeline.queue.replies import End, Expected, Replies
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DecodeJob, Progress, TokenDelta
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
-from workers.sequences import delta_of
+from workers.decode_worker import delta_of
 
 DEADLINE_S = 45.0
 

@@ -28,7 +28,7 @@ from consumers.loop import Consumer
 from consumers.task import Task, TaskContext
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, DashboardConfig
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
 from pipeline.weights.versions import WeightsRegistry, write_version

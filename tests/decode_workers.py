@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from pipeline.config.types import Config
 from tests.roles import role_of
-from workers.decode import DecodeWorker
+from workers.decode_worker import DecodeWorker
 from workers.generation.contracts import Backend
 from workers.job_prompts import JobPrompts
 

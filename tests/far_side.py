@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.rollouts import Rollouts
+from pipeline.queue.rollouts import Rollouts
 from pipeline.wire.keys import Keys
 from tests.factories import sequence_result
 

@@ -28,14 +28,14 @@ from consumers.training.trackers import _Remote
 from pipeline.broker.connection import broker_url
 from pipeline.config import load_config, resolved_yaml
 from pipeline.config.types import BrokerConfig, ConsumerConfig, RolloutMatchingConfig
-from pipeline.dlq import _row as read_letter_row
 from pipeline.errors import SluiceError
-from pipeline.job_log import parse_log
-from pipeline.jobs.envelope import arq_payload, arq_serializer, read_envelope
-from pipeline.jobs.pieces import joined, packed
 from pipeline.prompts.rows import Malformed, read_rows
+from pipeline.queue.dead_letters import _row as read_letter_row
+from pipeline.queue.envelope import arq_payload, arq_serializer, read_envelope
+from pipeline.queue.live_jobs import parse_log
+from pipeline.queue.queue import joined, packed
+from pipeline.queue.trained import INDEX, LEDGER, TrainedIds, trained_among
 from pipeline.status.heartbeat import Heartbeat, read_row
-from pipeline.trained import INDEX, LEDGER, TrainedIds, trained_among
 from pipeline.weights.versions import read_manifest, tensor_table
 from pipeline.wire.codec import Wire
 from pipeline.wire.messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.rollouts import RolloutHead, Turn
+from pipeline.queue.rollouts import RolloutHead, Turn
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray

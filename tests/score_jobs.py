@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.score_jobs import ScoreJobs, TakenJob
+from pipeline.queue.scores import ScoreJobs, TakenJob
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import ScoreJob, ScoreResult, encode
 from pipeline.wire.tokens import FloatArray, TokenArray

@@ -20,7 +20,7 @@ from consumers.training.trainer import Trainer
 from pipeline.broker.connection import connect
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, PolicyConfig, RolloutMatchingConfig
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from pipeline.run.role import Role
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import Snapshot, snapshot
@@ -33,7 +33,7 @@ from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config
 from tests.trainers import train_step
 from workers.generation.backends.hf import HfBackend
-from workers.score.role import serve_scores
+from workers.scorer.scorer import serve_scores
 
 JOBS = 4
 _TASK = Task("exact_answer", exact_answer.parse, exact_answer.match, exact_answer.target)

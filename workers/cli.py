@@ -1,4 +1,4 @@
-"""`sluice worker`."""
+"""`sluice worker` and `sluice score`."""
 
 from __future__ import annotations
 
@@ -16,3 +16,19 @@ def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     from workers.role import work
 
     asyncio.run(work(load_config(config, overrides)))
+
+
+def score(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
+    """Score finished sequences under the weight version that the trainer asks for, until Ctrl-C.
+
+    Start as many of these as you like. Without a policy loss (`policy.enabled`) nothing is asked for, and this ends
+    at once.
+
+    Example: `sluice score -c configs/text.yaml`
+    """
+    import asyncio
+
+    from pipeline.config import load_config
+    from workers.scorer.scorer import serve_scores
+
+    asyncio.run(serve_scores(load_config(config, overrides)))

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.broker.connection import broker_url, connect
 from pipeline.config import load_config
-from pipeline.jobs import arq_pool, arq_redis_settings
+from pipeline.queue import arq_pool, arq_redis_settings
 from pipeline.run.role import default_name, leave_within
 from pipeline.wire.keys import Keys
 from workers.role import work

@@ -24,7 +24,7 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
 
 async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
-    from workers.decode import DecodeWorker
+    from workers.decode_worker import DecodeWorker
     from workers.generation.backends import make_backend
     from workers.job_prompts import JobPrompts
 

@@ -17,8 +17,8 @@ from pipeline.errors import ModelError, TornWeights, WeightsError
 from pipeline.logs import get_logger
 from pipeline.run.role import Role
 from pipeline.weights.versions import WeightsRegistry, verify
-from workers.generation.contracts import Backend
-from workers.probe import probe_of
+from pipeline.wire.messages import WeightVersion
+from workers.generation.contracts import Backend, WeightsProbe
 
 _HALF_LENIENCE = 4  # half precision alone must not end a worker; another model would be off by much more
 
@@ -108,3 +108,23 @@ class WeightsWatch:
         directory = await asyncio.to_thread(verify, manifest)
         await backend.load_weights(directory, version, probe)
         return manifest.published_at or time.time()
+
+
+_HALF_PRECISION = 10  # bf16 rounds at 2^-8: the demo model's probe differs by up to 0.17 nats from fp32
+_CHANGE = 2e-5  # nats a token in fp32: what is left of rounding in the difference of two scores
+
+
+def probe_of(manifest: WeightVersion, dtype: str, tolerance: float, loaded: int | None = None) -> WeightsProbe | None:
+    """What a model of this dtype must give, within `tolerance` nats a token in fp32; None if nothing was measured.
+
+    `loaded`: the version that the model has now; None if that is not known.
+    """
+    tokens = tuple(manifest.probe_token_ids)
+    if manifest.probe_score is None or len(tokens) < 2:
+        return None
+    exact = dtype == "float32"
+    change = None
+    if exact and loaded is not None and loaded == manifest.previous and manifest.previous_score is not None:
+        change = manifest.probe_score - manifest.previous_score
+    within = tolerance * len(tokens) * (1 if exact else _HALF_PRECISION)
+    return WeightsProbe(tokens, manifest.probe_score, within, change, _CHANGE * len(tokens))

@@ -25,8 +25,8 @@ from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from consumers.history.records import SequenceFilter
 from pipeline.config.types import Config
-from pipeline.dlq import DeadLetters
 from pipeline.errors import SluiceError
+from pipeline.queue.dead_letters import DeadLetters
 from pipeline.run.supervisor import sluice_command
 
 _WARM = 2

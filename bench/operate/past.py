@@ -24,7 +24,7 @@ from consumers.task import TaskContext
 from consumers.tasks import load_task
 from pipeline.config.types import Config
 from pipeline.errors import SluiceError
-from pipeline.jobs import NO_LIMIT, JobQueue, job_id_for
+from pipeline.queue import NO_LIMIT, JobQueue, job_id_for
 from pipeline.status.heartbeat import StatusReporter
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample

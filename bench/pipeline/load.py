@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.pipeline.plan import RUN
-from pipeline.jobs import job_id_for, seed_for
+from pipeline.queue import job_id_for, seed_for
 from pipeline.wire.messages import DecodeJob, Message, SamplingParams
 from workers.generation.contracts import SequenceRequest
 

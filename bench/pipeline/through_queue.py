@@ -20,7 +20,7 @@ from bench.pipeline.sink import Arrival, Sink
 from bench.pipeline.stats import Sample
 from bench.processes import Fleet
 from pipeline.errors import BrokerError, DeadlineExceeded
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from pipeline.run.supervisor import sluice_command
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys

@@ -23,7 +23,7 @@ from bench.proximal.versions import Variants
 from pipeline.broker.connection import connect
 from pipeline.config.types import BrokerConfig
 from pipeline.errors import BrokerError, SluiceError
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from pipeline.wire.keys import Keys, tagged
 from pipeline.wire.messages import DecodeJob, SamplingParams
 from pipeline.wire.tokens import TokenArray

@@ -18,12 +18,12 @@ from pathlib import Path
 from bench.proximal.plan import Sizes
 from bench.proximal.rows import PROMPT_IDS
 from pipeline.errors import DeadlineExceeded
-from pipeline.jobs import Claim
+from pipeline.queue import Claim
 from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult
 from pipeline.wire.tokens import TokenArray
+from workers.decode_worker import request_for, result_of
 from workers.generation.contracts import Backend, SequenceSoFar
 from workers.job_prompts import JobPrompt
-from workers.sequences import request_for, result_of
 
 _SHORTEST = 8  # tokens
 _WAIT_S = 120.0

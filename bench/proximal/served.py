@@ -11,7 +11,7 @@ from typing import Any, cast
 from bench.proximal.work import Ready, Seen
 from pipeline.config import Config
 from pipeline.run.role import role_process
-from workers.decode import DecodeWorker
+from workers.decode_worker import DecodeWorker
 from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 from workers.job_prompts import JobPrompts
 

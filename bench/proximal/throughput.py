@@ -21,7 +21,7 @@ from bench.proximal.versions import COUNT, Variants
 from pipeline.weights.versions import verify, write_version
 from pipeline.wire.messages import WeightVersion
 from workers.generation.contracts import Backend
-from workers.probe import probe_of
+from workers.weights_watch import probe_of
 
 _TOLERANCE = 1e-2  # nats a probe token
 Segment = tuple[int, float]

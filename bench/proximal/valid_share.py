@@ -28,8 +28,8 @@ from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
 from pipeline.config import Config
 from pipeline.errors import SluiceError
+from pipeline.queue.scores import Scores
 from pipeline.run.role import Role, role_process
-from pipeline.scores import Scores
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult, TrainingSample
 from workers.generation.contracts import Backend

@@ -20,7 +20,7 @@ from bench.queue.plan import Plan
 from bench.queue.results import result_of
 from bench.report import say
 from pipeline.errors import BrokerError, DeadlineExceeded
-from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue, job_id_for
+from pipeline.queue import Call, Claim, Credit, Finished, JobQueue, job_id_for
 from pipeline.wire.keys import Keys, tagged
 from pipeline.wire.messages import DecodeJob, SamplingParams, encode
 

@@ -26,7 +26,7 @@ from bench.queue.plan import Plan
 from bench.report import say
 from pipeline.config.types import Config, UpConfig
 from pipeline.errors import BrokerError, DeadlineExceeded
-from pipeline.jobs import Call, JobQueue
+from pipeline.queue import Call, JobQueue
 from pipeline.run.stack import Deaths
 from pipeline.run.supervisor import Supervisor
 from pipeline.status.snapshot import snapshot

@@ -16,7 +16,7 @@ from bench.queue.plan import Plan
 from bench.queue.systems import Ours
 from bench.report import say
 from pipeline.errors import SluiceError
-from pipeline.jobs import Call, JobQueue
+from pipeline.queue import Call, JobQueue
 from pipeline.wire.keys import Keys
 
 _RUN = "idle"

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.queue.worker import broker_config
 from pipeline.config.types import Config
-from pipeline.jobs import LeasedWorker
+from pipeline.queue import LeasedWorker
 from pipeline.run.role import default_name, role_process
 
 MAX_JOBS = 64  # all of a round's jobs: one worker may hold every one of them

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from bench.queue.noop import noop, ready
-from pipeline.jobs import arq_redis_settings
+from pipeline.queue import arq_redis_settings
 
 settings: dict[str, Any] = {
     "functions": [noop],

@@ -24,7 +24,7 @@ from bench.queue.plan import Settings
 from bench.queue.worker import Totals, broker_config
 from pipeline.broker.connection import connect
 from pipeline.errors import BrokerError
-from pipeline.jobs import Call, JobQueue, arq_pool
+from pipeline.queue import Call, JobQueue, arq_pool
 from pipeline.wire.keys import Keys
 
 _START_S = 60.0

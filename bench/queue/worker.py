@@ -16,8 +16,8 @@ import msgspec
 from bench.queue.noop import noop, ready
 from pipeline.broker.connection import connect
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.jobs import Claimed, LeasedWorker
 from pipeline.logs import configure
+from pipeline.queue import Claimed, LeasedWorker
 from pipeline.wire.keys import Keys
 
 MAX_JOBS = 100  # as many as one claim brings

@@ -13,7 +13,7 @@ from pipeline.config import load_config
 from pipeline.config.types import Config
 from pipeline.errors import EngineError
 from pipeline.run.role import default_name, role_process
-from workers.decode import DecodeWorker
+from workers.decode_worker import DecodeWorker
 from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.job_prompts import JobPrompts
 

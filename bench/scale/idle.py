@@ -19,7 +19,7 @@ from bench.scale.plan import Plan
 from pipeline import logs
 from pipeline.broker.connection import connect
 from pipeline.config.types import Config
-from pipeline.jobs import LeasedWorker
+from pipeline.queue import LeasedWorker
 from pipeline.status.heartbeat import StatusReporter
 from pipeline.wire.keys import Keys
 

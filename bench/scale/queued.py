@@ -11,7 +11,7 @@ from bench.report import say
 from bench.scale.plan import Plan
 from pipeline.broker.connection import Scripts
 from pipeline.errors import BrokerError
-from pipeline.jobs import NO_LIMIT, Claim, JobQueue
+from pipeline.queue import NO_LIMIT, Claim, JobQueue
 from pipeline.wire.keys import Keys
 
 _RUN, _CHUNK, _LEASE_S, _EACH = "queued", 100, 3600.0, 32

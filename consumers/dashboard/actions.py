@@ -18,8 +18,8 @@ from consumers.dashboard.letters import letters_of
 from consumers.dashboard.look import look_of
 from consumers.dashboard.problems import checked_id
 from consumers.dashboard.render import render
-from pipeline.dlq import Done, Selection
 from pipeline.logs import get_logger
+from pipeline.queue.dead_letters import Done, Selection
 
 router = APIRouter()
 _FORM = "application/x-www-form-urlencoded"

@@ -20,7 +20,7 @@ from consumers.dashboard.render import render
 from consumers.dashboard.sequences_filter import MOST_CURSOR, clean
 from consumers.history.records import JobRow, Page, SequenceFilter
 from pipeline.errors import BrokerError
-from pipeline.job_look import JOB_STATES, LiveJob, LiveJobs, live_job, live_jobs
+from pipeline.queue.live_jobs import JOB_STATES, LiveJob, LiveJobs, live_job, live_jobs
 
 FINISHED = "finished"
 ROWS = 50

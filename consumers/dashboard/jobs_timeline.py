@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.job_log import JobEvent
+from pipeline.queue.live_jobs import JobEvent
 
 WIDTH = 1000.0  # of the drawing
 _MIN_WIDTH = 2.0  # a bar that can still be seen

@@ -19,9 +19,8 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from consumers.dashboard.look import Look, look_of
 from consumers.dashboard.problems import checked_id
 from consumers.dashboard.render import render
-from pipeline.dlq import DeadLetters, Row
-from pipeline.dlq_look import read_letter
 from pipeline.errors import BrokerError, SluiceError
+from pipeline.queue.dead_letters import DeadLetters, Row, read_letter
 
 router = APIRouter()
 _SHOWN = 50

@@ -17,9 +17,9 @@ from consumers.history.recorder import TrainedRecorder
 from consumers.training.ledger import StepLog
 from consumers.training.rollouts import Rollouts as KeptRollouts
 from consumers.training.trackers import Trackers
+from pipeline.queue.trained import LEDGER, TrainedIds
 from pipeline.run.role import Role
 from pipeline.telemetry import training_metrics
-from pipeline.trained import LEDGER, TrainedIds
 from pipeline.wire.messages import TrainingSample
 
 

@@ -27,8 +27,8 @@ from consumers.training.trackers import Trackers
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import Entry, ack_batches, batch_reader
 from pipeline.errors import DeadlineExceeded, MessageError, WeightsError
-from pipeline.incarnation import begin_again, recognise
 from pipeline.logs import get_logger
+from pipeline.queue.trained import begin_again, recognise
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
 from pipeline.weights import versions

@@ -17,7 +17,7 @@ from consumers.history.opened import Files
 from consumers.history.queries import Cursor, conditions, distinct
 from consumers.history.records import STATES, JobRow, Page, SequenceDetail, SequenceFilter, SequenceRow, unpack
 from pipeline.errors import DataError, MessageError
-from pipeline.job_log import parse_log
+from pipeline.queue.live_jobs import parse_log
 from pipeline.wire.codec import Unreadable
 
 _STORED = "details.row, details.result, details.sample, details.letter"

@@ -16,8 +16,8 @@ from consumers.history.files import TRAINER, consumer_file, history_directory
 from consumers.history.records import TEXT_CHARS, SequenceRow, Trained
 from consumers.history.store import Finished, FinishedJob, HistoryStore, TrainedStore
 from pipeline.config.types import Config
-from pipeline.job_log import parse_log
 from pipeline.logs import get_logger
+from pipeline.queue.live_jobs import parse_log
 from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
 
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from pipeline.errors import MessageError
-from pipeline.job_log import JobEvent
+from pipeline.queue.live_jobs import JobEvent
 from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs, from_wire, to_wire
 

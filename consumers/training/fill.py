@@ -36,7 +36,7 @@ class OwnScores(Protocol):
 
 
 class AskedScores(Protocol):
-    """Scorers of retained versions (pipeline/scores.py)."""
+    """Scorers of retained versions (pipeline/queue/scores.py)."""
 
     async def ask(self, jobs: Sequence[ScoreJob], wait_s: float) -> list[ScoreResult]:
         """The answers that came within `wait_s`, in any order."""

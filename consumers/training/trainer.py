@@ -39,13 +39,12 @@ from consumers.training.trackers import Trackers
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import Entry, ack_batches, batch_reader
 from pipeline.errors import DeadlineExceeded, MessageError
-from pipeline.incarnation import begin_again, recognise
 from pipeline.logs import get_logger
+from pipeline.queue.scores import Scores
+from pipeline.queue.trained import LEDGER, TrainedIds, begin_again, recognise
 from pipeline.run.role import Role
-from pipeline.scores import Scores
 from pipeline.status.snapshot import snapshot
 from pipeline.telemetry import training_metrics
-from pipeline.trained import LEDGER, TrainedIds
 from pipeline.weights import versions
 from pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
 from pipeline.wire.tokens import TokenArray

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from cyclopts import App, Parameter
+from rich.table import Table
+from rich.text import Text
 
 from pipeline.cli.options import ConfigPath, Json, Overrides
-from pipeline.terminal import say
+from pipeline.json_out import print_json
+from pipeline.terminal import Console, escaped, say
 
 if TYPE_CHECKING:
-    from pipeline.dlq import Selection
+    from pipeline.queue.dead_letters import Done, Letter, Listing, Selection
 
 app = App(
     name="dlq",
@@ -43,11 +47,11 @@ def list_letters(
     Example: `sluice dlq list -c configs/text.yaml --reason worker_deaths`
     Example: `sluice dlq list -c configs/text.yaml --dropped --json`
     """
-    from pipeline import dlq_look, dlq_view
     from pipeline.config import load_config
+    from pipeline.queue import dead_letters
 
-    found = dlq_look.listing(load_config(config, overrides), job=job, reason=reason, limit=limit, dropped=dropped)
-    dlq_view.print_listing(found, as_json=as_json, dropped=dropped)
+    found = dead_letters.listing(load_config(config, overrides), job=job, reason=reason, limit=limit, dropped=dropped)
+    _print_listing(found, as_json=as_json, dropped=dropped)
     return 0
 
 
@@ -65,10 +69,10 @@ def show(
 
     Example: `sluice dlq show -c configs/text.yaml demo:0123456789abcdef01234567:0`
     """
-    from pipeline import dlq_look, dlq_view
     from pipeline.config import load_config
+    from pipeline.queue import dead_letters
 
-    dlq_view.print_letter(dlq_look.letter(load_config(config, overrides), seq_id, dropped=dropped), as_json=as_json)
+    _print_letter(dead_letters.letter(load_config(config, overrides), seq_id, dropped=dropped), as_json=as_json)
     return 0
 
 
@@ -89,11 +93,11 @@ def replay(
 
     Example: `sluice dlq replay -c configs/text.yaml --reason worker_deaths`
     """
-    from pipeline import dlq_look, dlq_view
     from pipeline.config import load_config
+    from pipeline.queue import dead_letters
 
     selection = _selection(seq_ids, job, reason, everything)
-    return dlq_view.report(dlq_look.replay(load_config(config, overrides), selection), "replayed", as_json=as_json)
+    return _report(dead_letters.replay(load_config(config, overrides), selection), "replayed", as_json=as_json)
 
 
 @app.command
@@ -113,17 +117,17 @@ def drop(
 
     Example: `sluice dlq drop -c configs/text.yaml --reason expired --yes`
     """
-    from pipeline import dlq_look, dlq_view
     from pipeline.config import load_config
     from pipeline.errors import SluiceError
+    from pipeline.queue import dead_letters
 
     selection, settings = _selection(seq_ids, job, reason, everything), load_config(config, overrides)
     if not yes and not sys.stdin.isatty():
         raise SluiceError("dropped dead letters are gone for good, and nobody is there to ask; confirm with --yes")
-    if not yes and not _agrees(dlq_look.matching(settings, selection)):
+    if not yes and not _agrees(dead_letters.matching(settings, selection)):
         say("nothing was dropped", file=sys.stderr)
         return 1
-    return dlq_view.report(dlq_look.drop(settings, selection), "dropped", as_json=as_json)
+    return _report(dead_letters.drop(settings, selection), "dropped", as_json=as_json)
 
 
 def _agrees(count: int) -> bool:
@@ -132,9 +136,102 @@ def _agrees(count: int) -> bool:
 
 
 def _selection(seq_ids: tuple[str, ...], job: str | None, reason: str | None, everything: bool) -> Selection:
-    from pipeline.dlq import Selection
     from pipeline.errors import ConfigError
+    from pipeline.queue.dead_letters import Selection
 
     if sum((bool(seq_ids), job is not None, reason is not None, everything)) != 1:
         raise ConfigError("say which dead letters: sequence ids, or one of --job ID, --reason R, --all")
     return Selection(seq_ids=frozenset(seq_ids), job=job, reason=reason, everything=everything)
+
+
+_DETAIL_CHARS = 60
+_WIDE = 200  # columns, where there is no terminal
+
+
+def _report(done: list[Done], word: str, *, as_json: bool) -> int:
+    """Say what was done; the exit code: 1 when it was nothing."""
+    from pipeline.queue.dead_letters import SCHEMA
+
+    good, bad = [each for each in done if each.problem is None], [each for each in done if each.problem]
+    count = sum(len(each.sequences) for each in good)
+    if as_json:
+        print_json({word: count, "jobs": done}, SCHEMA)
+        return 0 if good else 1
+    for each in good:
+        to = f" as {each.new_job_id}" if each.new_job_id else ""
+        say(f"{_sequences(len(each.sequences))} of {each.job_id} {word}{to}")
+    for each in bad:
+        say(f"{', '.join(each.sequences)}: not {word}: {each.problem}", file=sys.stderr)
+    jobs = len({each.job_id for each in good})
+    say(f"{word}: {_sequences(count)} of {jobs} job{'' if jobs == 1 else 's'}")
+    return 0 if good else 1
+
+
+def _print_listing(found: Listing, *, as_json: bool, dropped: bool = False) -> None:
+    """A table, or one object."""
+    if as_json:
+        print_json(found)
+        return
+    if not found.rows:
+        say("no dropped sequences" if dropped else "no dead letters")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("sequence", "reason", "attempts", "last worker", "age", "detail"):
+        table.add_column(name, overflow="fold" if name == "sequence" else "ellipsis", no_wrap=name != "sequence")
+    for row in found.rows:
+        cells = (row.seq_id, row.reason, str(row.attempts), row.worker or "-", _ago(row.age_s), _short(row.detail))
+        table.add_row(*(Text(escaped(cell)) for cell in cells))
+    console = _console()
+    console.print(table)
+    totals = ", ".join(f"{reason} {count}" for reason, count in found.by_reason.items())
+    newest = "" if len(found.rows) == found.total else f"; the newest {len(found.rows)} are shown"
+    console.print(Text(f"\n{found.total} in all: {totals}{newest}"), soft_wrap=True)
+
+
+def _print_letter(found: Letter, *, as_json: bool) -> None:
+    """All of it, for people or as one object."""
+    from pipeline.queue.dead_letters import HEX_BYTES
+
+    if as_json:
+        print_json(found)
+        return
+    size = f" of {found.group_size}" if found.group_size else ""
+    lines = [
+        f"sequence     {found.seq_id} (index {found.index}{size}, job {found.job_id})",
+        f"reason       {found.reason}, {_ago(found.age_s)} ago",
+        f"detail       {found.detail or '-'}",
+        f"attempts     {found.attempts}, last worker {found.worker or '-'}",
+    ]
+    if found.traceback:
+        lines += ["traceback", *(f"  {line}" for line in found.traceback.rstrip().splitlines())]
+    lines.append(
+        f"payload      {found.payload_bytes} bytes" + (f", cannot be read: {found.problem}" if found.problem else "")
+    )
+    if found.payload_hex:
+        lines.append(f"  {found.payload_hex}{' …' if found.payload_bytes > HEX_BYTES else ''}")
+    if found.job is not None:
+        text = msgspec.json.format(msgspec.json.encode(found.job), indent=2).decode()
+        lines += [f"  {line}" for line in text.splitlines()]
+    say("\n".join(lines))
+
+
+def _ago(seconds: float) -> str:
+    """A length of time in one word."""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} d"
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'' if count == 1 else 's'}"
+
+
+def _short(detail: str) -> str:
+    line = " ".join(detail.split())
+    return line if len(line) <= _DETAIL_CHARS else line[: _DETAIL_CHARS - 1] + "…"
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=_WIDE)

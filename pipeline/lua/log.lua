@@ -1,4 +1,4 @@
--- What happened to a job, one line per event; pipeline/job_log.py reads it. The job's state says when it was enqueued
+-- What happened to a job, one line per event; pipeline/queue/live_jobs.py reads it. The job's state says when it was enqueued
 -- and who holds it since when; `log` of it holds the attempts that came to nothing. All of it goes out with the entry
 -- that ends the job: its last result, or its first tombstone and dead letter.
 local LOG_BYTES, NAME_BYTES, DETAIL_BYTES = 2000, 100, 300

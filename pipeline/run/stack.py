@@ -33,8 +33,8 @@ from pipeline.config.load import ENVIRONMENT
 from pipeline.errors import BrokerError, MessageError
 from pipeline.files import write_atomic
 from pipeline.http.server import free_port
-from pipeline.jobs import JobQueue
 from pipeline.logs import get_logger
+from pipeline.queue import JobQueue
 from pipeline.run import provenance
 from pipeline.run.progress_panel import Progress
 from pipeline.run.supervisor import Child, Supervisor, sluice_command

@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 
 from pipeline.broker import connection
 from pipeline.config import Config
-from pipeline.dlq import DeadLetters, Row
 from pipeline.errors import BrokerError, SluiceError
+from pipeline.queue.dead_letters import DeadLetters, Row
 from pipeline.status.diagnosis import Verdict, verdict
 from pipeline.status.inspection import inspect
 from pipeline.status.rates import Rates

@@ -60,7 +60,7 @@ class Keys:
         # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
         # excused, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt that
         # got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
-        # (job_log.py)
+        # (queue/live_jobs.py)
         self.job_state = f"{self.prefix}job:"
         # string: where the last look for jobs without a place in the line ended; + :turn → one looks at a time
         self.sweep = f"{self.prefix}sweep"

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from pipeline.errors import ConfigError, DeadlineExceeded, MessageError
 from pipeline.logs import get_logger
-from pipeline.rollouts import RolloutHead, Rollouts
+from pipeline.queue.rollouts import RolloutHead, Rollouts
 from pipeline.run.role import Role
 from pipeline.wire.codec import read_json
 from producers.asking.answers import Answer, read_answer, tool_names

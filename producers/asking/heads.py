@@ -9,8 +9,8 @@ from typing import Any
 
 from pipeline.config.types import Config
 from pipeline.errors import DataError
-from pipeline.jobs import rollout_group_for
-from pipeline.rollouts import RolloutHead
+from pipeline.queue import rollout_group_for
+from pipeline.queue.rollouts import RolloutHead
 from producers.sources import Row, identity
 
 

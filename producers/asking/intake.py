@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from pipeline.jobs import Credit, Outcome
-from pipeline.rollouts import RolloutHead, Rollouts
+from pipeline.queue import Credit, Outcome
+from pipeline.queue.rollouts import RolloutHead, Rollouts
 from pipeline.run.role import Role
 from producers.asking.asker import Asker
 from producers.asking.gateways import gateway_urls

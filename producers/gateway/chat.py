@@ -24,7 +24,7 @@ from pipeline.errors import DeadlineExceeded
 from pipeline.http.addresses import AllowedHosts
 from pipeline.prompts.admission import MAX_TURNS
 from pipeline.prompts.turn_tokens import Renderer
-from pipeline.rollouts import Rollout, RolloutHead, Rollouts, Turn
+from pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from pipeline.thread_pool import ThreadPool
 from pipeline.wire.keys import tagged
 from pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.rollouts import Rollouts
+from pipeline.queue.rollouts import Rollouts
 from producers.gateway.metrics import Metrics
 from producers.gateway.refusals import Refusal, unknown
 from producers.gateway.trajectory import Verdict, trajectories

@@ -22,9 +22,9 @@ from typing import Any
 from redis import RedisError
 
 from pipeline.errors import BrokerError, ResultsLost
-from pipeline.jobs import NO_LIMIT, JobQueue
 from pipeline.logs import get_logger
-from pipeline.replies import Expected, Replies
+from pipeline.queue import NO_LIMIT, JobQueue
+from pipeline.queue.replies import Expected, Replies
 from pipeline.wire.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
 from producers.gateway.refusals import Refusal, of_letter
 

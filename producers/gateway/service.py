@@ -13,11 +13,11 @@ from redis.asyncio import Redis
 
 from pipeline.config.types import Config
 from pipeline.http.addresses import AllowedHosts
-from pipeline.jobs import JobQueue
 from pipeline.prompts.admission import Limits
 from pipeline.prompts.turn_tokens import Renderer
-from pipeline.replies import Replies
-from pipeline.rollouts import Rollouts
+from pipeline.queue import JobQueue
+from pipeline.queue.replies import Replies
+from pipeline.queue.rollouts import Rollouts
 from pipeline.wire.keys import Keys
 from producers.gateway.chat import Chat
 from producers.gateway.closing import Closing

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.rollouts import Rollout, RolloutHead, Turn
+from pipeline.queue.rollouts import Rollout, RolloutHead, Turn
 from pipeline.wire.messages import FinishReason, SequenceResult
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
-from pipeline.rollouts import Turn
+from pipeline.queue.rollouts import Turn
 from pipeline.wire.messages import Message, SamplingParams, SequenceResult
 from pipeline.wire.tokens import TokenArray
 from producers.gateway.history import after, digest, digests, goes_on_from

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pipeline.errors import SluiceError
 from pipeline.prompts.turn_tokens import Renderer
-from pipeline.rollouts import Turn
+from pipeline.queue.rollouts import Turn
 from pipeline.wire.messages import SamplingParams, SequenceResult
 from producers.gateway.completion import chat_completion
 from producers.gateway.tool_calls import ToolParser, assistant_message

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from pipeline.rollouts import Turn
+from pipeline.queue.rollouts import Turn
 from pipeline.wire.messages import Message
 from producers.gateway.turns import Plan
 from producers.rollout.schemas import CompletionsResponse, RolloutResponse

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.types import WorkerConfig
-from pipeline.jobs import seed_for
+from pipeline.queue import seed_for
 from pipeline.wire.messages import SequenceResult, decode
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import DEADLINE_S, Process

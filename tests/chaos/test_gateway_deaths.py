@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.expected import read_end
+from pipeline.queue.replies import read_end
 from pipeline.wire.messages import DeadLetter, SequenceResult, decode
 from tests.chaos.blows import PATIENT
 from tests.e2e.agents import free_ports

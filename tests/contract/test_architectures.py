@@ -27,7 +27,7 @@ from workers.generation.backends.hf import HfBackend, passes
 from workers.generation.backends.hf.model import load_model
 from workers.generation.backends.hf.scoring import token_logprobs
 from workers.generation.contracts import WeightsProbe
-from workers.score.versioned import VersionedModel
+from workers.scorer.model import VersionedModel
 
 SIZES = Sizes(prompts=4, alone=0, longest_prompt=20, new_tokens=6, row_tokens=64)
 PROMPT = list(b"of the windows and states")

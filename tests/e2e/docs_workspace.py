@@ -18,7 +18,7 @@ import yaml
 
 from pipeline.broker import connection
 from pipeline.config.types import BrokerConfig
-from pipeline.jobs import NO_LIMIT, JobQueue
+from pipeline.queue import NO_LIMIT, JobQueue
 from pipeline.wire.keys import Keys, tagged
 from pipeline.wire.messages import DecodeJob
 from tests.e2e.agents import free_ports

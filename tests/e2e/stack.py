@@ -21,7 +21,7 @@ from consumers.training.ledger import read_steps
 from pipeline.broker import connection as broker
 from pipeline.config import Config, load_config
 from pipeline.config.types import BrokerConfig
-from pipeline.jobs import job_id_for, rollout_group_for
+from pipeline.queue import job_id_for, rollout_group_for
 from pipeline.status.snapshot import Snapshot, snapshot
 from pipeline.wire.keys import Keys
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch, marked

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from pipeline.broker import connection
-from pipeline.jobs import JobQueue
+from pipeline.queue import JobQueue
 from pipeline.wire.keys import ARQ_JOB
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import Stack

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.broker import connection as broker
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.stack import STOPPED, Stack
 from tests.factories import decode_job

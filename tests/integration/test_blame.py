@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from pipeline.jobs import Claim, Claimed, Credit, Finished, JobQueue, Piece
+from pipeline.queue import Claim, Claimed, Credit, Finished, JobQueue, Piece
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import ARQ_RUNNING, Keys
 from pipeline.wire.messages import DeadLetter, Progress, decode

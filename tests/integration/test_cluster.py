@@ -23,7 +23,7 @@ from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import ack_batches, batch_reader, hand_off, result_reader
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
 from pipeline.errors import BrokerError
-from pipeline.jobs import (
+from pipeline.queue import (
     Claim,
     Credit,
     Finished,

@@ -11,7 +11,7 @@ import pytest
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import BrokerDataGone, ConfigError, LeaseLost
-from pipeline.incarnation import FILE, begin_again, recognise
+from pipeline.queue.trained import INCARNATION, begin_again, recognise
 from pipeline.run import role as contract
 from pipeline.status.heartbeat import ALIVE_S, StatusReporter
 from pipeline.wire.keys import Keys
@@ -82,20 +82,20 @@ async def test_a_run_of_an_earlier_release_is_refused(client: Any, keys: Keys, m
 async def test_a_directory_knows_the_data_that_it_belongs_to(client: Any, keys: Keys, run_dir: Path, made: Any) -> None:
     assert await recognise(client, keys, run_dir)
     assert await recognise(client, keys, run_dir)
-    before = (run_dir / FILE).read_text()
+    before = (run_dir / INCARNATION).read_text()
     await client.delete(keys.incarnation)
     for _ in range(2):  # a process that is killed before it began again changes nothing
         assert not await recognise(client, keys, run_dir)
-    assert (run_dir / FILE).read_text() == before
+    assert (run_dir / INCARNATION).read_text() == before
     config = made()
     await begin_again(client, config, run_dir, 3, "step 3")
-    assert (run_dir / FILE).read_text() != before
+    assert (run_dir / INCARNATION).read_text() != before
     assert await recognise(client, keys, run_dir)
     assert int(await client.hget(keys.counts, "thinned")) == 3 * config.producer.samples_per_version
     for damaged in (b"\xff", b"", b"x" * 10):
-        (run_dir / FILE).write_bytes(damaged)
+        (run_dir / INCARNATION).write_bytes(damaged)
         assert await recognise(client, keys, run_dir)
-        assert (run_dir / FILE).read_text() == (await client.get(keys.incarnation)).decode()
+        assert (run_dir / INCARNATION).read_text() == (await client.get(keys.incarnation)).decode()
 
 
 async def test_a_contract_that_cannot_be_read_is_another_one(client: Any, keys: Keys, made: Any) -> None:

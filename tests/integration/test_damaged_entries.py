@@ -16,11 +16,10 @@ from consumers.history.reader import HistoryReader
 from pipeline.broker.connection import Scripts
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.dlq import DeadLetters, Selection
-from pipeline.dlq_look import listing
 from pipeline.errors import BrokerRefused
-from pipeline.jobs import Credit, JobQueue
 from pipeline.json_out import json_line
+from pipeline.queue import Credit, JobQueue
+from pipeline.queue.dead_letters import DeadLetters, Selection, listing
 from pipeline.status import diagnosis, report
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import snapshot

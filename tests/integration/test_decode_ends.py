@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
 from pipeline.errors import EngineError, first_cause
-from pipeline.jobs import Claim, Credit, JobQueue, LeaseKeeper, arq_pool
+from pipeline.queue import Claim, Credit, JobQueue, LeaseKeeper, arq_pool
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import ARQ_RUNNING, Keys
 from pipeline.wire.messages import Progress, SamplingParams, SequenceResult, decode

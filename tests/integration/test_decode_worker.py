@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, ModelConfig
-from pipeline.jobs import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
+from pipeline.queue import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
 from pipeline.weights.versions import WeightsRegistry, write_version
@@ -26,7 +26,7 @@ from tests.contract.engine_fixtures import started
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
-from workers.decode import DecodeWorker
+from workers.decode_worker import DecodeWorker
 from workers.generation.backends.hf import HfBackend
 from workers.generation.contracts import EngineFacts
 from workers.job_prompts import JobPrompt, JobPrompts

@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.dlq import NO_PAYLOAD, TAKEN_ELSEWHERE, DeadLetters, Row, Selection
-from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue, arq_payload
+from pipeline.queue import Call, Claim, Credit, Finished, JobQueue, arq_payload
+from pipeline.queue.dead_letters import NO_PAYLOAD, TAKEN_ELSEWHERE, DeadLetters, Row, Selection
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import ARQ_JOB, Keys
 from pipeline.wire.messages import DecodeJob

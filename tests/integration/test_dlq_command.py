@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from pipeline import dlq_look
 from pipeline.broker import connection as connections
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.dlq import Selection
 from pipeline.errors import SluiceError
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue, dead_letters
+from pipeline.queue.dead_letters import Selection
 from pipeline.wire.keys import Keys
 from tests.factories import decode_job
 from tests.roles import run_config
@@ -79,38 +78,38 @@ def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Config:
 
 
 def test_a_list_is_newest_first_with_totals_of_all_that_match(config: Config) -> None:
-    every = dlq_look.listing(config, job=None, reason=None, limit=3)
+    every = dead_letters.listing(config, job=None, reason=None, limit=3)
     assert (every.total, every.by_reason) == (5, {"expired": 2, "failed": 2, "max_tries": 1})
     assert [row.seq_id.removeprefix(f"{config.run}:") for row in every.rows] == ["c:0", "b:1", "b:0"]
-    some = dlq_look.listing(config, job=None, reason="expired", limit=50)
+    some = dead_letters.listing(config, job=None, reason="expired", limit=50)
     assert (some.total, {row.job_id for row in some.rows}) == (2, {f"{config.run}:a"})
-    assert dlq_look.listing(config, job=f"{config.run}:b", reason=None, limit=50).total == 2
-    assert dlq_look.listing(config, job=None, reason="worker_deaths", limit=50).rows == []
-    dropped = dlq_look.listing(config, job=None, reason=None, limit=50, dropped=True)
+    assert dead_letters.listing(config, job=f"{config.run}:b", reason=None, limit=50).total == 2
+    assert dead_letters.listing(config, job=None, reason="worker_deaths", limit=50).rows == []
+    dropped = dead_letters.listing(config, job=None, reason=None, limit=50, dropped=True)
     assert (dropped.total, dropped.by_reason) == (2, {"cancelled": 2})
 
 
 def test_a_letter_is_shown_whole_with_the_job_of_its_first_row(config: Config) -> None:
-    found = dlq_look.letter(config, f"{config.run}:a:1")
+    found = dead_letters.letter(config, f"{config.run}:a:1")
     assert (found.index, found.group_size, found.traceback, found.worker) == (1, 2, "Traceback", "w")
     assert len(found.detail) == 250
     assert (found.job["n"], found.job["messages"][0]["content"], found.problem) == (2, "hello", None)
-    dropped = dlq_look.letter(config, f"{config.run}:d:1", dropped=True)
+    dropped = dead_letters.letter(config, f"{config.run}:d:1", dropped=True)
     assert (dropped.reason, dropped.job_id, dropped.index) == ("cancelled", f"{config.run}:d", 1)
     assert (dropped.payload_bytes, dropped.group_size) == (0, 0)
 
 
 def test_what_is_not_there_is_refused_with_a_hint(config: Config) -> None:
     with pytest.raises(SluiceError, match="did you mean 'worker_deaths'"):
-        dlq_look.listing(config, job=None, reason="worker_death", limit=50)
+        dead_letters.listing(config, job=None, reason="worker_death", limit=50)
     with pytest.raises(SluiceError, match="did you mean 'expired'"):
-        dlq_look.replay(config, Selection(reason="expire"))
+        dead_letters.replay(config, Selection(reason="expire"))
     with pytest.raises(SluiceError, match="there are: expired, failed, max_tries"):
-        dlq_look.drop(config, Selection(reason="zzz"))
+        dead_letters.drop(config, Selection(reason="zzz"))
     with pytest.raises(SluiceError, match="no dead letter is of the job"):
-        dlq_look.matching(config, Selection(job="x"))
+        dead_letters.matching(config, Selection(job="x"))
     with pytest.raises(SluiceError, match="under the id 'x:0'"):
-        dlq_look.letter(config, "x:0")
+        dead_letters.letter(config, "x:0")
     with pytest.raises(SluiceError, match="--limit"):
-        dlq_look.listing(config, job=None, reason=None, limit=0)
-    assert dlq_look.matching(config, Selection(everything=True)) == 5
+        dead_letters.listing(config, job=None, reason=None, limit=0)
+    assert dead_letters.matching(config, Selection(everything=True)) == 5

@@ -17,7 +17,7 @@ from consumers.history.records import SequenceFilter, SequenceRow
 from consumers.loop import Consumer
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, HistoryConfig
-from pipeline.jobs import Credit, Finished, JobQueue
+from pipeline.queue import Credit, Finished, JobQueue
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
 from pipeline.wire.tokens import TokenArray
@@ -24,7 +24,7 @@ from tests.pictures import huge_png
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import LLAVA_IMAGE_TOKENS, picture, save_tiny_llava
-from workers.decode import DecodeWorker
+from workers.decode_worker import DecodeWorker
 from workers.generation.backends.hf import HfBackend
 from workers.generation.prompts import Prompts
 from workers.job_prompts import JobPrompts

@@ -8,10 +8,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from pipeline.config.types import Config
-from pipeline.dlq import DeadLetters, Selection
-from pipeline.job_log import JobEvent, parse_log
-from pipeline.job_look import LiveJob, live_job, live_jobs
-from pipeline.jobs import Call, Claim, Credit, Finished, JobQueue
+from pipeline.queue import Call, Claim, Credit, Finished, JobQueue
+from pipeline.queue.dead_letters import DeadLetters, Selection
+from pipeline.queue.live_jobs import JobEvent, LiveJob, live_job, live_jobs, parse_log
 from pipeline.wire.keys import ARQ_JOB, ARQ_RUNNING, Keys
 from tests.factories import decode_job, sequence_result
 

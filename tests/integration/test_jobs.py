@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.jobs import Credit, Finished, JobQueue, arq_payload, arq_serializer
-from pipeline.jobs.envelope import arq_pool
+from pipeline.queue import Credit, Finished, JobQueue, arq_payload, arq_serializer
+from pipeline.queue.envelope import arq_pool
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import ARQ_JOB, Keys
 from pipeline.wire.messages import SequenceResult, decode

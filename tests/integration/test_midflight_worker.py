@@ -17,7 +17,7 @@ import pytest
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config
 from pipeline.errors import ModelError, TornWeights
-from pipeline.jobs import Claim
+from pipeline.queue import Claim
 from pipeline.status.snapshot import snapshot
 from pipeline.weights.versions import WeightsRegistry, write_version
 from pipeline.wire.keys import Keys
@@ -28,7 +28,7 @@ from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.integration.test_decode_worker import enqueue, over, results, working
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
-from workers.decode import DecodeWorker
+from workers.decode_worker import DecodeWorker
 from workers.generation.backends.hf import HfBackend
 from workers.job_prompts import JobPrompts
 from workers.weights_watch import WeightsWatch

@@ -27,7 +27,7 @@ from tests.cut_off import cut_off_at
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, train_step
-from workers.score.role import serve_scores
+from workers.scorer.scorer import serve_scores
 
 PROMPT = 2
 

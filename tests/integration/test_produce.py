@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.config.types import BrokerConfig, Config, DataConfig
 from pipeline.errors import ConfigError, DataError, first_cause
-from pipeline.jobs import Claim, Finished, JobQueue
+from pipeline.queue import Claim, Finished, JobQueue
+from pipeline.queue.trained import LEDGER, TrainedIds
 from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.trained import LEDGER, TrainedIds
 from pipeline.wire.keys import Keys
 from producers.submit import produce
 from tests.factories import sequence_result

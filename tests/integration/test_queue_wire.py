@@ -10,7 +10,7 @@ import pytest
 from arq.jobs import Job, JobStatus
 from redis.asyncio import Redis
 
-from pipeline.jobs import (
+from pipeline.queue import (
     Call,
     Claim,
     Credit,

@@ -13,9 +13,9 @@ from redis.asyncio import Redis
 
 from pipeline.broker import connection
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.dlq import DeadLetters, Selection
 from pipeline.errors import BrokerError, ResultsLost
-from pipeline.replies import Replies
+from pipeline.queue.dead_letters import DeadLetters, Selection
+from pipeline.queue.replies import Replies
 from pipeline.wire.keys import ARQ_JOB, Keys
 from pipeline.wire.messages import DeadLetter, SequenceResult
 from tests.asking import Asked, answer, reading

@@ -12,8 +12,8 @@ from arq.connections import create_pool
 from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.jobs import NO_LIMIT, arq_deserializer, arq_redis_settings, arq_serializer
-from pipeline.replies import Replies
+from pipeline.queue import NO_LIMIT, arq_deserializer, arq_redis_settings, arq_serializer
+from pipeline.queue.replies import Replies
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult
 from tests.asking import Asked, answer, events, reading

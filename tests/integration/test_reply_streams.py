@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.replies import Replies
+from pipeline.queue.replies import Replies
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult
 from tests.asking import Asked, events, reading

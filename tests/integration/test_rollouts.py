@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from pipeline.errors import MessageError
-from pipeline.jobs import Credit, SourceRewound
-from pipeline.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
+from pipeline.queue import Credit, SourceRewound
+from pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DeadLetter, SequenceResult, decode, encode

@@ -11,7 +11,7 @@ from consumers.loop import Consumer
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import ack_batches, batch_reader
 from pipeline.config.types import BrokerConfig
-from pipeline.rollouts import RolloutHead, Rollouts
+from pipeline.queue.rollouts import RolloutHead, Rollouts
 from pipeline.run.role import Role
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys

@@ -16,7 +16,7 @@ import yaml
 
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, ModelConfig, PolicyConfig, ScorerConfig
-from pipeline.scores import Scores
+from pipeline.queue.scores import Scores
 from pipeline.weights.versions import WeightsRegistry, retire, write_version
 from pipeline.wire.keys import SCORE_GROUP, Keys
 from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
@@ -27,9 +27,8 @@ from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import CONTEXT, save_tiny_model
 from tests.tiny_vlms import save_tiny_llava
 from workers.generation.tokenizer import load_tokenizer
-from workers.score.role import serve_scores
-from workers.score.scorer import Scorer
-from workers.score.versioned import VersionedModel
+from workers.scorer.model import VersionedModel
+from workers.scorer.scorer import Scorer, serve_scores
 
 EXACT = 1e-5
 WAIT_S = 60.0

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config.types import BrokerConfig
-from pipeline.score_jobs import ScoreJobs, TakenJob, refusal
-from pipeline.scores import Scores
+from pipeline.queue.scores import ScoreJobs, Scores, TakenJob, refusal
 from pipeline.status.inspection import inspect
 from pipeline.wire.keys import SCORE_GROUP, Keys
 from pipeline.wire.messages import encode

@@ -12,7 +12,7 @@ import pytest
 from pipeline.broker.connection import connect, wait_ready
 from pipeline.broker.embedded import embedded_broker
 from pipeline.config.types import BrokerConfig
-from pipeline.scores import Scores
+from pipeline.queue.scores import Scores
 from pipeline.wire.keys import SCORE_GROUP, Keys
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually

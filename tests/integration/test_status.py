@@ -11,7 +11,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig
-from pipeline.jobs import Claim, Credit, Finished, JobQueue
+from pipeline.queue import Claim, Credit, Finished, JobQueue
 from pipeline.status.heartbeat import FORGET_S, Heartbeat, StatusReporter, forget_dead
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import Snapshot, snapshot

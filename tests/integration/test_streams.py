@@ -12,7 +12,7 @@ from pipeline.broker.connection import Scripts
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
 from pipeline.errors import DeadlineExceeded, LeaseLost
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.score_jobs import refusal
-from pipeline.scores import OpenJobs
+from pipeline.queue.scores import OpenJobs, refusal
 from pipeline.wire.messages import ScoreJob, ScoreResult
 from pipeline.wire.tokens import FloatArray, TokenArray
 

@@ -17,7 +17,7 @@ import redis
 from arq import create_pool
 from arq.connections import ArqRedis
 
-from pipeline.jobs import arq_redis_settings, arq_serializer
+from pipeline.queue import arq_redis_settings, arq_serializer
 from pipeline.wire.keys import ARQ_JOB
 from pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams, encode
 from tests.e2e.stack import Stack

@@ -11,7 +11,7 @@ from arq.connections import ArqRedis, RedisSettings, create_pool
 from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.jobs import LeasedWorker, arq_deserializer, arq_serializer
+from pipeline.queue import LeasedWorker, arq_deserializer, arq_serializer
 from pipeline.wire.keys import Keys
 
 MakeWorker = Callable[..., LeasedWorker]

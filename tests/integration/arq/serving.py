@@ -10,7 +10,7 @@ from typing import Any
 
 from arq.jobs import Job, JobStatus
 
-from pipeline.jobs import LeasedWorker
+from pipeline.queue import LeasedWorker
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DeadLetter, decode
 from tests.roles import eventually

@@ -10,7 +10,7 @@ from arq.connections import ArqRedis
 from arq.worker import FailedJobs, Retry, func
 
 from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.jobs import LeasedWorker, arq_pool
+from pipeline.queue import LeasedWorker, arq_pool
 from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, serving, tally, until

@@ -14,7 +14,7 @@ from arq.jobs import Job, JobStatus
 from redis.asyncio import Redis
 
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.jobs import JobFailed
+from pipeline.queue import JobFailed
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DeadLetter, SamplingParams, SequenceResult, decode, encode
 from tests.contract.engine_fixtures import started

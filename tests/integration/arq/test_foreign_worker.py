@@ -10,7 +10,7 @@ from arq.jobs import Job
 from arq.worker import Worker
 from redis.asyncio import Redis
 
-from pipeline.jobs import Credit, Finished, JobFailed, JobQueue, arq_deserializer, arq_serializer
+from pipeline.queue import Credit, Finished, JobFailed, JobQueue, arq_deserializer, arq_serializer
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import DeadLetter, decode

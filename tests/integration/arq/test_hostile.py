@@ -12,7 +12,7 @@ from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.jobs import arq_serializer
+from pipeline.queue import arq_serializer
 from pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
 from pipeline.wire.messages import DeadLetter, decode
 from tests.integration.arq.conftest import MakeWorker

@@ -11,7 +11,7 @@ from arq.connections import ArqRedis
 from arq.worker import FailedJobs, Retry, RetryJob, func
 from redis.asyncio import Redis
 
-from pipeline.jobs import JobFailed
+from pipeline.queue import JobFailed
 from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, letters, serving, tally, until

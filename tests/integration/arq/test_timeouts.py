@@ -10,7 +10,7 @@ from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.jobs import JobFailed
+from pipeline.queue import JobFailed
 from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, letters, tally

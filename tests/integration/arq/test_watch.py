@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from arq.connections import ArqRedis
 
-from pipeline.jobs import Call, JobQueue, LeasedWorker, func
+from pipeline.queue import Call, JobQueue, LeasedWorker, func
 from pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import ANSWER_S, serving, until

@@ -23,7 +23,7 @@ from consumers.history.recorder import Recorder, TrainedRecorder
 from consumers.sampler import Sampler
 from consumers.tasks import load_task
 from pipeline.config.types import BrokerConfig, Config, DataConfig, ModelConfig, RolloutMatchingConfig
-from pipeline.jobs import Credit, JobQueue
+from pipeline.queue import Credit, JobQueue
 from pipeline.run.provenance import store
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult

@@ -15,7 +15,7 @@ from pipeline.config.types import Config
 from pipeline.wire.messages import Message, SequenceResult, decode
 from producers.gateway.role import run_gateway
 from tests.roles import eventually, role_of
-from workers.decode import DecodeWorker
+from workers.decode_worker import DecodeWorker
 from workers.generation.backends.hf import HfBackend
 from workers.job_prompts import JobPrompts
 

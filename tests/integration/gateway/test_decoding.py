@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pipeline.jobs import Claim
+from pipeline.queue import Claim
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult, TokenDelta
 from producers.gateway.decoding import Decoding, Event

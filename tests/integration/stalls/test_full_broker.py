@@ -21,9 +21,8 @@ from pipeline.broker import connection
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import ack_batches, batch_reader
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.dlq import Selection
-from pipeline.dlq_look import drop
-from pipeline.jobs import JobQueue
+from pipeline.queue import JobQueue
+from pipeline.queue.dead_letters import Selection, drop
 from pipeline.room import CAUSE
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import snapshot

@@ -11,7 +11,7 @@ import pytest
 from textual.widgets import ContentSwitcher, Static
 
 from pipeline.config.types import BrokerConfig, Config
-from pipeline.jobs import JobQueue
+from pipeline.queue import JobQueue
 from pipeline.top.app import Help, TopApp
 from pipeline.top.feed import Feed
 from pipeline.top.panels import frame, print_once

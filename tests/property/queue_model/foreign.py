@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.jobs import arq_payload
-from pipeline.jobs.envelope import call_payload
+from pipeline.queue import arq_payload
+from pipeline.queue.envelope import call_payload
 from pipeline.wire.messages import encode
 from tests.factories import decode_job
 

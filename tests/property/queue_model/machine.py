@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.types import Config
-from pipeline.dlq import DeadLetters, Selection
+from pipeline.queue.dead_letters import DeadLetters, Selection
 from pipeline.wire.keys import ARQ_ABORT, ARQ_RESULT
 from tests.property.queue_model.rules import ProducerRules, TimeRules, WorkerRules
 from tests.property.queue_model.streams import StreamRules

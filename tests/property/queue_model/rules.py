@@ -7,8 +7,8 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from pipeline.jobs import Call, Piece, arq_payload
-from pipeline.jobs.envelope import call_payload
+from pipeline.queue import Call, Piece, arq_payload
+from pipeline.queue.envelope import call_payload
 from pipeline.wire.keys import ARQ_JOB
 from pipeline.wire.messages import DecodeJob, Progress
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray

@@ -11,7 +11,7 @@ from uuid import uuid4
 from pipeline.broker import connection
 from pipeline.broker.connection import Scripts
 from pipeline.config.types import BrokerConfig
-from pipeline.jobs import JobQueue
+from pipeline.queue import JobQueue
 from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
 from tests.property.queue_model.foreign import MAILBOX
 

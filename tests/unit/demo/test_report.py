@@ -27,7 +27,7 @@ from demo.tools.demonstrations import worked
 from demo.tools.evaluate import Conversation
 from demo.tools.problems import Problem
 from pipeline.config.types import Config, DataConfig
-from pipeline.jobs import job_id_for
+from pipeline.queue import job_id_for
 from pipeline.status.snapshot import Snapshot
 
 

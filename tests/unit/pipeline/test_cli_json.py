@@ -15,8 +15,8 @@ from pipeline.broker import connection as connections
 from pipeline.cli.main import build
 from pipeline.cli.reference import options, walk
 from pipeline.config.types import BrokerConfig
-from pipeline.jobs import Credit, JobQueue
 from pipeline.json_out import json_line
+from pipeline.queue import Credit, JobQueue
 from pipeline.wire.keys import Keys
 from tests.command import call
 from tests.factories import decode_job

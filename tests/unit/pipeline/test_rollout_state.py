@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import MessageError
-from pipeline.rollouts import read_rollout
+from pipeline.queue.rollouts import read_rollout
 from pipeline.wire.messages import encode
 from tests.rollout_state import head, turn
 

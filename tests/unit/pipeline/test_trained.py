@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from consumers.training.ledger import StepLog
-from pipeline.trained import INDEX, LEDGER, TrainedIds, trained_among
+from pipeline.queue.trained import INDEX, LEDGER, TrainedIds, trained_among
 
 
 def write(run_dir: Path, first: int, last: int, each: int = 100) -> None:

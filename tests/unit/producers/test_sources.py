@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
-from pipeline.jobs import job_id_for
+from pipeline.queue import job_id_for
 from pipeline.wire.messages import ImageRef, SamplingParams
 from producers import sources
 from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows

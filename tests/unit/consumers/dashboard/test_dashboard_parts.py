@@ -26,8 +26,8 @@ from consumers.dashboard.render import fragment
 from consumers.dashboard.settings import settings
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import BrokerConfig, Config, ProducerConfig
-from pipeline.dlq import Row
 from pipeline.http.middleware import host_name, is_loopback
+from pipeline.queue.dead_letters import Row
 from pipeline.status.snapshot import Process, Snapshot, Stall
 from pipeline.wire.messages import DeadLetter
 

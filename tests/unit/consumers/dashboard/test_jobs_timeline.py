@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.dashboard.jobs_timeline import WIDTH, bars, spans
-from pipeline.job_log import EventKind, JobEvent
+from pipeline.queue.live_jobs import EventKind, JobEvent
 
 KINDS: tuple[EventKind, ...] = ("enqueued", "claimed", "handed_back", "lost", "ended")
 

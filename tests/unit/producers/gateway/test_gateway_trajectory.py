@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.rollouts import Rollout, RolloutHead, Turn
+from pipeline.queue.rollouts import Rollout, RolloutHead, Turn
 from pipeline.wire.messages import FinishReason, ImageRef
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from producers.gateway.completion import repeat_terminate_triggered

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.prompts.turn_tokens import Renderer
-from pipeline.rollouts import Turn
+from pipeline.queue.rollouts import Turn
 from pipeline.wire.messages import Message, SamplingParams
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from producers.gateway.refusals import Refusal

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from signal import Signals
 from typing import Any, cast
 
@@ -30,15 +30,13 @@ from redis.asyncio import Redis
 
 from pipeline.config.types import Config
 from pipeline.errors import EngineError, WeightsError
-from pipeline.jobs.calls import Calls
-from pipeline.jobs.committer import Committer
-from pipeline.jobs.envelope import arq_deserializer, arq_pool, arq_serializer
-from pipeline.jobs.keeper import LeaseKeeper
-from pipeline.jobs.pulse import Pulse
-from pipeline.jobs.queue import JobQueue
-from pipeline.jobs.types import Claim, Claimed
-from pipeline.jobs.waker import Waker
 from pipeline.logs import get_logger
+from pipeline.queue.arq_functions import Calls
+from pipeline.queue.committer import Committer
+from pipeline.queue.envelope import arq_deserializer, arq_pool, arq_serializer
+from pipeline.queue.lease_keeper import LeaseKeeper
+from pipeline.queue.queue import JobQueue
+from pipeline.queue.types import Claim, Claimed
 from pipeline.wire.keys import Keys
 
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
@@ -331,3 +329,63 @@ class LeasedWorker(Worker):
         await self.pool.delete(self.health_check_key)
         if self.on_shutdown:
             await self.on_shutdown(self.ctx)
+
+
+class Pulse:
+    """`beaten` is the monotonic time of the loop's last turn: a loop that hangs stops beating."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self.beaten = time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, *background: Coroutine[Any, Any, None]) -> None:
+        """Run these until `end`."""
+        self.beaten = time.monotonic()
+        self._tasks = [asyncio.get_running_loop().create_task(work) for work in (*background, self._beat())]
+
+    def check(self) -> None:
+        """Raise the error of a task that has ended."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def end(self) -> None:
+        """Cancel the tasks until they are gone (Python 3.11 may swallow a cancellation)."""
+        while pending := [task for task in self._tasks if not task.done()]:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=0.5)
+
+    async def _beat(self) -> None:
+        while True:
+            self.beaten = time.monotonic()
+            await asyncio.sleep(self._every_s)
+
+
+_BLOCK_S = 5.0
+
+
+class Waker:
+    """`rang` is set by a signal; `listen` while there is nothing to do."""
+
+    def __init__(self, client: Redis, key: str, rang: asyncio.Event, socket_timeout_s: float) -> None:
+        self._client, self._key, self._rang = client, key, rang
+        self._block_s = min(_BLOCK_S, socket_timeout_s / 2)  # or each wait would look like an outage
+        self._idle = asyncio.Event()
+
+    def listen(self, idle: bool) -> None:
+        """Whether this worker sleeps."""
+        if idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    async def run(self) -> None:
+        """Pass signals on until cancelled."""
+        while True:
+            await self._idle.wait()
+            pop = cast(Any, self._client).blpop([self._key], timeout=self._block_s)
+            if await cast("Awaitable[Any]", pop):
+                self._rang.set()
+                self._idle.clear()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipeline.jobs import Claim
+from pipeline.queue import Claim
 from pipeline.wire.messages import DecodeJob
 from workers.job_prompts import JobPrompt
 

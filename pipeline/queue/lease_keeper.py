@@ -20,9 +20,9 @@ from pipeline import lua
 from pipeline.broker import connection
 from pipeline.config.types import Config
 from pipeline.errors import BrokerError, EngineError
-from pipeline.jobs.queue import JobQueue
-from pipeline.jobs.types import Claim
 from pipeline.logs import get_logger
+from pipeline.queue.queue import JobQueue
+from pipeline.queue.types import Claim
 
 
 class LeaseKeeper(threading.Thread):

@@ -1,7 +1,10 @@
-"""The jobs that are in the queue now: some of them, how many in all, and one as a whole.
+"""The jobs that are in the queue now: some of them, how many in all, and one with its log.
 
 - Its cost does not grow with the queue: at most `limit` jobs are shown, and at most `_MOST` looked through for them.
 - ready: can be taken now; running: a worker holds it; deferred: not before its time; alone: waits to run by itself.
+- A job's log has one line per event: ms, a letter, attempt, worker, detail, with a tab between. Times are the broker's.
+  While the job lives, `log` of its state has the attempts that came to nothing; at its end the whole log goes out as
+  field `l` of the entry that ended it. It keeps its newest lines (log.lua); what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -11,8 +14,7 @@ from typing import Any, Literal, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.job_log import JobEvent, parse_log
-from pipeline.jobs.envelope import read_envelope
+from pipeline.queue.envelope import read_envelope
 from pipeline.wire.codec import LAST_S, integer_or
 from pipeline.wire.keys import ARQ_JOB, Keys
 from pipeline.wire.messages import DecodeJob
@@ -157,3 +159,29 @@ def _row(job_id: bytes, score: float, fields: list[bytes | None], now_ms: float)
         since=_seconds(since) if owner else None,
         ready_at=score / 1000 if state == "deferred" and not owner else None,
     )
+
+
+EventKind = Literal["enqueued", "claimed", "handed_back", "lost", "ended"]
+_KINDS: dict[str, EventKind] = {"e": "enqueued", "c": "claimed", "h": "handed_back", "l": "lost", "x": "ended"}
+
+
+class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One line."""
+
+    at: float  # Unix time
+    kind: EventKind
+    attempt: int = 0  # 0 before the first claim
+    worker: str = ""
+    detail: str = ""
+
+
+def parse_log(raw: bytes) -> list[JobEvent]:
+    """The events, oldest first."""
+    found: list[JobEvent] = []
+    for line in raw.decode(errors="replace").split("\n"):
+        parts = line.split("\t")
+        at_ms = integer_or(parts[0], None, most=int(LAST_S * 1000))
+        if len(parts) == 5 and at_ms is not None and parts[1] in _KINDS:
+            at, kind, attempt = at_ms / 1000, _KINDS[parts[1]], integer_or(parts[2], 0)
+            found.append(JobEvent(at=at, kind=kind, attempt=attempt, worker=parts[3], detail=parts[4]))
+    return found

@@ -24,7 +24,7 @@ from redis.exceptions import ResponseError
 
 from pipeline.broker.connection import Scripts
 from pipeline.errors import MessageError, UnknownSchema
-from pipeline.jobs.types import NO_LIMIT, Credit, Outcome, SourceRewound
+from pipeline.queue.types import NO_LIMIT, Credit, Outcome, SourceRewound
 from pipeline.wire.codec import Unreadable, integer, integer_or, shown
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import RolloutHead, SequenceResult, Turn, decode, encode

@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 
 from pipeline.broker.connection import Scripts, is_cluster
 from pipeline.errors import MessageError
-from pipeline.jobs.envelope import arq_payload, call_payload, read_envelope
-from pipeline.jobs.pieces import joined, packed
-from pipeline.jobs.types import (
+from pipeline.logs import get_logger
+from pipeline.queue.envelope import arq_payload, call_payload, read_envelope
+from pipeline.queue.types import (
     NO_LIMIT,
     Call,
     Called,
@@ -31,9 +31,9 @@ from pipeline.jobs.types import (
     Piece,
     SourceRewound,
 )
-from pipeline.logs import get_logger
 from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
-from pipeline.wire.messages import DecodeJob, Progress, encode
+from pipeline.wire.messages import DecodeJob, Progress, decode, encode
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _FOREIGN = 8  # place in a row of claim.lua
 _DETAIL_CHARS = 2000
@@ -227,7 +227,7 @@ class JobQueue:
         return int(ended), bool(whole)
 
     def renewal(self, lease_s: float, held: dict[str, int]) -> tuple[list[str], list[Any]]:
-        """Keys and arguments of renew.lua for job ids and their attempts (keeper.py calls it from its thread)."""
+        """Keys and arguments of renew.lua for job ids and their attempts (called from the keeper's thread)."""
         args: list[Any] = [*self.script_args, self.owner, int(lease_s * 1000)]
         for job_id, attempt in held.items():
             args += [job_id, attempt]
@@ -287,3 +287,28 @@ def _progress_of(job_id: str, stored: list[Any]) -> dict[int, Progress]:
         except MessageError as error:
             get_logger().warning("stored progress is unusable", sequence=f"{job_id}:{index}", error=str(error))
     return found
+
+
+_PREFIX = 4  # bytes, little-endian
+
+
+def packed(piece: Progress) -> bytes:
+    """One piece, ready to be appended."""
+    raw = encode(piece)
+    return len(raw).to_bytes(_PREFIX, "little") + raw
+
+
+def joined(stored: bytes) -> Progress:
+    """All pieces as one, from token 0. Raises MessageError when they do not fit together."""
+    tokens, logprobs, versions = TokenArray(), FloatArray(), list[int]()
+    at = 0
+    while at < len(stored):
+        size = int.from_bytes(stored[at : at + _PREFIX], "little")
+        piece = decode(Progress, stored[at + _PREFIX : at + _PREFIX + size])
+        if piece.offset != len(tokens):
+            raise MessageError(f"progress: a piece starts at token {piece.offset}, {len(tokens)} were stored before")
+        tokens.extend(piece.token_ids)
+        logprobs.extend(piece.logprobs)
+        versions += list(piece.versions)
+        at += _PREFIX + size
+    return Progress(offset=0, token_ids=tokens, logprobs=logprobs, versions=Runs.of(versions))

@@ -15,7 +15,7 @@ import torch
 
 from pipeline.config.types import Config
 from pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
-from pipeline.score_jobs import refusal
+from pipeline.queue.scores import refusal
 from pipeline.weights.versions import verify
 from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from pipeline.wire.tokens import FloatArray
@@ -25,7 +25,7 @@ from workers.generation.backends.hf.scoring import token_logprobs
 from workers.generation.backends.hf.swap import Weights
 from workers.generation.contracts import EngineFacts
 from workers.generation.limits import check_token_ids
-from workers.probe import probe_of
+from workers.weights_watch import probe_of
 
 
 class VersionedModel:

@@ -14,22 +14,61 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
+from pipeline import logs
+from pipeline.config.types import Config
 from pipeline.errors import WeightsError
 from pipeline.logs import get_logger
-from pipeline.run.role import Role
-from pipeline.score_jobs import ScoreJobs, TakenJob, refusal
+from pipeline.queue.scores import ScoreJobs, TakenJob, refusal
+from pipeline.run.gpu import use_free_gpu
+from pipeline.run.role import Role, default_name, role_process
 from pipeline.weights.versions import WeightsRegistry
-from workers.score.versioned import VersionedModel
+from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 
 _TAKE = 16  # jobs at a time: what a scorer that dies holds up for a lease
 _BLOCK_S = 0.5
 
 
+class ScoringModel(Protocol):
+    """What answers the jobs: VersionedModel (model.py)."""
+
+    version: int | None
+
+    def load(self, manifest: WeightVersion) -> None:
+        """Switch to a version. Raises WeightsError."""
+        ...
+
+    def score(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
+        """An answer for each job, under the loaded version."""
+        ...
+
+
+async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> None:
+    """Answer score jobs until asked to stop, by a signal or by the given event; nothing to do without a policy loss."""
+    name = default_name("scorer")
+    if not config.policy.enabled:
+        logs.configure(name)
+        get_logger().info("no scores are ever asked for: policy.enabled is false; this scorer ends")
+        return
+    with use_free_gpu(wanted=config.scorer.claim_gpu):
+        await _serve(config, name, stop)
+
+
+async def _serve(config: Config, name: str, stop: asyncio.Event | None) -> None:
+    async with role_process(config, "scorer", name, stop) as role:
+        role.status.waiting(f"the model to load from {config.model.path}")
+        from workers.scorer.model import VersionedModel  # torch: after the GPU was chosen
+
+        model = await asyncio.to_thread(VersionedModel, config)
+        get_logger().info("scorer ready", device=model.facts.device, dtype=model.facts.dtype)
+        await Scorer(role, model).run()
+
+
 class Scorer:
     """One model on the score jobs of a run."""
 
-    def __init__(self, role: Role, model: VersionedModel) -> None:
+    def __init__(self, role: Role, model: ScoringModel) -> None:
         self._role, self._model = role, model
         self._jobs = ScoreJobs(role.client, role.keys, role.name, role.config.scorer.lease_s)
         self._registry = WeightsRegistry(role.client, role.keys)

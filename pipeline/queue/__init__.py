@@ -1,0 +1,80 @@
+"""Jobs on the queue: arq's envelope and keys, our leases. The only package that imports arq.
+
+    enqueue ─▶ ready ──claim──▶ leased ──commit × n──▶ done (arq's result key remembers it)
+                 ▲                │ └──fail──▶ dead letters
+                 └──release / lease ran out / reap
+
+| module                  | noun                                                                         |
+|-------------------------|------------------------------------------------------------------------------|
+| types                   | what callers see: Claim, Finished, Piece, Credit, Call                       |
+| envelope                | arq's envelope and results as bytes, and back                                |
+| queue                   | JobQueue: every script call that moves jobs                                  |
+| leased_worker           | LeasedWorker: the loop that claims, starts, commits and hands back           |
+| arq_functions           | plain arq functions on a LeasedWorker                                        |
+| lease_keeper, committer | what renews its leases, what publishes its results                           |
+| replies                 | results for one caller, instead of the result stream                         |
+| scores, rollouts        | score jobs of the trainer, and agent rollouts: hops of their own             |
+| dead_letters, live_jobs | what `sluice dlq` and the dashboard read                                     |
+| trained                 | ids that a run has trained: never trained or enqueued again                  |
+"""
+
+from arq.worker import func
+
+from pipeline.queue.committer import Committer
+from pipeline.queue.envelope import (
+    FUNCTION,
+    JobFailed,
+    arq_deserializer,
+    arq_payload,
+    arq_pool,
+    arq_redis_settings,
+    arq_serializer,
+)
+from pipeline.queue.lease_keeper import LeaseKeeper
+from pipeline.queue.leased_worker import LeasedWorker
+from pipeline.queue.queue import JobQueue
+from pipeline.queue.types import (
+    NO_LIMIT,
+    Call,
+    Called,
+    Claim,
+    Claimed,
+    CommitOutcome,
+    Credit,
+    Finished,
+    Outcome,
+    Piece,
+    SourceRewound,
+    job_id_for,
+    rollout_group_for,
+    seed_for,
+)
+
+__all__ = [
+    "FUNCTION",
+    "NO_LIMIT",
+    "Call",
+    "Called",
+    "Claim",
+    "Claimed",
+    "CommitOutcome",
+    "Committer",
+    "Credit",
+    "Finished",
+    "JobFailed",
+    "JobQueue",
+    "LeaseKeeper",
+    "LeasedWorker",
+    "Outcome",
+    "Piece",
+    "SourceRewound",
+    "arq_deserializer",
+    "arq_payload",
+    "arq_pool",
+    "arq_redis_settings",
+    "arq_serializer",
+    "func",
+    "job_id_for",
+    "rollout_group_for",
+    "seed_for",
+]
