@@ -12,7 +12,7 @@ from consumers.training.ledger import read_steps
 from pipeline.config import Config
 from pipeline.queue import job_id_for
 from pipeline.status.snapshot import Snapshot
-from producers.sources import Row, identity, read_rows
+from producers.source import Row, identity, read_rows
 
 
 @dataclass(frozen=True)

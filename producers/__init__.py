@@ -1,4 +1,19 @@
-"""Prompts in, decode jobs out.
+"""Prompts in, decode jobs out; and the HTTP roles that ask on behalf of others.
 
-rows (sources) ──▶ DecodeJob ──▶ enqueue within credit (submit) ──▶ queue
+```
+rows (source) ─▶ submit ─┬─ DecodeJob, within credit ─────────────▶ queue ─▶ workers
+                         └─ rollout_client ─▶ agents ─▶ gateway ─┘
+```
+
+| module         | noun                                                                       |
+|----------------|----------------------------------------------------------------------------|
+| source         | rows of a file or data set, and how far the run has read them              |
+| submit         | the producer: rows become jobs, enqueued within credit                     |
+| rollout_client | the same rows, answered by a rollout server                                |
+| agents         | the rollout server: agent loop and tools, the model a callback away        |
+| gateway        | OpenAI-style completions over the queue; rollouts become training sequences |
+| http           | what the HTTP roles share: schemas, strict JSON, guarded client, API page  |
+| tokenizer      | the policy's tokenizer                                                     |
+
+Imports run `agents → gateway → http`; `rollout_client` needs only `http`.
 """

@@ -1,29 +1,29 @@
-"""The producer: rows → deterministic jobs → the broker, as far as credit allows.
+"""The producer: rows → deterministic jobs → the broker, within credit.
 
-Waits for another producer of its run to end, and for credit (unblocked by the trainer's acks and new versions).
-A restart goes on behind the stored cursor;
-what was enqueued already answers `duplicate` or `done`, so nothing runs twice. A broker that lost its newest part
-(a power loss) is behind what was enqueued: the source is read again from where the broker stands.
+- It waits for another producer of its run to end, and for credit (freed by the trainer's acks and new versions).
+- A restart continues behind the stored cursor; what was enqueued already answers `duplicate` or `done`, so nothing
+  runs twice.
+- A broker that lost its newest part (a power loss) is behind what was enqueued: the source is read again from where
+  the broker stands.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import Config
 from pipeline.errors import DataError
 from pipeline.logs import get_logger
 from pipeline.prompts.admission import Limits
-from pipeline.queue import Credit, SourceRewound
+from pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
 from pipeline.queue.trained import trained_among
 from pipeline.run.role import Role, default_name, role_process
-from producers.intake import DecodeIntake, Intake
-from producers.place import NOWHERE, SourcePlace
-from producers.sources import Malformed, count_rows, read_rows
+from pipeline.wire.messages import DecodeJob
+from producers.source import BEFORE_FIRST, Malformed, Row, SourceProgress, count_rows, identity, read_rows
 
 _CREDIT = "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)"
 _PAGE = 100  # rows
@@ -41,7 +41,7 @@ async def produce(config: Config) -> None:
         owner = Ownership(role.client, role.keys, "producer")
         await owner.acquire(deadline_s=_OTHER_S, waiting=role.status.waiting)
         role.spawn(owner.keep())
-        place = SourcePlace(role)
+        place = SourceProgress(role)
         cursor = await place.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
         async with _intake(role) as intake:
             submitter = Submitter(role, intake, cursor)
@@ -57,10 +57,10 @@ async def produce(config: Config) -> None:
         await owner.release()
 
 
-async def _read_all(config: Config, place: SourcePlace, intake: Intake, submitter: Submitter) -> bool:
+async def _read_all(config: Config, place: SourceProgress, intake: Intake, submitter: Submitter) -> bool:
     """Enqueue everything behind the submitter's cursor; False when asked to stop. Raises SourceRewound."""
     rows = _rows(config, submitter.cursor, place, intake)
-    if submitter.cursor == NOWHERE:  # at the first start nothing is trained; later the broker's data are gone
+    if submitter.cursor == BEFORE_FIRST:  # at the first start nothing is trained; later the broker's data are gone
         rows = _not_trained(config, rows, intake)
     for chunk in _chunks(_placed(rows), intake.chunk):
         await place.store_skipped()
@@ -110,7 +110,7 @@ async def _intake(role: Role) -> AsyncGenerator[Intake]:
     if role.config.rollout.url is None:
         yield DecodeIntake(role)
         return
-    from producers.asking.intake import rollout_intake
+    from producers.rollout_client.intake import rollout_intake
 
     async with rollout_intake(role, role.config.rollout.url) as intake:
         yield intake
@@ -159,7 +159,7 @@ def _not_trained(config: Config, rows: Iterator[RowItems], intake: Intake) -> It
         get_logger().warning("rows that are trained are not enqueued again", rows=skipped)
 
 
-def _rows(config: Config, cursor: str, place: SourcePlace, intake: Intake) -> Iterator[RowItems]:
+def _rows(config: Config, cursor: str, place: SourceProgress, intake: Intake) -> Iterator[RowItems]:
     limits = Limits.of_model(config.model.path)
     done_epoch, done_row = (int(part) for part in cursor.split(":"))
     for epoch in range(config.data.epochs):
@@ -168,3 +168,72 @@ def _rows(config: Config, cursor: str, place: SourcePlace, intake: Intake) -> It
                 place.skip(row)
             elif (epoch, number) > (done_epoch, done_row):
                 yield intake.items(row, epoch), f"{epoch}:{number}"
+
+
+_CHUNK = 100
+
+
+class Intake(Protocol):
+    """What rows become, and where that goes."""
+
+    chunk: int  # items that are enqueued in one call
+
+    def items(self, row: Row, epoch: int) -> list[Any]:
+        """At least one; each has `metadata["row"]`. Raises DataError."""
+        ...
+
+    def sequences(self, item: Any) -> list[str]:
+        """Ids of the sequences that come of it."""
+        ...
+
+    async def room(self) -> bool:
+        """Wait until the next chunk may come; False when asked to stop."""
+        ...
+
+    async def enqueue(
+        self, items: Sequence[Any], /, credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
+    ) -> list[Outcome]:
+        """As JobQueue.enqueue."""
+        ...
+
+    async def settled(self) -> bool:
+        """Wait until nothing more is to be done for what was enqueued; False when asked to stop."""
+        ...
+
+
+class DecodeIntake:
+    """A row is one decode job."""
+
+    chunk = _CHUNK
+
+    def __init__(self, role: Role) -> None:
+        self._config = role.config
+        self.enqueue = JobQueue(role.client, role.keys, partitions=role.config.consumer.count).enqueue
+
+    def items(self, row: Row, epoch: int) -> list[DecodeJob]:
+        """The job of all members of its group."""
+        config, name, n = self._config, identity(row), self._config.producer.group_size
+        job = DecodeJob(
+            run=config.run,
+            job_id=job_id_for(config.run, name, epoch, config.sampling, n),
+            n=n,
+            messages=row.messages,
+            images=row.image_refs(),
+            sampling=config.sampling,
+            truth=row.truth,
+            task=config.rollout_matching.task,
+            metadata={**row.metadata, "row": name[:256], "epoch": epoch},
+        )
+        return [job]
+
+    def sequences(self, item: DecodeJob) -> list[str]:
+        """Its members."""
+        return [f"{item.job_id}:{index}" for index in range(item.n)]
+
+    async def room(self) -> bool:
+        """Credit alone decides."""
+        return True
+
+    async def settled(self) -> bool:
+        """The workers do the rest."""
+        return True

@@ -53,7 +53,7 @@ from pipeline.wire.messages import (
     encode,
 )
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from producers.sources import Row, identity
+from producers.source import Row, identity
 from tests import mutants
 from tests.damage import HEARTBEAT
 from tests.factories import decode_job, sequence_result, training_sample

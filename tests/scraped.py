@@ -25,8 +25,8 @@ from pipeline.run.role import Role
 from pipeline.status.inspection import inspect
 from pipeline.status.snapshot import Snapshot, snapshot
 from pipeline.wire.keys import Keys
-from producers.gateway.role import run_gateway
-from producers.rollout.role import serve_until
+from producers.agents.server import serve_until
+from producers.gateway.server import run_gateway
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.factories import decode_job

@@ -29,7 +29,7 @@ from pipeline.errors import DeadlineExceeded
 from pipeline.run.supervisor import sluice_command
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys
-from producers.asking.peer import KEY_NAMES
+from producers.rollout_client.peer import KEY_NAMES
 
 MODEL_NAME = "policy"
 _START_S = 300.0

@@ -18,8 +18,8 @@ from demo.tools.problems import Problem
 from pipeline.config.types import RolloutServerConfig
 from pipeline.prompts.chat_template import ChatTemplateOptions
 from pipeline.prompts.turn_tokens import Renderer
+from producers.agents.tools import ToolBox, load_tools
 from producers.gateway.tool_calls import Hermes, assistant_message
-from producers.rollout.tools import ToolBox, load_tools
 from workers.generation.engine import GenerationEngine
 from workers.generation.options import GenerationOptions, ModelLoadConfig
 from workers.generation.requests import TextGenerationRequest

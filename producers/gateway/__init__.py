@@ -1,21 +1,21 @@
 """The gateway: OpenAI-style completions over the decode queue, and rollouts whose tokens are kept as they were sampled.
 
 ```
- POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob(reply_to) ─▶ workers ─▶ decoding ─▶ answers | stream
-                                          │                                                   │
-                                          └───────────── Rollouts (Redis) ◀── add(turn) ──────┘
- POST /v1/rollout/{id}/finish ─▶ closing ─ trajectory ─▶ Rollouts.publish ─▶ result stream
- POST /infer/ {infer_requests, request_config} ─ infer.read_call ─▶ inference ─ infer.envelope ─▶ [Envelope]
+POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob ─▶ workers ─▶ decoding ─▶ completion | stream
+                                         │                                         │
+                                         └──────── Rollouts (Redis) ◀── add(turn) ─┘
+POST /v1/rollout/{id}/finish ─▶ trajectory ─▶ Rollouts.publish ─▶ result stream
+POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
 ```
 
-| module                        | noun                                                        |
-|-------------------------------|-------------------------------------------------------------|
-| role, service, app, routes_*  | the process, its parts, its HTTP side                       |
-| requests, refusals, images    | what may be asked, and what is said of the rest             |
-| openapi                       | examples and answers of the routes, for the page at /docs   |
-| history, turns, trajectory    | messages to turns, turns to training sequences (pure)       |
-| tool_calls, text_stream       | text to tool calls, tokens to text that may be shown (pure) |
-| chat, inference, decoding     | a call from request to answer                               |
-| completion, answers, stream   | results in OpenAI's form, whole or in events                |
-| in_hand, metrics              | how many requests there are, and how they went              |
+| module                  | noun                                                                         |
+|-------------------------|------------------------------------------------------------------------------|
+| server, routes, service | the process and its ASGI application, its routes, the parts that they share  |
+| openapi                 | examples and answers of the routes, for the page at /docs                    |
+| requests, refusals      | what may be asked, and what is said of the rest                              |
+| chat, infer, decoding   | a call from request to answer                                                |
+| turns, trajectory       | messages to turns, turns to training sequences                               |
+| tool_calls              | text to tool calls (pure)                                                    |
+| completion, stream      | results in OpenAI's form, whole or in events                                 |
+| metrics                 | how requests went                                                            |
 """

@@ -29,16 +29,14 @@ from pipeline.thread_pool import ThreadPool
 from pipeline.wire.keys import tagged
 from pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
 from pipeline.wire.tokens import TokenArray
-from producers.gateway.answers import Answer
+from producers.gateway.completion import Answer
 from producers.gateway.decoding import Decoding
-from producers.gateway.history import digest
-from producers.gateway.images import images_of
 from producers.gateway.metrics import Metrics
 from producers.gateway.refusals import Refusal, closed, unknown
-from producers.gateway.requests import ChatRequest
+from producers.gateway.requests import ChatRequest, images_of
 from producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from producers.gateway.trajectory import known_token_ids, path_to
-from producers.gateway.turns import Plan, plan_turn
+from producers.gateway.turns import Plan, digest, plan_turn
 
 _RENDERERS = 4  # tokenizing holds no lock of Python's
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.telemetry import families
 
@@ -22,3 +25,29 @@ class Metrics:
     def text(self) -> bytes:
         """The page."""
         return families.page(self.registry)
+
+
+class Measured:
+    """ASGI middleware: counts answers by route and status, and their seconds until the last byte."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 499
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.seconds.labels(route).observe(time.monotonic() - began)

@@ -9,7 +9,7 @@ from fastapi.openapi.models import Example
 
 from pipeline.http.errors import documented
 from producers.gateway.infer import InferRequest, RequestConfig
-from producers.rollout.schemas.completions import CompletionsResponse
+from producers.http.schemas import CompletionsResponse
 
 _JSON = "application/json"
 _ASKED = {"role": "user", "content": "What is 15 times 23?"}

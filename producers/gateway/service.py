@@ -1,15 +1,17 @@
-"""What the gateway's routes work with."""
+"""What the gateway's routes work with; at most `gateway.max_requests` requests, each only while its caller is there."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 from redis import RedisError
 from redis.asyncio import Redis
+from starlette.requests import Request
 
 from pipeline.config.types import Config
 from pipeline.http.addresses import AllowedHosts
@@ -20,12 +22,12 @@ from pipeline.queue.replies import Replies
 from pipeline.queue.rollouts import Rollouts
 from pipeline.wire.keys import Keys
 from producers.gateway.chat import Chat
-from producers.gateway.closing import Closing
 from producers.gateway.decoding import Decoding
-from producers.gateway.in_hand import Gate
-from producers.gateway.inference import Inference
+from producers.gateway.infer import Inference
 from producers.gateway.metrics import Metrics
+from producers.gateway.refusals import Refusal
 from producers.gateway.tool_calls import load_tool_parser
+from producers.gateway.trajectory import Closing
 from producers.tokenizer import text_decoder
 
 _PING_S = 2.0
@@ -84,3 +86,50 @@ def make_service(
         decode=text_decoder(renderer),
         **parts,
     )
+
+
+_T = TypeVar("_T")
+
+
+class Gate:
+    """Lets `most` requests in; the others are told to come again."""
+
+    def __init__(self, most: int, metrics: Metrics) -> None:
+        self.most, self.in_hand = most, 0
+        self._metrics = metrics
+
+    @contextlib.contextmanager
+    def enter(self, count: int = 1) -> Iterator[None]:
+        """Room for `count` prompts while the block lasts. Raises Refusal (429; 400 for more than there ever is)."""
+        if count > self.most:
+            raise Refusal(400, f"{count} prompts in one request; at most {self.most} (gateway.max_requests)")
+        if self.in_hand + count > self.most:
+            raise Refusal(429, f"{self.in_hand} requests are in hand, at most {self.most} (gateway.max_requests)")
+        self._add(count)
+        try:
+            yield
+        finally:
+            self._add(-count)
+
+    def _add(self, count: int) -> None:
+        self.in_hand += count
+        self._metrics.in_flight.set(self.in_hand)
+
+
+async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """The work's result; it is cancelled when the caller goes away. Raises Refusal (499, which nobody reads)."""
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refusal(499, "the caller went away")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -16,10 +16,9 @@ import msgspec
 
 from pipeline.logs import get_logger
 from pipeline.wire.messages import Message, TokenDelta
-from producers.gateway.answers import Answer, Chunks, tool_call_deltas
+from producers.gateway.completion import Answer, Chunks, tool_call_deltas
 from producers.gateway.refusals import refusal_of
 from producers.gateway.requests import ChatRequest
-from producers.gateway.text_stream import TextStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -85,3 +84,77 @@ def _content(message: Message) -> str:
 
 def _index(delta: TokenDelta) -> int:
     return int(delta.seq_id.rpartition(":")[2])
+
+
+DecodeText = Callable[[Sequence[int]], str]
+
+_MOST_HELD = 256  # tokens; a character has at most 4 bytes, so all of these are broken ones
+
+
+class TextStream:
+    """The text of one sequence as its tokens come: `push` tokens, then `finish` with the text as the worker made it.
+
+    - What was shown is always a beginning of the final text: stripped, without special tokens, cut at a stop string.
+    - Held back: an unfinished character, white space at the end, whatever may begin a stop string or a tool call, and
+      all from a tool call's marker on.
+    - A token costs the same at any place of the sequence: only tokens since the last whole character are decoded again.
+    """
+
+    def __init__(self, decode: DecodeText, stop: Sequence[str] = (), marker: str | None = None) -> None:
+        """`decode` leaves special tokens out. From `marker` on nothing is shown; with "" nothing before the end."""
+        self._characters, self._stop, self._marker = _Characters(decode), tuple(filter(None, stop)), marker
+        self._sent = ""
+        self._text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that may be shown now."""
+        for token in token_ids:
+            self._text += self._characters.push(token)
+        return self._show(_cut(self._text, self._stop, self._marker).lstrip()) if self._marker != "" else ""
+
+    def finish(self, text: str) -> str:
+        """What is missing of the final text; nothing where it does not go on from what was shown."""
+        return text[len(self._sent) :] if text.startswith(self._sent) else ""
+
+    def _show(self, visible: str) -> str:
+        more = visible.rstrip()[len(self._sent) :]
+        self._sent += more
+        return more
+
+
+class _Characters:
+    """Tokens to whole characters; the tokens shown last stay as left context, as a first token may lose its space."""
+
+    def __init__(self, decode: DecodeText) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._num_known = 0  # tokens at its beginning whose text was given
+        self._num_given = 0  # characters of its text that were given
+
+    def push(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        broken = text.endswith("\ufffd")
+        whole = text[:-1] if broken else text  # all but the last character stay whatever comes
+        new = whole[self._num_given :]
+        self._num_given = max(self._num_given, len(whole))
+        if not broken or len(self._window) - self._num_known > _MOST_HELD:
+            self._window = self._window[self._num_known :]
+            self._num_known = len(self._window)
+            self._num_given = len(self._decode(self._window))
+        return new
+
+
+def _cut(text: str, stop: Sequence[str], marker: str | None) -> str:
+    """The text before the first stop string or marker, or what may become one."""
+    ends = (*stop, marker) if marker else tuple(stop)
+    whole = min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))
+    return text[: min([whole, *(_maybe(text, end) for end in ends)])]
+
+
+def _maybe(text: str, end: str) -> int:
+    """Where a beginning of `end` stands at the end of the text; its length if nowhere."""
+    for length in range(min(len(end) - 1, len(text)), 0, -1):
+        if text.endswith(end[:length]):
+            return len(text) - length
+    return len(text)

@@ -19,9 +19,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.queue.rollouts import Rollout, RolloutHead, Turn
+from pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from pipeline.wire.messages import FinishReason, SequenceResult
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from producers.gateway.metrics import Metrics
+from producers.gateway.refusals import Refusal, unknown
 
 _CUT_SHORT = ("deadline", "cancelled", "error")
 
@@ -157,3 +159,41 @@ def _ending(results: Sequence[SequenceResult]) -> FinishReason:
     last = results[-1].finish_reason
     cut: list[FinishReason] = [one.finish_reason for one in results if one.finish_reason in _CUT_SHORT]
     return cut[-1] if cut and last != "repeat_terminated" else last  # that one's flag must fit it
+
+
+_MOST_TRIES = 20
+_DROPPED = {"ERROR": "rollout_error", "CANCELLED": "cancelled"}
+
+
+class Closing:
+    """Ends rollouts: their trajectories are published once, or they are dropped, once.
+
+    - COMPLETED publishes; ERROR and CANCELLED drop it, and so does a rollout without a turn.
+    - Every repeat is answered with `already`, whoever was first.
+    """
+
+    def __init__(self, rollouts: Rollouts, metrics: Metrics) -> None:
+        self._rollouts, self._metrics = rollouts, metrics
+
+    async def finish(self, rollout_id: str, verdict: Verdict) -> dict[str, Any]:
+        """What happened, as it is answered. Raises Refusal (404) for an unknown rollout."""
+        for _ in range(_MOST_TRIES):
+            rollout = await self._rollouts.load(rollout_id)
+            if rollout is None:
+                raise unknown(rollout_id)
+            turns = len(rollout.turns)
+            said: dict[str, Any] = {"rollout_id": rollout_id}
+            if rollout.state == "closed":
+                return {**said, "already": True}
+            reason = _DROPPED.get(verdict.final_status) or (None if turns else "no_turns")
+            if reason is not None:
+                word = await self._rollouts.drop(rollout_id, reason)
+                said |= {"outcome": "dropped", "reason": reason}
+            else:
+                results = trajectories(rollout, verdict)
+                word = await self._rollouts.publish(rollout_id, results, turns)
+                said |= {"outcome": "published", "parts": len(results)}
+            if word == "ok":
+                self._metrics.rollouts.labels(said["outcome"]).inc()
+                return {**said, "num_turns": turns, "already": False}
+        raise Refusal(503, f"rollout {rollout_id} got new turns all the time; finish it when its last call has ended")

@@ -1,15 +1,21 @@
 """One call of a rollout as its next turn: which turn it follows, which tokens are new, and its key.
 
 - Sampled ids of earlier turns are kept as they are; only what the messages add is made into tokens.
+- The turn that it follows is the one with the longest prefix of the messages that ends in an assistant message of ours;
+  none means a new history. Messages are compared in a normalised form (clients drop nulls, add empty lists, and write
+  JSON with other spaces), and a digest stands for the tools and all messages up to a point.
 - The key is the call's: the same messages, tools and sampling are the same turn, whoever asks again.
 - A mask that a caller sends is a claim about the added tokens; one that does not fit is refused, never mended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -17,7 +23,6 @@ from pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
 from pipeline.queue.rollouts import Turn
 from pipeline.wire.messages import Message, SamplingParams, SequenceResult
 from pipeline.wire.tokens import TokenArray
-from producers.gateway.history import after, digest, digests, goes_on_from
 from producers.gateway.refusals import Refusal
 from producers.gateway.trajectory import known_token_ids, path_to
 
@@ -96,3 +101,77 @@ def check_mask(mask: Sequence[int] | None, num_added: int, *, first: bool) -> No
 
 def _mask_error(message: str) -> Refusal:
     return Refusal(400, f"mask_error: {message}", "response_mask", code="mask_error")
+
+
+class Known(Protocol):
+    """A turn as far as this module reads it."""
+
+    @property
+    def history(self) -> str:
+        """Digest of the tools and all messages up to and with the turn's answer."""
+        ...
+
+
+class Found(NamedTuple):
+    """`turn`: its place among the known ones; `at`: the place of its answer among the messages."""
+
+    turn: int
+    at: int
+
+
+def digest(value: Any) -> str:
+    """A short name for a JSON value; the same for equal ones."""
+    return sha256(_canonical(value).encode()).hexdigest()[:32]
+
+
+def digests(messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]:
+    """Entry k stands for the tools and the first k messages; shape (len(messages) + 1,)."""
+    found = [digest(list(tools))]
+    for message in messages:
+        found.append(after(found[-1], message))
+    return found
+
+
+def after(before: str, message: Message) -> str:
+    """The digest once this message follows."""
+    return digest([before, normal(message)])
+
+
+def goes_on_from(turns: Sequence[Known], messages: Sequence[Message], tools: Sequence[Any] = ()) -> Found | None:
+    """The newest turn whose whole history begins these messages; of several the one with the longest."""
+    newest = {turn.history: place for place, turn in enumerate(turns)}
+    known = digests(messages, tools)
+    for at in range(len(messages) - 1, -1, -1):
+        if messages[at].get("role") == "assistant" and (place := newest.get(known[at + 1])) is not None:
+            return Found(place, at)
+    return None
+
+
+def normal(message: Message) -> dict[str, Any]:
+    """What of a message counts: role, content, calls, the call that it answers, and a name."""
+    kept: dict[str, Any] = {"role": message.get("role"), "content": _content(message.get("content"))}
+    if calls := message.get("tool_calls"):
+        kept["tool_calls"] = [_call(call) for call in calls]
+    for name in ("tool_call_id", "name"):
+        if message.get(name) is not None:
+            kept[name] = message[name]
+    return kept
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text") or "") for part in content)
+    return content or ""
+
+
+def _call(call: dict[str, Any]) -> list[Any]:
+    function: dict[str, Any] = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON: the string itself is compared
+            arguments = json.loads(arguments)
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

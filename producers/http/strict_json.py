@@ -1,6 +1,6 @@
-"""JSON bodies from the network: RFC 8259 only, so that whatever was read can be carried on and written again.
+"""JSON from the network: RFC 8259 only, so that whatever was read can be carried on and written again.
 
-- No NaN or infinity, no half of a surrogate pair, no number beyond all types.
+- No NaN or infinity, no half of a surrogate pair, no number beyond all types. What is written is ASCII.
 - What a body costs is looked at before it is read, and before it becomes objects (pipeline/prompts/admission.py): by
   the limits of the application's state, where it has some.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 
 from pipeline.errors import RequestError
 from pipeline.prompts.admission import Limits, admit_json, admit_request
@@ -57,3 +58,15 @@ class _StrictRequest(Request):
             except ValueError as error:
                 raise json.JSONDecodeError(str(error), "", 0) from error
         return self._strict
+
+
+def encode(value: Any) -> bytes:
+    """ASCII, without blanks."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+def what_is_wrong(error: ValidationError) -> tuple[str, str]:
+    """Path and words of the first complaint, without the input, which may be a secret."""
+    first, *more = error.errors(include_input=False, include_url=False, include_context=False)
+    rest = f" (and {len(more)} more)" if more else ""
+    return ".".join(map(str, first["loc"])), first["msg"] + rest

@@ -11,9 +11,9 @@ import pytest
 from pipeline.config.types import ModelConfig, WorkerConfig
 from pipeline.errors import ConfigError, ModelError, RequestError
 from pipeline.wire.messages import SamplingParams
+from producers.agents.trial import GROUP
+from producers.cli import try_
 from producers.gateway.tool_calls import Call, Parsed
-from producers.rollout.try_cli import try_
-from producers.rollout.try_run import GROUP
 from tests.tiny_models import CONTEXT, save_tiny_model
 from workers.generation.local import open_engine
 

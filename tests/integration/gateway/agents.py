@@ -14,7 +14,7 @@ import msgspec
 from demo.tools import demonstrations
 from pipeline.config.types import Config
 from pipeline.wire.messages import SequenceResult
-from producers.rollout.role import serve_until
+from producers.agents.server import serve_until
 from tests.tool_models import CONVERSATIONS, Conversation
 
 CALLING = [one for one in CONVERSATIONS if one.calls]

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from pipeline.config.types import Config
 from pipeline.wire.messages import Message, SequenceResult, decode
-from producers.gateway.role import run_gateway
+from producers.gateway.server import run_gateway
 from tests.roles import eventually, role_of
 from workers.decode_worker import DecodeWorker
 from workers.generation.backends.hf import HfBackend

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult
-from producers.rollout.tools import load_tools
+from producers.agents.tools import load_tools
 from tests.contract.engine_fixtures import reference, reference_logprobs, started
 from tests.integration.gateway.agents import (
     CALLING,

@@ -9,10 +9,10 @@ from dataclasses import replace
 import aiohttp
 
 from pipeline.config.types import Config, RolloutServerConfig
+from producers.agents.runs import open_runs
+from producers.agents.server import build_app
+from producers.agents.state import app_state
 from producers.http.client import guarded_session
-from producers.rollout.app_state import app_state
-from producers.rollout.runs import open_runs
-from producers.rollout.server import build_app
 from tests.integration.http.names import Names
 from tests.integration.rollout.conftest import QUICK
 from tests.served import Served, served

@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.types import Config, GatewayConfig, RolloutConfig
 from pipeline.errors import RequestError
 from pipeline.http.addresses import AllowedHosts
-from producers.rollout.app_state import named_hosts
+from producers.agents.state import named_hosts
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve, a_request
 

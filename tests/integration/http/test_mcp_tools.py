@@ -14,8 +14,8 @@ from mcp.server import MCPServer
 from pipeline.errors import RequestError
 from pipeline.http.addresses import AllowedHosts
 from pipeline.http.asgi import Receive, Scope, Send
-from producers.rollout.tools import ToolBox, tool
-from producers.rollout.tools.mcp_server import mcp_tools
+from producers.agents.tools import ToolBox, tool
+from producers.agents.tools.mcp import mcp_tools
 from tests.integration.http.names import Names
 from tests.served import Served, served
 

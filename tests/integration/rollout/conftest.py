@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from demo.tools.tokenizer import build_tokenizer
 from pipeline.config.types import Config, RolloutServerConfig, UpConfig
-from producers.rollout.role import serve_until
-from producers.rollout.trainer_client import Retries
+from producers.agents.server import serve_until
+from producers.agents.trainer_client import Retries
 from tests.integration.rollout.words import save_words_tokenizer
 
 ANY_PORT = ("127.0.0.1:*", "localhost:*", "[::1]:*")  # trainers of tests have free ones

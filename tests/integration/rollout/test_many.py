@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
 from pipeline.status.snapshot import snapshot
 from pipeline.wire.keys import Keys
-from producers.rollout.tools.calculator import Operation
+from producers.agents.tools.calculator import Operation
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import CALLING, assert_completed, assert_trajectory, rollout_server
 from tests.integration.gateway.harness import published, serving

@@ -21,8 +21,8 @@ from pipeline.config import load_config
 from pipeline.config.types import RolloutServerConfig
 from pipeline.prompts.chat_template import ChatTemplateOptions
 from pipeline.prompts.turn_tokens import Renderer
+from producers.agents.tools import load_tools
 from producers.gateway.tool_calls import Hermes, assistant_message
-from producers.rollout.tools import load_tools
 from tests.tool_models import CONVERSATIONS, tool_model
 
 CODEC: Any = build_tokenizer()

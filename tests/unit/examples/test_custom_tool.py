@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.config import load_config
-from producers.rollout.tools import load_tools
+from producers.agents.tools import load_tools
 
 SETTING = "rollout_server.tools=[calculator, 'examples.custom_tool:days']"
 

@@ -14,7 +14,7 @@ from pipeline.wire.codec import lone_surrogate
 from pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams
 from producers.gateway.infer import read_call
 from producers.http.strict_json import decode
-from producers.sources import Row
+from producers.source import Row
 from workers.generate.prompt_file import PromptRow
 from workers.generate.settings import make_settings
 

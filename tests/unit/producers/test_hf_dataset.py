@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
 from pipeline.wire.messages import ImageRef
-from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows
+from producers.source import Malformed, Row, count_rows, fingerprint, read_rows
 
 datasets = pytest.importorskip("datasets")
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -16,8 +16,8 @@ from pipeline.config.types import DataConfig
 from pipeline.errors import DataError
 from pipeline.queue import job_id_for
 from pipeline.wire.messages import ImageRef, SamplingParams
-from producers import sources
-from producers.sources import Malformed, Row, count_rows, fingerprint, read_rows
+from producers import source
+from producers.source import Malformed, Row, count_rows, fingerprint, read_rows
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -93,7 +93,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
 
 
 def test_an_oversize_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(source, "MAX_ROW_BYTES", 100)
     big, good = rows(jsonl(tmp_path, {"messages": [{"role": "user", "content": "x" * 200}]}, GOOD))
     assert isinstance(big, Malformed)
     assert "at most 100" in big.problem
@@ -216,6 +216,6 @@ def test_images_are_named_in_a_row_by_path_url_digest_or_all_of_them(tmp_path: P
         ImageRef(url="http://images.example/3.png", sha256=digest),
     ]
     assert isinstance(plain, Row)
-    assert sources.identity(plain) != sources.identity(seen)
+    assert source.identity(plain) != source.identity(seen)
     assert isinstance(strange, Malformed)
     assert "file" in strange.problem

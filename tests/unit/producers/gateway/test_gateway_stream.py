@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.wire.messages import TokenDelta
 from pipeline.wire.tokens import FloatArray, TokenArray
-from producers.gateway.answers import Answer
+from producers.gateway.completion import Answer
 from producers.gateway.refusals import Refusal
 from producers.gateway.requests import ChatRequest
 from producers.gateway.stream import DONE, ChatStream, with_error

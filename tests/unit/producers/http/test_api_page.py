@@ -16,12 +16,12 @@ from yarl import URL
 
 from pipeline.config.types import Config
 from pipeline.wire.keys import Keys
-from producers.gateway.app import make_app
+from producers.agents.runs import open_runs
+from producers.agents.server import build_app
+from producers.agents.state import app_state
+from producers.gateway.server import make_app
 from producers.gateway.service import make_service
 from producers.http.api_page import PATH, add_api_page, api_page
-from producers.rollout.app_state import app_state
-from producers.rollout.runs import open_runs
-from producers.rollout.server import build_app
 from producers.tokenizer import load_renderer
 from tests.tiny_models import save_tiny_model
 

@@ -1,0 +1,183 @@
+"""The routes of the rollout server, with what its OpenAPI page says of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Path, Response
+from fastapi.openapi.models import Example
+from fastapi.responses import PlainTextResponse
+from pydantic import Field
+
+from pipeline.http.errors import documented
+from pipeline.prompts.admission import Limits, admit_prompt
+from producers.agents.runs import Runs
+from producers.agents.state import AppState
+from producers.http.schemas import (
+    ROLLOUT_ID,
+    CancelRequest,
+    InitResponse,
+    RolloutRequest,
+    RolloutResponse,
+    Schema,
+    StatusResponse,
+    ToolsResponse,
+)
+
+_EXAMPLE: Example = {
+    "summary": "A sum; this server's tools are at hand.",
+    "value": {
+        "rollout_id": "r-1",
+        "server_url": "http://127.0.0.1:8081",
+        "messages": [{"role": "user", "content": "What is 15 times 23?"}],
+        "tokenizer_name": "policy",
+        "sampling_params": {"temperature": 1.0, "max_tokens": 256},
+    },
+}
+_Rollout = Annotated[RolloutRequest, Body(openapi_examples={"sum": _EXAMPLE})]
+
+
+_REFUSED = documented(
+    {
+        401: "The bearer key is missing or wrong.",
+        409: "The `rollout_id` was used by another request.",
+        413: "The body is too large.",
+        422: "The request breaks the schema, or names a host that is not listed; `param` is the path.",
+        429: "As many rollouts wait as may; `Retry-After` says when to come again.",
+        503: "The server stops and takes no new rollouts; `Retry-After` says when to come again.",
+    }
+)
+_KEY: dict[int | str, Any] = {401: _REFUSED[401]}
+_ID_REFUSED: dict[int | str, Any] = {status: _REFUSED[status] for status in (401, 413, 422)}
+_ROLLOUT_ID = Path(description="As it was asked for; it may have slashes.", examples=["r-1"])
+
+
+class Capacity(Schema):
+    """The most rollouts at a time."""
+
+    running: int
+    waiting: int
+
+
+class Health(Schema):
+    """Whether rollouts are taken."""
+
+    status: Literal["healthy", "draining"]
+    service: str = "rollout-server"
+    in_flight: int = Field(description="Rollouts that run.")
+    waiting: int = Field(description="Rollouts in line.")
+    capacity: Capacity
+
+
+def add_routes(router: APIRouter, state: AppState, runs: Runs) -> None:
+    """All of them."""
+    _add_rollouts(router, state, runs)
+    _add_by_id(router, runs)
+    _add_looks(router, state, runs)
+
+
+def _add_rollouts(router: APIRouter, state: AppState, runs: Runs) -> None:
+    def admit(request: RolloutRequest) -> None:
+        for where in ("server_url", "tool_server_url"):
+            if (url := getattr(request, where)) is not None:
+                state.hosts.admit(url, where)
+        admit_prompt([one.plain() for one in request.messages], None, Limits(request.max_tokens_total))
+
+    @router.post(
+        "/rollout",
+        tags=["rollouts"],
+        summary="Run a rollout and wait for its answer",
+        response_model=RolloutResponse,
+        response_description="How the rollout ended.",
+        responses=_REFUSED,
+    )
+    async def rollout(request: _Rollout) -> Response:
+        """A repeat of the same request joins the rollout, or is given the first answer; nothing runs twice.
+
+        A rollout that fails is answered 200 too: `status` is ERROR, `error_message` says why.
+        """
+        admit(request)
+        body = await asyncio.shield(runs.start(request, "sync").body)
+        return Response(body, media_type="application/json")
+
+    @router.post(
+        "/v1/rollout/init",
+        tags=["rollouts"],
+        summary="Begin a rollout whose answer is called back",
+        status_code=202,
+        response_description="It is in hand.",
+        responses=_REFUSED,
+    )
+    async def init(request: _Rollout) -> InitResponse:
+        """The answer, a `RolloutResponse`, goes to `{server_url}/v1/rollout/completed`: at least once, always the same.
+
+        It is sent with `callback_api_key` as the bearer key, also where the rollout failed.
+        """
+        admit(request)
+        return InitResponse(rollout_id=runs.start(request, "async").rollout_id, tools=state.tools.schemas())
+
+
+def _add_by_id(router: APIRouter, runs: Runs) -> None:
+    @router.post(
+        "/rollout/cancel",
+        tags=["rollouts"],
+        summary="End a rollout",
+        response_description="Where it is now.",
+        responses=_ID_REFUSED,
+    )
+    async def cancel(request: CancelRequest) -> StatusResponse:
+        """Its answer is an error then; a rollout that has its answer keeps it."""
+        return StatusResponse(rollout_id=request.rollout_id, status=runs.cancel(request.rollout_id))
+
+    @router.get(
+        f"/rollout/{ROLLOUT_ID}/status",
+        tags=["rollouts"],
+        summary="Where a rollout is",
+        response_description="Where it is now.",
+        responses=_ID_REFUSED,
+    )
+    async def status(rollout_id: Annotated[str, _ROLLOUT_ID]) -> StatusResponse:
+        """`unknown`: it never began, or its answer is no longer kept."""
+        return StatusResponse(rollout_id=rollout_id, status=runs.shown(rollout_id))
+
+
+def _add_looks(router: APIRouter, state: AppState, runs: Runs) -> None:
+    @router.get(
+        "/health",
+        tags=["server"],
+        summary="Whether the server takes rollouts, and how many it has",
+        response_description="The state of this process.",
+    )
+    async def health() -> Health:
+        """Free for everybody, also where a key is set."""
+        line = state.line
+        return Health(
+            status="draining" if runs.is_draining else "healthy",
+            in_flight=line.running,
+            waiting=line.waiting,
+            capacity=Capacity(running=line.max_running, waiting=line.max_waiting),
+        )
+
+    @router.get(
+        "/tools",
+        tags=["server"],
+        summary="The tools of every rollout",
+        response_description="All of them.",
+        responses=_KEY,
+    )
+    async def tools() -> ToolsResponse:
+        """OpenAI function schemas. Those of a request's own `tool_server_url` are not among them."""
+        return ToolsResponse(tools=state.tools.schemas())
+
+    @router.get(
+        "/metrics",
+        tags=["server"],
+        summary="Numbers for Prometheus",
+        response_class=PlainTextResponse,
+        response_description="The numbers.",
+        responses=_KEY,
+    )
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(state.counters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,196 @@
+"""Rollouts by their ids: each runs once, and a repeat is given the first answer.
+
+    (no such id) ── start ──▶ queued ──▶ running ──▶ success | failure | cancelled ── keep_answers_s ──▶ (forgotten)
+
+- The same id with another body, or by the other protocol, is a conflict; the callback key is no part of that.
+- Answers are kept for `keep_answers_s`, the newest `keep_answers` of them, or fewer large ones; never is a rollout in
+  hand forgotten.
+- The asynchronous protocol's answer is called back at least once, with the same bytes every time, also when the rollout
+  failed; tried again after transport errors, 5xx and 429 until the rollout's deadline, any other refusal is final. What
+  could not be delivered is counted and logged; a repeated request of the same id delivers it again.
+- A rollout outlives the request that asked for it. All of them end with this registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from hashlib import sha256
+from typing import Literal
+
+from pipeline.logs import get_logger
+from producers.agents.executor import Execution
+from producers.agents.state import AppState
+from producers.agents.trainer_client import Trainer
+from producers.http import strict_json
+from producers.http.schemas import RolloutError, RolloutRequest, RolloutResponse, RolloutStatus, RunState
+
+Protocol = Literal["sync", "async"]
+
+_MOST_BYTES = 256 << 20  # of kept answers
+
+
+class Conflict(Exception):
+    """The id is taken by another request."""
+
+
+class Draining(Exception):
+    """No new rollout is taken any more."""
+
+
+class Run:
+    """One rollout, in hand or answered."""
+
+    def __init__(self, request: RolloutRequest, protocol: Protocol, execution: Execution) -> None:
+        self.rollout_id, self.protocol, self.execution = request.rollout_id, protocol, execution
+        self.fingerprint = _fingerprint(request, protocol)
+        self.body: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()  # the answer as JSON
+        self.task: asyncio.Task[None] | None = None
+        self.ended: RunState | None = None
+        self.is_cancelled, self.is_delivered, self.answered_at = False, False, 0.0
+
+    @property
+    def state(self) -> RunState:
+        """Where it is."""
+        if self.is_cancelled:
+            return RunState.CANCELLED
+        return self.ended or (RunState.RUNNING if self.execution.is_running else RunState.QUEUED)
+
+    def hand_back(self) -> None:
+        """It stops here, unfinished: whoever asked may ask again, as the trainer's side keeps its turns."""
+        self.body.add_done_callback(lambda body: body.cancelled() or body.exception())  # maybe nobody waits any more
+        self.body.set_exception(Draining())
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Runs:
+    """The registry of one server; use `open_runs`."""
+
+    def __init__(self, state: AppState, tasks: asyncio.TaskGroup) -> None:
+        self._state, self._tasks = state, tasks
+        self._in_hand: dict[str, Run] = {}
+        self._answered: OrderedDict[str, Run] = OrderedDict()  # the oldest answer first
+        self._num_bytes = 0  # of the kept answers
+        self.is_draining = False
+
+    def start(self, request: RolloutRequest, protocol: Protocol) -> Run:
+        """The rollout of this id, begun now or before. Raises Conflict, Draining, LineFull."""
+        self._forget()
+        if run := self._find(request.rollout_id):
+            if run.fingerprint != _fingerprint(request, protocol):
+                raise Conflict
+            if protocol == "async" and run.body.done() and not run.is_delivered and (not run.task or run.task.done()):
+                run.task = self._tasks.create_task(self._delivered(run))
+            return run
+        if self.is_draining:
+            raise Draining
+        self._state.line.join()
+        run = self._in_hand[request.rollout_id] = Run(request, protocol, Execution(request, self._state))
+        run.task = self._tasks.create_task(self._run(run))
+        return run
+
+    def shown(self, rollout_id: str) -> RunState:
+        """Where the rollout of this id is."""
+        self._forget()
+        run = self._find(rollout_id)
+        return RunState.UNKNOWN if run is None else run.state
+
+    def cancel(self, rollout_id: str) -> RunState:
+        """End it; its state afterwards. One that has its answer keeps it."""
+        run = self._in_hand.get(rollout_id)
+        if run is not None and run.execution.end("cancelled", "CANCELLED"):
+            run.is_cancelled = True
+        return self.shown(rollout_id)
+
+    async def drain(self, grace_s: float, ending_s: float) -> None:
+        """Take no new ones; give those in hand `grace_s`. Then callers that wait are told to ask again, and callers
+        that are called back that it was an error, with `ending_s` to say so.
+        """
+        self.is_draining = True
+        if tasks := self._unfinished():
+            await asyncio.wait(tasks, timeout=grace_s)
+            for run in self._in_hand.values():
+                if run.protocol == "sync":
+                    run.hand_back()
+                else:
+                    run.execution.end("the rollout server stops; ask again with a new rollout_id")
+            await asyncio.wait(tasks, timeout=ending_s)
+
+    def end(self) -> None:
+        """Cancel what still runs."""
+        for task in self._unfinished():
+            task.cancel()
+
+    def _unfinished(self) -> set[asyncio.Task[None]]:
+        every = (run.task for run in (*self._in_hand.values(), *self._answered.values()))
+        return {task for task in every if task is not None and not task.done()}
+
+    def _find(self, rollout_id: str) -> Run | None:
+        return self._in_hand.get(rollout_id) or self._answered.get(rollout_id)
+
+    async def _run(self, run: Run) -> None:
+        try:
+            answer = await run.execution.run()
+        finally:
+            self._state.line.leave()
+        run.ended = RunState.SUCCESS if answer.status is RolloutStatus.COMPLETED else RunState.FAILURE
+        run.answered_at = time.monotonic()
+        self._answered[run.rollout_id] = self._in_hand.pop(run.rollout_id)
+        run.body.set_result(answer_body(answer))
+        self._num_bytes += len(run.body.result())
+        if run.protocol == "async":
+            await self._delivered(run)
+
+    async def _delivered(self, run: Run) -> None:
+        run.is_delivered = await deliver(
+            run.execution.trainer, run.rollout_id, run.body.result(), self._state, until=run.execution.until
+        )
+
+    def _forget(self) -> None:
+        """Drop answers that are too old, or too many."""
+        settings, oldest = self._state.settings, time.monotonic() - self._state.settings.keep_answers_s
+        while self._answered:
+            run = next(iter(self._answered.values()))
+            fits = len(self._answered) <= settings.keep_answers and self._num_bytes <= _MOST_BYTES
+            if fits and run.answered_at > oldest:
+                break
+            self._answered.popitem(last=False)
+            self._num_bytes -= len(run.body.result())
+
+
+@contextlib.asynccontextmanager
+async def open_runs(state: AppState) -> AsyncGenerator[Runs]:
+    """The registry; on leaving, what still runs is cancelled and awaited."""
+    async with asyncio.TaskGroup() as tasks:
+        runs = Runs(state, tasks)
+        try:
+            yield runs
+        finally:
+            runs.end()
+
+
+def _fingerprint(request: RolloutRequest, protocol: Protocol) -> bytes:
+    body = request.model_dump(mode="json", exclude={"callback_api_key"})
+    return sha256(strict_json.encode([protocol, body])).digest()
+
+
+def answer_body(answer: RolloutResponse) -> bytes:
+    """The JSON of an answer; its messages are as they came."""
+    body = answer.model_dump(mode="json", exclude={"final_messages"})
+    return strict_json.encode(body | {"final_messages": [message.plain() for message in answer.final_messages]})
+
+
+async def deliver(trainer: Trainer, rollout_id: str, body: bytes, state: AppState, *, until: float) -> bool:
+    """Whether the trainer has it."""
+    try:
+        await trainer.completed(body, until=max(until, time.monotonic() + state.retries.ending_s))
+    except RolloutError as error:
+        state.counters.callbacks.labels(error.category).inc()
+        get_logger().error("an answer was not delivered", rollout=rollout_id, why=str(error))
+        return False
+    state.counters.callbacks.labels("delivered").inc()
+    return True

@@ -1,0 +1,142 @@
+"""The conversation of one rollout, and which tokens each call adds to it.
+
+    known: |── prompt ──|── reply ──|    next call: |── known ──|── added: response_mask 0 ──|── reply ──| …
+
+- `last_len` is the reply's own len(prompt_token_ids) + len(token_ids); appending messages never moves it.
+- Where messages were only appended, what is added is what the gateway computes by the same rule
+  (pipeline.prompts.turn_tokens).
+- Where earlier ones were changed or removed no token can be said to be new: the call is refused.
+- Every reply says what prompt it saw. It must be the known ids and what was added, or the local rendering (a trainer
+  that tokenises anew); all else is drift: an error, or counted and gone along with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeline.errors import ModelError, RequestError
+from pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
+from pipeline.wire.messages import Message
+from producers.agents.tokenizers import Tokenizers
+from producers.agents.trainer_client import Trainer
+from producers.http.schemas import CompletionsRequest, CompletionsResponse, JsonObject, RolloutError, SamplingParams
+from producers.http.schemas import Message as ChatMessage
+
+TRUNCATED = "Invalid conversation state (possible context truncation)"
+
+
+class RolloutSession:
+    """One rollout's messages and token counts; one call at a time."""
+
+    def __init__(
+        self,
+        rollout_id: str,
+        messages: Sequence[Message],
+        *,
+        renderer: Renderer,
+        tokenizers: Tokenizers,
+        trainer: Trainer,
+        tools: Sequence[JsonObject] = (),
+        drift: Literal["error", "warn"] = "error",
+    ) -> None:
+        self.messages = list(messages)
+        self.last_len = 0  # tokens of the context after the last reply
+        self.num_resyncs, self.num_drifts = 0, 0
+        self._rollout_id, self._tools, self._drift = rollout_id, list(tools), drift
+        self._renderer, self._tokenizers, self._trainer = renderer, tokenizers, trainer
+        self._known: list[int] = []
+        self._sent: list[Message] = []  # the messages of `_known`, the reply among them
+
+    async def prepare(self) -> PreparedCall:
+        """The tokens of the next call. Raises RolloutError mask_error, tokenizer_error, validation_error."""
+        messages = copy.deepcopy(self.messages)
+        try:
+            return await self._tokenizers.render(lambda: self._prepared(messages))
+        except ModelError as error:
+            raise RolloutError("tokenizer_error", str(error)) from error
+        except RequestError as error:
+            raise RolloutError("validation_error", str(error)) from error
+
+    async def call_llm(self, sampling: SamplingParams, call: PreparedCall, *, until: float) -> CompletionsResponse:
+        """Ask for the next turn and take note of its tokens; its message is not appended. Raises RolloutError."""
+        options = sampling.model_dump()
+        request = CompletionsRequest.model_validate(
+            options
+            | {
+                "rollout_id": self._rollout_id,
+                "messages": [ChatMessage.model_validate(one) for one in call.messages],
+                "response_mask": call.response_mask,
+                "tools": self._tools or None,
+            }
+        )
+        reply = await self._trainer.complete(request, until=until)
+        await self.take(call, reply)
+        return reply
+
+    async def take(self, call: PreparedCall, reply: CompletionsResponse) -> None:
+        """Note the tokens of a reply. Raises RolloutError mask_error for drift."""
+        await self._check(call, reply.prompt_token_ids)
+        self.num_resyncs += call.resynced
+        self._known = [*reply.prompt_token_ids, *reply.token_ids]
+        self._sent = [*call.messages, reply.choices[0].message.plain()]
+        self.last_len = len(self._known)
+
+    def _prepared(self, messages: list[Message]) -> PreparedCall:
+        if not self._sent:
+            return PreparedCall(messages, self._renderer.prompt(messages), first=True)
+        if messages[: len(self._sent)] == self._sent:
+            try:
+                added = self._renderer.added(messages, at=len(self._sent) - 1, known=self._known)
+            except TemplateDrift as error:
+                return self._without_suffix(messages, error)
+            return PreparedCall(messages, [*self._known, *added.token_ids], added=added)
+        change = self._by_length(self._renderer.prompt(messages))
+        raise RolloutError(
+            "mask_error", f"earlier messages were changed ({len(change)} tokens longer now); only append to them"
+        )
+
+    def _without_suffix(self, messages: list[Message], error: TemplateDrift) -> PreparedCall:
+        """Drift before the call: the template says no suffix; the lengths do, for a trainer that is not ours."""
+        if self._drift == "error":
+            raise RolloutError("mask_error", str(error)) from error
+        self.num_drifts += 1
+        whole = self._renderer.prompt(messages)
+        return PreparedCall(messages, whole, added=Added(self._by_length(whole)))
+
+    def _by_length(self, whole: list[int]) -> list[int]:
+        """What is beyond `last_len`. Raises RolloutError where the context became shorter."""
+        if len(whole) < self.last_len:
+            raise RolloutError(
+                "mask_error", f"{TRUNCATED}: {len(whole)} tokens now, {self.last_len} after the last reply"
+            )
+        return whole[self.last_len :]
+
+    async def _check(self, call: PreparedCall, seen: list[int]) -> None:
+        if seen == call.token_ids:
+            return
+        if call.resynced and seen == await self._tokenizers.render(lambda: self._renderer.prompt(call.messages)):
+            return
+        self.num_drifts += 1
+        if self._drift == "error":
+            at = next((at for at, (a, b) in enumerate(zip(seen, call.token_ids, strict=False)) if a != b), None)
+            at = min(len(seen), len(call.token_ids)) if at is None else at
+            raise RolloutError(
+                "mask_error",
+                f"template drift: the trainer's prompt has {len(seen)} tokens, ours {len(call.token_ids)}, and they "
+                f"differ from token {at} on; use the same chat template and tools on both sides, or "
+                "rollout_server.template_drift=warn for a trainer that is not ours",
+            )
+
+
+class PreparedCall:
+    """The messages of a call, the prompt ids that are expected of it, and what is new in them."""
+
+    def __init__(
+        self, messages: list[Message], token_ids: list[int], added: Added | None = None, *, first: bool = False
+    ) -> None:
+        self.messages, self.token_ids = messages, token_ids
+        new = 0 if first or added is None else len(added.token_ids)
+        self.response_mask = [0] * new or None
+        self.resynced = added is not None and added.resynced

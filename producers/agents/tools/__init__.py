@@ -1,0 +1,10 @@
+"""Tools of the agent loop.
+
+names in the configuration ──▶ load_tools ──▶ ToolBox ──▶ schemas for the model
+tool_server_url ──▶ mcp_tools ──▶ ToolBox.plus ─┘    └──▶ run(calls) ──▶ tool messages
+"""
+
+from producers.agents.tools.function import Tool, ToolError, tool
+from producers.agents.tools.registry import ToolBox, load_tools
+
+__all__ = ["Tool", "ToolBox", "ToolError", "load_tools", "tool"]

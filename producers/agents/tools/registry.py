@@ -1,0 +1,150 @@
+"""The tools of a rollout server.
+
+- Calls of one turn run in parallel, each under its own deadline; results come in the order of the calls. Beyond
+  `max_calls` none is run, and the model is told so.
+- A failing tool is data: whatever goes wrong is an "Error: …" message for the model, and the loop goes on. What a tool
+  raises may hold a secret: only a ToolError's words are the model's, all else is the log's.
+- A result is bounded, and always text that can be encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pipeline.config.types import RolloutServerConfig
+from pipeline.errors import ConfigError, DeadlineExceeded
+from pipeline.logs import get_logger
+from pipeline.wire.codec import lone_surrogate, too_deep
+from producers.agents.tools.calculator import calculator
+from producers.agents.tools.function import TimedTool, Tool, ToolError
+
+MAX_RESULT_CHARS = 262_144
+MAX_CALLS = 32
+_MAX_REASON_CHARS = 2_000
+
+
+class ToolBox:
+    """Tools by name. Raises ConfigError where two have one name."""
+
+    def __init__(self, tools: Iterable[Tool], timeout_s: float, max_calls: int = MAX_CALLS) -> None:
+        self._timeout_s, self._max_calls = timeout_s, max_calls
+        self._tools: dict[str, Tool] = {}
+        for one in tools:
+            if self._tools.setdefault(one.name, one) is not one:
+                raise ConfigError(f"two tools are named {one.name!r}; rename one, or take it out of the configuration")
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """OpenAI function schemas, in the order of the configuration, each under the name that is called."""
+        return [
+            {**one.schema, "function": {**one.schema["function"], "name": name}} for name, one in self._tools.items()
+        ]
+
+    def plus(self, tools: Iterable[Tool], prefix: str) -> ToolBox:
+        """These and those; a name that is taken gets the prefix, then a number."""
+        made = ToolBox((), self._timeout_s, self._max_calls)
+        made._tools = dict(self._tools)
+        for one in tools:
+            names = (one.name, f"{prefix}_{one.name}", *(f"{prefix}_{one.name}_{at}" for at in range(2, 1000)))
+            made._tools[next(name for name in names if name not in made._tools)] = one
+        return made
+
+    async def run(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """One tool message per call {id, function: {name, arguments}}, in their order. Raises nothing of a tool's."""
+        taken, refused = calls[: self._max_calls], calls[self._max_calls :]
+        tasks = [asyncio.create_task(self._message(call), name=f"tool {_name(call)[:80]}") for call in taken]
+        answers = list(await asyncio.gather(*tasks))
+        text = f"Error: not run: {len(calls)} calls in one turn, and at most {self._max_calls} are; ask for it again"
+        return answers + [_answer(call, text) for call in refused]
+
+    async def _message(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function, name = call.get("function") or {}, _name(call)
+        try:
+            text = await self._within_deadline(name, function.get("arguments"))
+        except ToolError as error:
+            text = f"Error: {error}"
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            text = f"Error: {name} was cancelled from inside; try another way"
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
+            get_logger().warning("a tool failed", tool=name, why=reason)
+            text = f"Error: {name} failed; correct the arguments, or try another way"
+        return _answer(call, text)
+
+    async def _within_deadline(self, name: str, arguments: Any) -> str:
+        if name not in self._tools:
+            known = ", ".join(self._tools) or "none"
+            raise ToolError(f"there is no tool {name[:256]!r}; the tools are: {known}")
+        given, tool = _object(arguments), self._tools[name]
+        try:
+            if isinstance(tool, TimedTool):
+                return await tool.call_within(given, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return await tool.call(given)
+        except (TimeoutError, DeadlineExceeded) as error:
+            if isinstance(error, TimeoutError) and (isinstance(tool, TimedTool) or not deadline.expired()):
+                raise
+            message = f"{name} did not answer within {self._timeout_s:g} s; ask for less, or try another way"
+            raise ToolError(message) from error
+
+
+def load_tools(config: RolloutServerConfig) -> ToolBox:
+    """The tools that `rollout_server.tools` names. Raises ConfigError."""
+    found: list[Tool] = []
+    for name in config.tools:
+        found += calculator(config.tool_latency_ms) if name == "calculator" else _imported(name)
+    return ToolBox(found, config.tool_timeout_s, config.max_tool_calls)
+
+
+def _imported(name: str) -> list[Tool]:
+    where = f"rollout_server.tools: {name!r}"
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f"{where} is no tool; write calculator, or package.module:name of a tool of your own")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a module of the working directory, as with `python -m`
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(f"{where} cannot be imported ({type(error).__name__}: {error}); correct it") from error
+    tools = list(found) if isinstance(found, list | tuple) else [found]
+    if not all(isinstance(one, Tool) for one in tools):
+        raise ConfigError(f"{where} is no tool; decorate the function with producers.agents.tools.tool")
+    return tools
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    return str((call.get("function") or {}).get("name", ""))
+
+
+def _answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call.get("id", ""), "name": _name(call), "content": _bounded(text)}
+
+
+def _object(arguments: Any) -> dict[str, Any]:
+    """The arguments, given as JSON text or as an object; none at all is an empty object."""
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ToolError(f"the arguments are no JSON ({error}); write one JSON object") from error
+    if arguments in (None, "") or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise ToolError(f"the arguments are a {type(arguments).__name__}; write one JSON object")
+    if problem := too_deep(arguments, "the arguments") or lone_surrogate(arguments, "the arguments"):
+        raise ToolError(problem)
+    return dict(arguments)
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_RESULT_CHARS:
+        text = f"{text[:MAX_RESULT_CHARS]}\n[cut: the first {MAX_RESULT_CHARS} of {len(text)} characters]"
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,193 @@
+"""The trainer's HTTP side, as one rollout sees it.
+
+- Retried: transport errors, 5xx and 429 (after its Retry-After), with growing pauses. No other answer is, nor one that
+  says `x-should-retry: false`, as OpenAI's clients know it.
+- Never beyond the deadline, nor beyond `patience_s` of failures in a row; a full trainer (429) is no failure. An answer
+  that is to be called back is tried until the deadline: nobody would ask for it.
+- The bearer key is in the header alone: no log line, error or repr has it, whatever the trainer answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Protocol
+from urllib.parse import quote
+
+import aiohttp
+from pydantic import ValidationError
+from yarl import URL
+
+from pipeline.errors import RequestError
+from pipeline.http.addresses import RefusedAddress
+from pipeline.logs import get_logger
+from producers.http import strict_json
+from producers.http.client import read_bounded
+from producers.http.schemas import CompletionsRequest, CompletionsResponse, ErrorCategory, RolloutError, RolloutRequest
+
+_EXCERPT = 300  # characters of a trainer's own words in an error
+
+
+@dataclass(frozen=True)
+class Retries:
+    """Pauses between tries, in seconds."""
+
+    first_s: float = 0.2
+    most_s: float = 5.0
+    patience_s: float = 60.0  # failures in a row; longer than a trainer takes to be started again
+    ending_s: float = 5.0  # for saying how a rollout ended, when nothing is left of its deadline
+
+
+class Trainer(Protocol):
+    """What a rollout asks of its trainer; `until` on the clock of time.monotonic()."""
+
+    async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
+        """The model's next turn. Raises RolloutError."""
+        ...
+
+    async def finish(self, final_status: str, *, until: float) -> bool:
+        """Close the rollout; False where it knows no such thing. Raises RolloutError."""
+        ...
+
+    async def completed(self, body: bytes, *, until: float) -> None:
+        """Deliver the answer of the asynchronous protocol. Raises RolloutError."""
+        ...
+
+
+class TrainerClient:
+    """Calls of one rollout; `until` on the clock of time.monotonic()."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        request: RolloutRequest,
+        *,
+        max_bytes: int,
+        retries: Retries,
+        on_retry: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._session, self._max_bytes, self._retries, self._on_retry = session, max_bytes, retries, on_retry
+        self._base, self._rollout_id = request.server_url, request.rollout_id
+        self._key = None if request.callback_api_key is None else request.callback_api_key.get_secret_value()
+
+    async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
+        """The model's next turn. Raises RolloutError."""
+        body = call.model_dump(mode="json", exclude={"messages"}) | {"messages": [one.plain() for one in call.messages]}
+        answer = await self._post("/v1/chat/completions", strict_json.encode(body), until)
+        try:
+            return CompletionsResponse.model_validate(strict_json.decode(answer))
+        except ValidationError as error:
+            where, what = strict_json.what_is_wrong(error)
+            raise RolloutError("validation_error", f"the trainer's reply: {where}: {what}") from error
+        except RequestError as error:
+            raise RolloutError("validation_error", f"the trainer's reply costs too much to read: {error}") from error
+        except ValueError as error:
+            raise RolloutError("validation_error", f"the trainer's reply is no JSON: {error}") from error
+
+    async def finish(self, final_status: str, *, until: float) -> bool:
+        """Close the rollout at the trainer; False where it knows no such thing. Raises RolloutError."""
+        path = f"/v1/rollout/{_segment(self._rollout_id)}/finish"
+        try:
+            await self._post(path, strict_json.encode({"final_status": final_status}), until)
+        except RolloutError as error:
+            if error.http_status in (404, 405):
+                return False
+            raise
+        return True
+
+    async def completed(self, body: bytes, *, until: float) -> None:
+        """Deliver the answer of the asynchronous protocol. Raises RolloutError."""
+        await self._post("/v1/rollout/completed", body, until, patience_s=math.inf)
+
+    async def _post(self, path: str, body: bytes, until: float, patience_s: float | None = None) -> bytes:
+        pause, failing_since = self._retries.first_s, None
+        patience_s = self._retries.patience_s if patience_s is None else patience_s
+        while True:
+            try:
+                return await self._try(path, body, until)
+            except _Again as again:
+                now, wait = time.monotonic(), max(again.after_s, pause * random.uniform(0.75, 1.25))
+                full = again.error.category == "rate_limited"
+                failing_since = None if full else failing_since or now
+                patient = failing_since is None or now + wait - failing_since <= patience_s
+                if not patient or now + wait >= until:
+                    raise again.error from again
+                self._on_retry(again.error.category)
+                get_logger().warning("trainer asked again", rollout=self._rollout_id, why=str(again.error), in_s=wait)
+                await asyncio.sleep(wait)
+                pause = min(2 * pause, self._retries.most_s)
+
+    async def _try(self, path: str, body: bytes, until: float) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        url, left = URL(self._base + path, encoded=True), until - time.monotonic()
+        if left <= 0:
+            raise RolloutError("timeout", f"no time was left to ask {path} of the trainer")
+        try:
+            async with (
+                asyncio.timeout(left),
+                self._session.post(url, data=body, headers=headers, allow_redirects=False) as response,
+            ):
+                answer = await read_bounded(response, self._max_bytes)
+                if 200 <= response.status < 300:
+                    return answer
+                raise self._refusal(path, response, answer)
+        except TimeoutError as error:  # before OSError, which it is
+            raise RolloutError("timeout", f"{path}: the trainer did not answer in time") from error
+        except RequestError as error:
+            raise RolloutError("validation_error", f"{path}: {self._safe(str(error))}") from error
+        except (ValueError, RefusedAddress) as error:  # aiohttp.InvalidURL is one
+            raise RolloutError("validation_error", f"{path}: not asked: {self._safe(str(error))}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            why = self._safe(f"{type(error).__name__}: {error}")
+            raise _Again(RolloutError("network_error", f"{path}: the trainer cannot be reached ({why})")) from error
+
+    def _refusal(self, path: str, response: aiohttp.ClientResponse, answer: bytes) -> Exception:
+        status, said = response.status, self._safe(answer.decode("utf-8", "replace"))
+        category: ErrorCategory = "trainer_server_error" if status >= 500 else "trainer_client_error"
+        if status == 429:
+            category = "rate_limited"
+        elif status == 400 and '"mask_error"' in said:  # the gateway's code for it
+            category = "mask_error"
+        error = RolloutError(category, f"{path}: the trainer answered {status}: {said}", status)
+        if category in ("trainer_client_error", "mask_error") or response.headers.get("x-should-retry") == "false":
+            return error
+        return _Again(error, retry_after_s(response.headers.get("Retry-After")))
+
+    def _safe(self, text: str) -> str:
+        """A peer's words, without the key that it may have repeated."""
+        return (text if self._key is None else text.replace(self._key, "***"))[:_EXCERPT]
+
+
+class _Again(Exception):
+    """Worth another try."""
+
+    def __init__(self, error: RolloutError, after_s: float = 0.0) -> None:
+        super().__init__(str(error))
+        self.error, self.after_s = error, after_s
+
+
+def retry_after_s(value: str | None) -> float:
+    """Seconds of a Retry-After header, as a number or a date; 0 for none, or one that cannot be read."""
+    if value is None:
+        return 0.0
+    if value.strip().isascii() and value.strip().isdigit():
+        return float(value.strip()[:9])
+    try:
+        moment = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+
+
+def _segment(rollout_id: str) -> str:
+    """One path segment that no server takes for a way up."""
+    return quote(rollout_id, safe="").replace(".", "%2E") if set(rollout_id) == {"."} else quote(rollout_id, safe="")

@@ -1,0 +1,319 @@
+"""`sluice rollout try`: a model and its tools on one's own terminal, the real agent loop over a model in this process.
+
+- Turns, masks and tool calls are made by the gateway's own code, so what is seen here is what training would see.
+- A rollout lives as long as its LocalTrainer; nothing is stored or published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+from pydantic import ValidationError
+from rich.panel import Panel
+from rich.text import Text
+
+from pipeline.config.types import Config
+from pipeline.errors import ConfigError, SluiceError
+from pipeline.prompts.turn_tokens import Renderer
+from pipeline.queue.rollouts import Turn
+from pipeline.terminal import Console
+from pipeline.wire.messages import Message, SamplingParams, SequenceResult
+from producers.agents.executor import Execution
+from producers.agents.state import app_state
+from producers.gateway.completion import chat_completion
+from producers.gateway.tool_calls import ToolParser, assistant_message, load_tool_parser
+from producers.gateway.turns import Plan, plan_turn
+from producers.http.schemas import (
+    CompletionsRequest,
+    CompletionsResponse,
+    RolloutError,
+    RolloutRequest,
+    RolloutResponse,
+    RolloutStatus,
+)
+from producers.tokenizer import load_policy_tokenizer
+
+GROUP = "sluice.engines"
+
+
+@dataclass(frozen=True, slots=True)
+class TryOptions:
+    """Of the whole conversation."""
+
+    system: str | None = None
+    temperature: float = 1.0
+    max_tokens: int = 512
+    max_turns: int = 10
+    seed: int = 0
+
+
+class Trial:
+    """A loaded model and a conversation, for the length of a `with` block; not inside a running event loop."""
+
+    def __init__(self, config: Config, options: TryOptions, console: Console | None = None) -> None:
+        own = msgspec.structs.replace(config.rollout_server, tokenizers={})  # the model's
+        self._config, self._options = msgspec.structs.replace(config, rollout_server=own), options
+        self._view = View(console or Console())
+        self._renderer: Renderer = load_policy_tokenizer(config.model)
+        self._parser = load_tool_parser(config.gateway.tool_parser)
+        self._runner, self._scope = asyncio.Runner(), AsyncExitStack()
+        self._trainer: LocalTrainer | None = None
+        self._reset()
+
+    def __enter__(self) -> Trial:
+        try:
+            self._runner.run(self._open())
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def say(self, text: str) -> bool:
+        """One message, and the rollout that it starts; whether it completed. A failed one changes nothing."""
+        return self._runner.run(self._say(text))
+
+    def converse(self) -> None:
+        """Lines of standard input until it ends."""
+        self._view.note("/help lists the commands; Ctrl-D ends")
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                return
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self.say(line)
+
+    def _command(self, line: str) -> None:
+        if line == "/tools":
+            self._view.tools(self._state.tools.schemas())
+        elif line == "/tokens":
+            self._view.tokens(self._trainer.turns if self._trainer else (), self._renderer.tokenizer)
+        elif line == "/reset":
+            self._reset()
+            self._view.note("forgotten")
+        else:
+            self._view.note(HELP)
+
+    async def _open(self) -> None:
+        self._state = await self._scope.enter_async_context(app_state(self._config))
+        if not _shows(self._renderer, self._state.tools.schemas()):
+            self._view.note("the chat template does not show the tools: the model is not told of them")
+        opened = _open_engine()(self._config.model, self._config.worker)
+        self._engine: Engine = await self._scope.enter_async_context(opened)
+
+    async def _say(self, text: str) -> bool:
+        messages = [*self._messages, {"role": "user", "content": text}]
+        options = self._options
+        try:
+            request = RolloutRequest.model_validate(
+                {
+                    "rollout_id": f"try-{secrets.token_hex(8)}",
+                    "server_url": "http://in.this.process",  # never asked
+                    "messages": messages,
+                    "sampling_params": {"temperature": options.temperature, "max_tokens": options.max_tokens},
+                    "tokenizer_name": "policy",
+                    "max_turns": options.max_turns,
+                }
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct the option") from error
+        self._shown = len(messages)
+        self._trainer = LocalTrainer(self._engine, self._renderer, self._parser, options.seed, self._show)
+        answer = await Execution(request, self._state, self._trainer).run()
+        self._view.end(answer)
+        if answer.status is not RolloutStatus.COMPLETED:
+            return False
+        self._messages = [one.plain() for one in answer.final_messages]
+        return True
+
+    def _show(self, call: CompletionsRequest, plan: Plan, reply: CompletionsResponse) -> None:
+        messages = [one.plain() for one in call.messages]
+        new = messages if plan.parent < 0 else messages[self._shown :]
+        self._view.added(new, plan, call.response_mask)
+        self._shown = len(messages) + 1  # and the reply
+        self._view.turn(plan.depth + 1, reply)
+
+    def _reset(self) -> None:
+        system = self._options.system
+        self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._trainer = None
+
+    def _close(self) -> None:
+        try:
+            self._runner.run(self._scope.aclose())
+        finally:
+            self._runner.close()
+
+
+def _shows(renderer: Renderer, tools: Sequence[dict[str, Any]]) -> bool:
+    """Whether the tools are in what the model reads."""
+    said: list[Message] = [{"role": "user", "content": "?"}]
+    told, untold = (replace(renderer, options=replace(renderer.options, tools=one)) for one in (tools, ()))
+    return not tools or told.prompt(said) != untold.prompt(said)
+
+
+def _open_engine() -> Any:
+    """Producers know no worker: engines are found by name. Raises ConfigError."""
+    found = entry_points(group=GROUP, name="local")
+    if not found:
+        raise ConfigError(f"no engine is installed ({GROUP}: local); install the project again")
+    return next(iter(found)).load()
+
+
+class Engine(Protocol):
+    """What `sluice.engines` give."""
+
+    async def decode(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> SequenceResult:
+        """One sequence. Raises SluiceError."""
+        ...
+
+
+class LocalTrainer:
+    """One rollout; `on_turn` is shown each turn as it comes: the call, its tokens, its answer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        parser: ToolParser,
+        seed: int,
+        on_turn: Callable[[CompletionsRequest, Plan, CompletionsResponse], None],
+    ) -> None:
+        self._engine, self._renderer, self._parser = engine, renderer, parser
+        self._seed, self._on_turn = seed, on_turn
+        self.turns: list[Turn] = []
+
+    async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
+        """The model's next turn. Raises RolloutError."""
+        del until  # whoever runs the rollout ends it
+        try:
+            sampling = SamplingParams(
+                temperature=call.temperature,
+                top_p=call.top_p,
+                max_new_tokens=call.max_tokens,
+                stop=tuple(call.stop or ()),
+            )
+            plan = plan_turn(
+                self.turns,
+                [one.plain() for one in call.messages],
+                call.tools or [],
+                sampling=sampling,
+                renderer=self._renderer,
+                response_mask=call.response_mask,
+            )
+            result = await self._engine.decode(plan.prompt_token_ids, sampling, self._seed + len(self.turns))
+            message = assistant_message(self._parser(result.text), plan.key)
+            answer: dict[str, Any] = chat_completion([result], model=call.model, messages=[message])
+        except (SluiceError, ValueError) as error:
+            raise RolloutError("trainer_client_error", str(error)) from error
+        self.turns.append(plan.turn(result, message))
+        reply = CompletionsResponse.model_validate(answer)
+        self._on_turn(call, plan, reply)
+        return reply
+
+    async def finish(self, final_status: str, *, until: float) -> bool:
+        """Nothing is published."""
+        del final_status, until
+        return True
+
+    async def completed(self, body: bytes, *, until: float) -> None:
+        """The answer is at hand already."""
+        del body, until
+
+
+HELP = """\
+/tools   the tools that the model has
+/tokens  token ids of the last rollout, with their mask
+/reset   forget the conversation
+/quit    end (Ctrl-D as well)
+All else is said to the model. Each message is a rollout, whose prompt is the conversation so far."""
+
+
+class View:
+    """Turns on a terminal; what the model wrote is shown as it is, and never acted on."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def added(self, messages: Sequence[Message], plan: Plan, mask: Sequence[int] | None) -> None:
+        """What a call adds: the prompt, or tool results."""
+        if plan.parent < 0:
+            self._line(f"prompt: {len(plan.added.token_ids)} tokens, {len(messages)} messages", "dim")
+            return
+        for message in messages:
+            self._line(f"  {message.get('name', message['role'])} → {_plain(message.get('content'))}", "yellow")
+        resync = ", resync: the reply renders differently as text" if plan.added.resynced else ""
+        self._line(f"added: {len(plan.added.token_ids)} tokens, response_mask {len(mask or ())} x 0{resync}", "dim")
+
+    def turn(self, number: int, reply: CompletionsResponse) -> None:
+        """One reply."""
+        choice = reply.choices[0]
+        body = Text(_plain(choice.message.content or ""))
+        for call in choice.message.tool_calls or ():
+            body.append(f"\n→ {_plain(call.function.name)}({_plain(call.function.arguments)})", "cyan")
+        counts = f"{len(reply.prompt_token_ids)} prompt + {len(reply.token_ids)} sampled tokens, {choice.finish_reason}"
+        self._console.print(Panel(body, title=f"turn {number}", subtitle=counts, title_align="left"))
+
+    def end(self, answer: RolloutResponse) -> None:
+        """How the rollout ended."""
+        metrics = answer.metrics
+        self._line(
+            f"{answer.status}: {answer.finish_reason}; {metrics.num_llm_calls} turns, {metrics.num_tool_calls} tool "
+            f"calls, {metrics.response_tokens} tokens sampled, context {metrics.max_context_tokens}, "
+            f"{metrics.total_latency_ms:.0f} ms",
+            "green" if answer.error_message is None else "red",
+        )
+        if answer.error_message is not None:
+            self._line(f"{answer.extra_fields.get('error_category')}: {_plain(answer.error_message)}", "red")
+
+    def tools(self, schemas: Sequence[dict[str, Any]]) -> None:
+        """Names, parameters and descriptions."""
+        for one in schemas:
+            function = one["function"]
+            names = ", ".join(function.get("parameters", {}).get("properties", {}))
+            self._line(_plain(f"{function['name']}({names})  {function.get('description') or ''}"))
+        if not schemas:
+            self._line("no tools; name some in rollout_server.tools")
+
+    def tokens(self, turns: Sequence[Turn], tokenizer: Any) -> None:
+        """Ids and pieces of a rollout: the prompt, then what was added (mask 0) and sampled (mask 1)."""
+        for turn in turns:
+            self._segment("prompt" if turn.parent < 0 else "added, mask 0", turn.added_token_ids, tokenizer, "dim")
+            self._segment("sampled, mask 1", turn.result.token_ids, tokenizer, "bold")
+        if not turns:
+            self._line("no tokens yet; say something")
+
+    def note(self, text: str) -> None:
+        """One line of ours."""
+        self._line(text, "dim")
+
+    def _segment(self, name: str, token_ids: Sequence[int], tokenizer: Any, style: str) -> None:
+        pieces = "  ".join(f"{token} {tokenizer.decode([token])!r}" for token in token_ids)
+        self._line(f"[{name}, {len(token_ids)} tokens]", "cyan")
+        self._line(pieces, style)
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style))
+
+
+def _plain(text: Any) -> str:
+    """Printable: what would steer the terminal is written out."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in str(text))

@@ -1,0 +1,202 @@
+"""`/v1/chat/completions`, `/v1/models`, `/infer/`, and how a caller ends a rollout."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Body, Header, Path, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.types import Receive, Scope, Send
+
+from pipeline.errors import MessageError, RequestError
+from pipeline.wire.messages import TokenDelta
+from producers.gateway.completion import Answer
+from producers.gateway.infer import encode_envelopes, read_call
+from producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
+from producers.gateway.refusals import Refusal
+from producers.gateway.requests import ChatRequest, FinishRequest
+from producers.gateway.service import Service, unless_gone
+from producers.gateway.stream import ChatStream, with_error
+from producers.gateway.trajectory import Verdict
+from producers.http.schemas import ROLLOUT_ID, RolloutResponse
+from producers.http.strict_json import StrictRoute
+
+JSON = "application/json"
+
+
+class Model(BaseModel):
+    """One name that requests may use."""
+
+    id: str = Field(description="What `model` of a request may be.")
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "sluice"
+
+
+class Models(BaseModel):
+    """All of them."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+_ChatBody = Annotated[ChatRequest, Body(openapi_examples=CHAT_EXAMPLES)]
+_RolloutHeader = Annotated[str | None, Header(description="Instead of `rollout_id` in the body.")]
+
+
+class _Events(StreamingResponse):
+    """A stream that gives back what it holds, however it ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
+def chat_routes(service: Service) -> APIRouter:
+    """Routes of one process."""
+    router = APIRouter(route_class=StrictRoute, tags=["completions"])
+    _add_chat(router, service)
+    _add_infer(router, service)
+    _add_models(router, ("default", service.config.gateway.model_name))
+    return router
+
+
+def _add_chat(router: APIRouter, service: Service) -> None:
+    @router.post(
+        "/v1/chat/completions",
+        response_model=None,
+        summary="A chat completion, or the next turn of a rollout",
+        responses=CHAT | errors(400, 401, 404, 409, 413, 422, 429, 500, 503, 504),
+    )
+    async def chat(body: _ChatBody, request: Request, x_rollout_id: _RolloutHeader = None) -> Response:
+        """OpenAI's protocol, with the token ids of what was read and sampled.
+
+        Calls with the same `rollout_id` are the turns of one rollout: each call's messages begin with those of an
+        earlier one and its answer. Other messages fork it. The same call again is given the same answer.
+
+        What changes the answer and is not listed here, such as `response_format`, is refused with 400.
+        """
+        if body.rollout_id is None and x_rollout_id is not None:
+            body = body.model_copy(update={"rollout_id": x_rollout_id})
+        return await _chat(service, body, request)
+
+
+def _add_infer(router: APIRouter, service: Service) -> None:
+    @router.post(
+        "/infer/",
+        response_model=None,
+        summary="A batch of prompts with one set of options",
+        openapi_extra=INFER_BODY,
+        responses=INFER | errors(400, 401, 413, 422, 429, 500, 503, 504),
+    )
+    async def infer(request: Request) -> Response:
+        """One chat completion for each output, in the order of the prompts, each in an envelope.
+
+        `coordexp.repeat_terminate_triggered` is 1 where the repeat guard ended the sequence.
+        """
+        try:
+            call = read_call(await request.body(), service.limits)
+        except MessageError as error:
+            raise Refusal(422, str(error)) from error
+        except RequestError as error:
+            raise Refusal(413, str(error)) from error
+        with service.gate.enter(len(call.infer_requests)):
+            envelopes = await unless_gone(request, service.inference.answer(call))
+        return Response(encode_envelopes(envelopes), media_type=JSON)
+
+
+def _add_models(router: APIRouter, names: Sequence[str]) -> None:
+    @router.get("/v1/models", summary="Names of the model", response_description="All of them.", responses=errors(401))
+    async def models() -> Models:
+        """Every name means the weights that are served at the time."""
+        return Models(data=[Model(id=name) for name in names])
+
+    @router.get(
+        "/v1/models/{name}",
+        summary="One name of the model",
+        response_description="It is served.",
+        responses=errors(401, 404, 422),
+    )
+    async def model(name: Annotated[str, Path(description="As `model` in a request.", examples=["default"])]) -> Model:
+        """For clients that ask whether a name is served."""
+        if name not in names:
+            raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(names)}", "model")
+        return Model(id=name)
+
+
+async def _chat(service: Service, body: ChatRequest, request: Request) -> Response:
+    sampling = service.chat.check(body)
+    async with AsyncExitStack() as held:
+        held.enter_context(service.gate.enter())
+        source = await held.enter_async_context(aclosing(service.chat.events(body, sampling)))
+        first = await unless_gone(request, anext(source))  # what is refused is refused before the first byte
+        if isinstance(first, Answer) and not body.stream:
+            _count(service, first)
+            whole = first.completion(logprobs=bool(body.logprobs))
+            return Response(msgspec.json.encode(whole), media_type=JSON)
+        marker = getattr(service.chat.parser, "marker", "") if body.parses_tools else None
+        stream = ChatStream(body, stop=sampling.stop, decode=service.decode, marker=marker, name=secrets.token_hex(12))
+        events = with_error(stream.events(_from(service, first, source)))
+        return _Events(events, held.pop_all())
+    raise AssertionError("unreachable")
+
+
+async def _from(
+    service: Service, first: TokenDelta | Answer, rest: AsyncGenerator[TokenDelta | Answer]
+) -> AsyncIterator[TokenDelta | Answer]:
+    one: TokenDelta | Answer | None = first
+    while one is not None:
+        if isinstance(one, Answer):
+            _count(service, one)
+        yield one
+        one = await anext(rest, None)
+
+
+def _count(service: Service, answer: Answer) -> None:
+    service.metrics.tokens.labels("prompt").inc(len(answer.results[0].prompt_token_ids))
+    service.metrics.tokens.labels("completion").inc(sum(len(result.token_ids) for result in answer.results))
+
+
+_ROLLOUT_ID = Path(description="That of the calls; it may have slashes.", examples=["r-1"])
+
+
+class Finished(BaseModel):
+    """What became of the rollout."""
+
+    rollout_id: str
+    already: bool = Field(description="An earlier call, or the rollout's time to live, had ended it.")
+    outcome: str | None = Field(default=None, description="`published` or `dropped`.")
+    reason: str | None = Field(default=None, description="Why it was dropped.")
+    num_turns: int | None = Field(default=None, description="Calls whose tokens it holds.")
+    parts: int | None = Field(default=None, description="Training sequences; more than one where it forked.")
+
+
+def rollout_routes(service: Service) -> APIRouter:
+    """Routes of one process."""
+    router = APIRouter(route_class=StrictRoute, tags=["rollouts"], responses=errors(400, 401, 404, 413, 422, 500, 503))
+    said: dict[str, Any] = {"response_description": Finished.__doc__, "response_model_exclude_none": True}
+
+    @router.post(f"/v1/rollout/{ROLLOUT_ID}/finish", summary="End a rollout", **said)
+    async def finish(rollout_id: Annotated[str, _ROLLOUT_ID], body: FinishRequest) -> Finished:
+        """COMPLETED publishes its tokens for training, once; ERROR and CANCELLED drop them. May be repeated."""
+        verdict = Verdict(final_status=body.final_status, reward=body.reward, truth=body.truth)
+        return await _end(rollout_id, verdict)
+
+    @router.post("/v1/rollout/completed", summary="A rollout server's callback", **said)
+    async def completed(body: RolloutResponse) -> Finished:
+        """What `POST /v1/rollout/init` of a rollout server leads to; it ends the rollout as `finish` does."""
+        return await _end(body.rollout_id, Verdict(final_status=body.status.value))
+
+    async def _end(rollout_id: str, verdict: Verdict) -> Finished:
+        return Finished(**await service.closing.finish(rollout_id, verdict))
+
+    return router

@@ -1,0 +1,195 @@
+"""The gateway's process: its tasks, and its ASGI application.
+
+    request ─▶ Measured ─▶ BearerAuth ─▶ HostGate ─▶ JsonOnly ─▶ BodyLimit ─▶ routes ─▶ Service
+
+| waits for       | unblocked by         |
+|-----------------|----------------------|
+| requests        | a caller             |
+| requests to end | workers (draining)   |
+
+- Every error has the form of OpenAI's API; none repeats what was sent, and no body or key is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+from redis import RedisError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from pipeline import __version__
+from pipeline.config.types import Config
+from pipeline.errors import SluiceError
+from pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
+from pipeline.http.server import serve
+from pipeline.logs import get_logger
+from pipeline.run.role import Role, default_name, role_process
+from producers.gateway.metrics import Measured
+from producers.gateway.openapi import errors
+from producers.gateway.refusals import Refusal, of_schema, refusal_of
+from producers.gateway.routes import chat_routes, rollout_routes
+from producers.gateway.service import Service, make_service
+from producers.http.api_page import add_api_page
+from producers.tokenizer import load_policy_tokenizer
+
+KEY_NAME = "SLUICE_GATEWAY_API_KEY"
+_SWEEP_S = 5.0
+_REPORT_S = 1.0
+_SWEPT_AT_ONCE = 100
+_GRACE = 0.8  # of the time that the process has to stop; the rest is for the way out
+
+
+async def gateway(config: Config, index: int = 0, stop: asyncio.Event | None = None) -> None:
+    """Serve until asked to stop, by a signal or by the given event."""
+    async with role_process(config, "gateway", default_name("gateway"), stop) as role:
+        port = config.gateway.port + index if config.gateway.port else 0
+        await run_gateway(role, port, lambda port: get_logger().info("gateway ready", port=port))
+
+
+async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] | None = None) -> None:
+    """The gateway inside a role."""
+    config = role.config
+    role.status.waiting(f"the tokenizer of {config.model.path}")
+    renderer = await asyncio.to_thread(load_policy_tokenizer, config.model)
+    service = make_service(config, role.client, role.keys, renderer, role.telemetry.registry)
+    role.spawn(service.replies.run())
+    role.spawn(service.decoding.run())
+    role.spawn(_sweep(role, service))
+    role.spawn(_report(role, service))
+    app = make_app(service, os.environ.get(KEY_NAME) or None)
+    grace_s = _GRACE * config.up.stop_grace_s
+    try:
+        await serve(app, host=config.gateway.host, port=port, stop=role.stop, grace_s=grace_s, on_ready=on_ready)
+        await service.decoding.settle()
+    finally:
+        service.chat.close()
+
+
+async def _sweep(role: Role, service: Service) -> None:
+    """Drop what nobody finished, and count what is open."""
+    while True:
+        while (swept := await service.rollouts.sweep()) > 0:
+            get_logger().warning("rollouts abandoned", count=swept)
+            service.metrics.rollouts.labels("dropped").inc(swept)
+            if swept < _SWEPT_AT_ONCE:
+                break
+        role.status.fact(rollouts=int(await cast(Any, role.client).zcard(role.keys.rollouts)))
+        await asyncio.sleep(_SWEEP_S)
+
+
+async def _report(role: Role, service: Service) -> None:
+    while True:
+        busy = service.gate.in_hand
+        role.status.fact(requests=busy)
+        if role.stop.is_set():
+            role.status.waiting(f"{busy} requests to end (draining)")
+        else:
+            role.status.waiting(None if busy else "requests")
+        await asyncio.sleep(_REPORT_S)
+
+
+_TAGS = [
+    {"name": "completions", "description": "Answers of the model whose weights are served at the time."},
+    {"name": "rollouts", "description": "How a rollout of several calls ends: as training data, or dropped."},
+    {"name": "service", "description": "The state of this process, and its numbers."},
+]
+
+
+_ABOUT = """\
+OpenAI's chat completions, decoded by the workers of the queue; any client of that API can ask.
+
+Calls with the same `rollout_id` are the turns of one rollout. The sampled tokens of every turn are kept as they are;
+`POST /v1/rollout/{rollout_id}/finish` publishes them as one training sequence.
+"""
+
+
+class Health(BaseModel):
+    """Whether requests are taken."""
+
+    status: str = Field(description="`healthy` or `unavailable`.")
+    service: str = "gateway"
+    in_flight: int = Field(description="Requests in hand.")
+    capacity: int = Field(description="The most that are taken; one more is answered 429.")
+    waiting_for: str | None = Field(default=None, description="What is missing, such as the broker.")
+
+
+_HEALTH: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Requests are taken."},
+    503: {"model": Health, "description": "The broker is away."},
+}
+
+
+def make_app(service: Service, key: str | None) -> FastAPI:
+    """`key`: the bearer key that every request but /health must bring; None: nobody is asked."""
+    app = FastAPI(
+        title="Sluice gateway",
+        version=__version__,
+        description=_ABOUT,
+        openapi_tags=_TAGS,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.limits = service.limits
+    app.add_middleware(BodyLimit, max_bytes=int(service.config.gateway.max_body_mb * (1 << 20)))
+    app.add_middleware(JsonOnly)
+    names = service.config.gateway.names
+    app.add_middleware(HostGate, names=names, setting="gateway.names", has_key=key is not None)
+    app.add_middleware(BearerAuth, key=key)
+    app.add_middleware(Measured, metrics=service.metrics)
+    app.include_router(chat_routes(service))
+    app.include_router(rollout_routes(service))
+    _service_routes(app, service)
+    add_api_page(app, needs_key=key is not None)
+    app.exception_handler(RequestValidationError)(_schema)
+    app.exception_handler(HTTPException)(_http)
+    for kind in (SluiceError, RedisError, OSError, RecursionError, Exception):
+        app.exception_handler(kind)(_refused)
+    return app
+
+
+def _service_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health", tags=["service"], summary="Whether requests are taken", responses=_HEALTH)
+    async def health(response: Response) -> Health:
+        """Free for everybody, also where a key is set."""
+        answers = await service.broker_answers()
+        response.status_code = 200 if answers else 503
+        return Health(
+            status="healthy" if answers else "unavailable",
+            in_flight=service.gate.in_hand,
+            capacity=service.gate.most,
+            waiting_for=None if answers else "the broker",
+        )
+
+    @app.get(
+        "/metrics",
+        tags=["service"],
+        summary="Numbers for Prometheus",
+        response_class=PlainTextResponse,
+        response_description="The numbers.",
+        responses=errors(401),
+    )
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _refused(request: Request, error: Any) -> JSONResponse:
+    refusal = refusal_of(error)
+    return JSONResponse(refusal.body(), refusal.status, refusal.headers)
+
+
+async def _schema(request: Request, error: Any) -> JSONResponse:
+    refusal = of_schema(error.errors())
+    return JSONResponse(refusal.body(), refusal.status)
+
+
+async def _http(request: Request, error: Any) -> JSONResponse:
+    return JSONResponse(Refusal(error.status_code, str(error.detail)).body(), error.status_code, error.headers)

@@ -1,0 +1,177 @@
+"""The rollouts in flight: each is answered and finished, or dropped with a reason, or left open by a stop.
+
+- At most `rollout.max_concurrent` requests at a time; each has `rollout.timeout_s`, its finish included.
+- A rollout is asked for again after a restart; rollout servers and the gateway know it by its id.
+- An answer that says ERROR is data: the rollout is finished as such, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from typing import Any, cast
+from urllib.parse import quote
+from zlib import crc32
+
+from pipeline.config.types import Config
+from pipeline.errors import ConfigError, DeadlineExceeded, MessageError
+from pipeline.logs import get_logger
+from pipeline.queue.rollouts import RolloutHead, Rollouts
+from pipeline.run.role import Role
+from pipeline.wire.codec import read_json
+from producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, PeerSilent, Refused, read_answer, tool_names
+
+_LOOK_S = 0.25  # between two looks whether a rollout is closed
+_ASK_AFTER_S = 3.0  # and at its server, whether it still knows the rollout
+_NO_SUCH_PATH = (404, 405, 501)
+
+
+class Dispatcher:
+    """Owns the tasks of the rollouts in flight; they live in the `tasks` of the caller."""
+
+    def __init__(self, role: Role, rollouts: Rollouts, server: Peer, gateway: Peer, tasks: asyncio.TaskGroup) -> None:
+        self._role, self._rollouts, self._server, self._gateway = role, rollouts, server, gateway
+        self._tasks, self._config = tasks, role.config.rollout
+        self._slots = asyncio.Semaphore(self._config.max_concurrent)
+        self._in_flight: dict[str, asyncio.Task[None]] = {}
+        self._answered = self._failed = self._llm_calls = 0
+
+    async def wait_for_peers(self) -> bool:
+        """Until both peers are there; False when asked to stop. Raises DeadlineExceeded, ConfigError."""
+        tools = await self._wait_for(self._server, "/tools")
+        if tools is None or await self._wait_for(self._gateway, "/health") is None:
+            return False
+        get_logger().info("the rollout server is there", url=self._server.url, tools=tool_names(tools))
+        self._role.status.waiting(None)
+        return True
+
+    def ask(self, heads: Iterable[RolloutHead]) -> None:
+        """Post these, as slots come free. Those in flight, and those that somebody else asked for, are left alone."""
+        for head in heads:
+            if head.request and head.rollout_id not in self._in_flight:
+                task = self._tasks.create_task(self._one(head))
+                self._in_flight[head.rollout_id] = task
+                task.add_done_callback(lambda _, rollout_id=head.rollout_id: self._in_flight.pop(rollout_id))
+        self._tell()
+
+    async def fewer_than(self, count: int) -> bool:
+        """Wait until fewer are in flight; False when asked to stop."""
+        asked = asyncio.ensure_future(self._role.stop.wait())
+        try:
+            while len(self._in_flight) >= count and not asked.done():
+                self._role.status.waiting(f"the rollout server at {self._server.url} ({len(self._in_flight)} rollouts)")
+                await asyncio.wait({asked, *self._in_flight.values()}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+        self._role.status.waiting(None)
+        return not self._role.stop.is_set()
+
+    def leave(self) -> None:
+        """Stop asking; what is open stays open for the next start."""
+        for task in self._in_flight.values():
+            task.cancel()
+
+    async def _one(self, head: RolloutHead) -> None:
+        async with self._slots:
+            until = asyncio.get_running_loop().time() + self._config.timeout_s
+            try:
+                if self._config.protocol == "sync":
+                    answer = await self._answer(head, until)
+                    await self._finish(head, answer.status, until)
+                    self._count(head, answer)
+                else:
+                    await self._init(head, until)
+                    await self._closed(head, until)
+                    self._answered += 1
+            except (PeerSilent, Refused) as error:
+                if await self._rollouts.drop(head.rollout_id, "rollout_error", str(error)) == "ok":
+                    self._failed += 1
+                    get_logger().warning("rollout dropped", rollout_id=head.rollout_id, cause=str(error))
+        self._tell()
+
+    async def _answer(self, head: RolloutHead, until: float) -> Answer:
+        return read_answer(await self._post("/rollout", head, until), head.rollout_id)
+
+    async def _finish(self, head: RolloutHead, status: str, until: float) -> None:
+        """Close it; a server of ours has done so already, and the gateway says the same again."""
+        path = f"/v1/rollout/{quote(head.rollout_id, safe=':')}/finish"
+        await self._gateway.call("POST", path, {"final_status": status}, until=until)
+
+    async def _init(self, head: RolloutHead, until: float) -> None:
+        await self._post("/v1/rollout/init", head, until)
+
+    async def _closed(self, head: RolloutHead, until: float) -> None:
+        """Until the gateway has closed it. A server that forgot it, or has an answer that never came, is asked anew."""
+        loop, client = asyncio.get_running_loop(), cast(Any, self._role.client)
+        due = loop.time() + _ASK_AFTER_S
+        while await client.zscore(self._role.keys.rollouts, head.rollout_id) is not None:
+            if loop.time() > until:
+                raise PeerSilent(f"{self._server.url} never completed it within {self._config.timeout_s:g} s")
+            if loop.time() > due:
+                if not await self._is_at_work(head, until):
+                    await self._init(head, until)
+                due = loop.time() + _ASK_AFTER_S
+            await asyncio.sleep(_LOOK_S)
+
+    async def _is_at_work(self, head: RolloutHead, until: float) -> bool:
+        path = f"/rollout/{quote(head.rollout_id, safe=':')}/status"
+        soon = min(until, asyncio.get_running_loop().time() + _ASK_AFTER_S)
+        try:
+            found = read_json(await self._server.call("GET", path, until=soon), dict[str, Any], "it")
+        except (PeerSilent, Refused, MessageError):
+            return True  # it is away, or knows no such question
+        return found.get("status") in (None, "queued", "running")
+
+    async def _post(self, path: str, head: RolloutHead, until: float) -> bytes:
+        key = os.environ.get(GATEWAY_KEY)
+        server_url = called_back_at(self._role.config, head.rollout_id)
+        body = {**head.request, "server_url": server_url, "callback_api_key": key or None}
+        try:
+            return await self._server.call("POST", path, body, until=until)
+        except Refused as error:
+            if error.status in _NO_SUCH_PATH:
+                raise ConfigError(f"{error}; look at rollout.url and rollout.protocol") from error
+            raise
+
+    async def _wait_for(self, peer: Peer, path: str) -> bytes | None:
+        until = asyncio.get_running_loop().time() + self._config.timeout_s
+        cause = f"{peer.name} at {peer.url} (GET {path})"
+        while (found := await peer.is_there(path)) is None:
+            if self._role.status.row.waiting_for != cause:
+                get_logger().info(f"waiting for {peer.name}", url=peer.url, at_most_s=self._config.timeout_s)
+            self._role.status.waiting(cause)
+            if asyncio.get_running_loop().time() > until:
+                raise DeadlineExceeded(f"{self._role.name}: waited {self._config.timeout_s:g} s for {cause}")
+            if not await self._role.nap(_LOOK_S):
+                return None
+        return found
+
+    def _count(self, head: RolloutHead, answer: Answer) -> None:
+        self._answered += 1
+        self._llm_calls += answer.metrics.num_llm_calls
+        if answer.status == "ERROR":
+            self._failed += 1
+            category = (answer.extra_fields or {}).get("error_category")
+            get_logger().warning(
+                "rollout failed", rollout_id=head.rollout_id, category=category, message=answer.error_message
+            )
+
+    def _tell(self) -> None:
+        self._role.status.fact(
+            rollouts=len(self._in_flight), answered=self._answered, failed=self._failed, llm_calls=self._llm_calls
+        )
+
+
+def gateway_urls(config: Config) -> list[str]:
+    """At least one."""
+    if config.rollout.gateway_url:
+        return [config.rollout.gateway_url.rstrip("/")]
+    first = config.gateway.port
+    return [f"http://127.0.0.1:{port}" for port in range(first, first + max(1, config.gateway.count))]
+
+
+def called_back_at(config: Config, rollout_id: str) -> str:
+    """The same gateway each time that a rollout is asked for: the address is part of the question."""
+    urls = gateway_urls(config)
+    return urls[crc32(rollout_id.encode()) % len(urls)]

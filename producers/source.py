@@ -1,0 +1,308 @@
+"""Where prompts come from: rows of JSONL, Parquet or Hugging Face `datasets`, and how far a run has read them.
+
+A row: `messages` (list of {role, content}), optional `truth` (anything the task understands), `id` (string or
+number, unique; else the row's own content is its identity), `images` (a list of paths, URLs, `sha256:…` digests or
+{path, url, sha256}; the workers fetch them), `metadata`. Malformed rows carry file and line.
+
+A data set is a directory that `save_to_disk` made, or `hf:NAME[:CONFIG][:SPLIT]` from the hub. Its columns:
+`messages`, else `prompt` (a text is one user message); `truth`, else `answer`; `id`, `images` and `metadata` as in
+JSONL. Others are not read. Only data are read: `datasets` itself refuses one that brings code of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from pipeline.config.types import Config, DataConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.logs import get_logger
+from pipeline.prompts import rows
+from pipeline.prompts.admission import Limits
+from pipeline.prompts.rows import MAX_ROW_BYTES, Malformed, admit_row
+from pipeline.queue import Credit
+from pipeline.run.preflight import RowsFound
+from pipeline.run.resume_point import read_cursor
+from pipeline.run.role import Role
+from pipeline.wire.codec import shown
+from pipeline.wire.messages import ImageRef
+
+_SAMPLE_BYTES = 1 << 20
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt."""
+
+    messages: list[dict[str, Any]]
+    truth: Any = None
+    id: str | int | None = None
+    images: list[str | ImageRef] = []
+    metadata: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        rows.check_messages(self.messages)
+
+    def image_refs(self) -> list[ImageRef]:
+        """The images as a job names them."""
+        return [ImageRef.of(image) if isinstance(image, str) else image for image in self.images]
+
+
+def identity(row: Row) -> str:
+    """What makes a row the same row again: its id, else its messages and images. `1` and `"1"` are two ids."""
+    content: Any = [row.messages, row.images] if row.images else row.messages
+    return msgspec.json.encode(content if row.id is None else row.id).decode()
+
+
+def fingerprint(config: DataConfig) -> str:
+    """Identity of the data file: its length and the bytes at its beginning and end."""
+    if _is_dataset(config):
+        return fingerprint_dataset(config.path)
+    path = _existing(config)
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(_SAMPLE_BYTES)
+        stream.seek(max(0, size - _SAMPLE_BYTES))
+        return sha256(f"{size}:".encode() + head + stream.read()).hexdigest()[:24]
+
+
+def count_rows(config: DataConfig) -> int:
+    """Rows of one epoch, malformed ones included."""
+    total = count_dataset(config.path) if _is_dataset(config) else _count_in_file(config)
+    return total if config.limit is None else min(total, config.limit)
+
+
+def read_rows(config: DataConfig, limits: Limits | None = None) -> Iterator[Row | Malformed]:
+    """The rows of one epoch in file order; `limits` are those of the model."""
+    found = read_dataset(config.path, Row, limits) if _is_dataset(config) else _read_file(config, limits)
+    for position, row in enumerate(found):
+        if config.limit is not None and position >= config.limit:
+            return
+        yield row
+
+
+def _count_in_file(config: DataConfig) -> int:
+    return rows.count_rows(_existing(config), parquet=_is_parquet(config))
+
+
+def _read_file(config: DataConfig, limits: Limits | None) -> Iterator[Row | Malformed]:
+    return rows.read_rows(
+        _existing(config), Row, parquet=_is_parquet(config), max_row_bytes=MAX_ROW_BYTES, limits=limits
+    )
+
+
+def _is_dataset(config: DataConfig) -> bool:
+    if config.format == "auto":
+        return is_dataset(config.path)
+    return config.format == "datasets" and bool(config.path)
+
+
+def _existing(config: DataConfig) -> Path:
+    if not config.path:
+        raise DataError("data.path is not set; give --data FILE.jsonl, FILE.parquet, a saved data set or hf:NAME")
+    path = Path(config.path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; data.path must name a JSONL or Parquet file")
+    return path
+
+
+def _is_parquet(config: DataConfig) -> bool:
+    return rows.is_parquet(config.path) if config.format == "auto" else config.format == "parquet"
+
+
+HUB = "hf:"
+_COLUMNS = ("messages", "prompt", "truth", "answer", "id", "images", "metadata")
+_ENDS = 64  # rows at either end that the fingerprint reads
+_RowT = TypeVar("_RowT")
+
+
+def is_dataset(path: str) -> bool:
+    """By its look."""
+    return path.startswith(HUB) or any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def count_dataset(path: str) -> int:
+    """Rows, malformed ones included."""
+    return len(_open_dataset(path))
+
+
+def fingerprint_dataset(path: str) -> str:
+    """Identity of the contents: the number of rows, their columns, and the rows at the beginning and the end."""
+    data = _open_dataset(path)
+    ends = [*range(min(_ENDS, len(data))), *range(max(_ENDS, len(data) - _ENDS), len(data))]
+    with _readable(path):
+        rows = repr([data[at] for at in ends])
+    return sha256(f"{len(data)}:{data.features}:{rows}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
+
+
+def read_dataset(path: str, kind: type[_RowT], limits: Limits | None = None) -> Iterator[_RowT | Malformed]:
+    """The rows in their order; raises DataError where the file or an image in it is broken."""
+    for number, columns in enumerate(_dataset_rows(path), start=1):
+        try:
+            row = msgspec.convert(_mapped(columns), kind)
+            admit_row(row, limits or Limits())
+            yield row
+        except (msgspec.ValidationError, ValueError) as error:
+            yield Malformed(f"{path}: row {number}", f"malformed row: {error}")
+
+
+def _dataset_rows(path: str) -> Iterator[dict[str, Any]]:
+    with _readable(path):
+        yield from _open_dataset(path)
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # Arrow and the decoders of images have errors of many kinds
+        raise DataError(f"{path}: a row cannot be read with datasets ({error!r}); make the data set anew") from error
+
+
+def _mapped(columns: dict[str, Any]) -> dict[str, Any]:
+    tree = {name: value for name, value in columns.items() if value is not None}
+    prompt, answer = tree.pop("prompt", None), tree.pop("answer", None)
+    if prompt is not None:
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        tree.setdefault("messages", asked)
+    if answer is not None:
+        tree.setdefault("truth", answer)
+    return tree
+
+
+def _open_dataset(path: str) -> Any:
+    module = _datasets()
+    try:
+        data = _from_hub(module, path) if path.startswith(HUB) else module.load_from_disk(path)
+    except (OSError, ValueError, RuntimeError, module.exceptions.DatasetsError) as error:
+        raise DataError(f"{path}: cannot be read with datasets ({error}); {_USE}") from error
+    if isinstance(data, dict):
+        raise DataError(f"{path}: holds the splits {', '.join(data)}; name one: {path.rstrip('/')}/{next(iter(data))}")
+    kept = [name for name in _COLUMNS if name in data.column_names]
+    if not {"messages", "prompt"} & set(kept):
+        raise DataError(f"{path}: has neither `messages` nor `prompt`, but {', '.join(data.column_names)}; rename one")
+    return data.select_columns(kept)
+
+
+_USE = "give a directory made by save_to_disk, or hf:NAME[:CONFIG][:SPLIT] where the hub can be reached"
+
+
+def _from_hub(module: Any, path: str) -> Any:
+    name, *rest = path.removeprefix(HUB).split(":")
+    split = rest.pop() if rest else "train"
+    if not name or len(rest) > 1:
+        raise DataError(f"{path}: not the name of a data set; write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    return module.load_dataset(name, *rest, split=split)
+
+
+def _datasets() -> Any:
+    try:
+        return importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise DataError("data sets need Hugging Face datasets: pip install 'sluice[data]', or give JSONL") from error
+
+
+BEFORE_FIRST = "-1:-1"  # the cursor before the first row
+
+
+class SourceProgress:
+    """Owned by the one producer of a run."""
+
+    def __init__(self, role: Role) -> None:
+        self._client: Any = role.client
+        self._key, self._config = role.keys.source, role.config
+        self._malformed = 0
+
+    async def open(self, total: int, credit: Credit) -> str:
+        """Tie the run to its data, announce the total; returns the cursor of the last job."""
+        held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
+        data = fingerprint(self._config.data)
+        if note := refuse_other_source(self._config, held, data):
+            get_logger().warning(note, path=self._config.data.path)
+        limits = {  # for status pages
+            "max_in_flight": credit.max_in_flight,
+            "max_bytes": credit.max_bytes,
+            "per_version": credit.samples_per_version,
+            "staleness": credit.max_staleness,
+            "group": self._config.producer.group_size,
+        }
+        path = self._config.data.path
+        await self._set(data=data, path=path, total=total, exhausted=0, **limits)
+        return self._cursor(held.get(b"cursor", BEFORE_FIRST.encode()))
+
+    def _cursor(self, raw: bytes) -> str:
+        """Nobody knows where a damaged one was: rows are read from the first, and those that are known are skipped."""
+        if (place := read_cursor(raw)) is not None:
+            return f"{place[0]}:{place[1]}"
+        get_logger().warning(
+            "the stored position in the data is none; reading from the first row",
+            key=self._key,
+            cursor=shown(raw),
+            help="HSET that key's field cursor to EPOCH:ROW, both from 0, and start again to go on behind that row",
+        )
+        return BEFORE_FIRST
+
+    def skip(self, row: Malformed) -> None:
+        """Count a malformed row, or raise its DataError where the config says stop."""
+        if self._config.data.on_malformed == "stop":
+            raise row.error()
+        self._malformed += 1
+        get_logger().warning("row skipped", where=row.where, problem=row.problem)
+
+    def rewind(self) -> None:
+        """The rows are read again from the first one."""
+        self._malformed = 0
+
+    async def store_skipped(self) -> None:
+        """The count from the first row on, so that a restart counts no row twice."""
+        if self._malformed:
+            await self._set(malformed=self._malformed)
+
+    async def finish(self) -> None:
+        """Say that there is nothing more to come."""
+        await self._set(exhausted=1)
+
+    async def _set(self, **values: Any) -> None:
+        await cast("Awaitable[int]", self._client.hset(self._key, mapping=values))
+
+
+def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> str | None:
+    """Raise ConfigError when the run was begun on other data than now; what else is worth saying.
+
+    Other data under a known run name would be skipped in silence. `held` is what the broker has of the source, `data`
+    the fingerprint of the file.
+    """
+    run, path = config.run, config.data.path
+    name_it = "give this one a name of its own (--set run=NAME)"
+    if held.get(b"data", data.encode()) == data.encode():
+        return None
+    if held.get(b"exhausted") == b"1" or held.get(b"path") != path.encode():
+        raise ConfigError(f"run {run!r} was started on other data than {path}; {name_it}, or restore the file")
+    return "the data file has changed; its first rows are not read again"
+
+
+def look_at_rows(config: Config, patience_s: float) -> RowsFound:
+    """Read the rows of one epoch, for at most `patience_s`; raises DataError for a file that cannot be read."""
+    until = time.monotonic() + patience_s
+    total, read, malformed, first = count_rows(config.data), 0, 0, None
+    for row in read_rows(config.data, Limits.of_model(config.model.path)):
+        read += 1
+        if isinstance(row, Malformed):
+            malformed += 1
+            first = first or f"{row.where}: {row.problem}"
+        if time.monotonic() > until:
+            break
+    return RowsFound(rows=total, read=read, malformed=malformed, first_malformed=first)
+
+
+def look_at_source(config: Config, held: dict[bytes, bytes]) -> str:
+    """What there is to say of going on with `held`, the broker's note of the source; raises ConfigError, DataError."""
+    return refuse_other_source(config, held, fingerprint(config.data)) or "begun on these data"
