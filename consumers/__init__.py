@@ -1,0 +1,12 @@
+"""What happens to a result after the worker: reward, group, pack, train, and look back.
+
+    results ─▶ loop ─▶ groups ─▶ tasks (parse · match · target) ─▶ samples ─▶ pack ─▶ batches ─▶ training | handoff
+                │                                                                                  │
+                └──────────▶ history ◀─────────────────────────────────────────────────────────────┘
+                                └─▶ dashboard, export, audit
+
+- `loop`: the consumer process; `groups`, `samples`, `pack`: the steps that no task changes.
+- `tasks`: the contract of a task, the built-in ones, and how a config replaces their steps.
+- `training`, `handoff`: the built-in trainer, and what an outside one takes batches with.
+- `history`: what a run finished, on disk; `dashboard`, `export` and `audit` read it.
+"""

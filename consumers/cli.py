@@ -1,12 +1,14 @@
-"""`sluice consume`."""
+"""`sluice consume`, `audit`, `export` and `dashboard`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from pipeline.cli.options import ConfigPath, Overrides
+from pipeline.cli.options import ConfigPath, Json, Overrides
+from pipeline.terminal import say
 
 
 def consume(
@@ -23,7 +25,120 @@ def consume(
     """
     import asyncio
 
-    from consumers.role import consume as run
+    from consumers.loop import consume as run
     from pipeline.config import load_config
 
     asyncio.run(run(load_config(config, overrides), partition))
+
+
+def audit(
+    run: Annotated[str, Parameter(help="The run's directory, or its name under run_dir.")],
+    /,
+    *,
+    config: ConfigPath = None,
+    overrides: Overrides = (),
+    tolerance: Annotated[
+        float, Parameter(help="Nats that a logprob may be off; the default is for fp32 engines.")
+    ] = 1e-4,
+    steps: Annotated[str | None, Parameter(help="One step (7) or a range of them (3:10, 3: or :10).")] = None,
+    limit: Annotated[int | None, Parameter(help="Audit so many sequences, drawn at random.")] = None,
+    seed: Annotated[int, Parameter(help="Of that draw.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Recompute the stored logprobs of a run by plain forward passes, and say which tokens are right.
+
+    Advantages and masks are computed again too. Needs trainer.keep_rollouts and the weights of the versions; no broker.
+    Exit code 1 when a token or an advantage is wrong.
+
+    Example: `sluice audit .sluice/runs/default --limit 200`
+    """
+    from consumers.run_files import find_run, stored_config
+    from pipeline.config import load_config
+    from pipeline.errors import ConfigError
+
+    if not 0 < tolerance < float("inf"):
+        raise ConfigError(f"--tolerance must be above 0, got {tolerance}")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {limit}")
+    given = load_config(config, overrides)
+    directory = find_run(run, given)
+    settings = stored_config(directory, given, overrides)
+
+    from consumers.audit.audit import audit_run
+    from consumers.audit.report import print_report
+    from pipeline.json_out import print_json
+
+    found = audit_run(directory, settings, tolerance=tolerance, steps=steps, limit=limit, seed=seed)
+    if as_json:
+        print_json(found)
+    else:
+        print_report(found, may_be_half=settings.model.dtype != "float32")
+    return 1 if found.wrong or found.advantages.wrong else 0
+
+
+def export(
+    run: Annotated[
+        str | None, Parameter(help="The run's directory, or its name under run_dir; else the config's.")
+    ] = None,
+    /,
+    *,
+    to: Annotated[
+        Literal["jsonl", "parquet", "datasets", "trl"],
+        Parameter(help="datasets: for load_from_disk, all columns; trl: the same with input_ids and labels alone."),
+    ],
+    out: Annotated[Path, Parameter(help="The file or directory to write; it must not be there yet.")],
+    source: Annotated[
+        Literal["trained", "handed-on"],
+        Parameter(help="Sequences that a step trained on, or all that reached the trainer."),
+    ] = "trained",
+    config: ConfigPath = None,
+    overrides: Overrides = (),
+) -> None:
+    """Write a run's sequences for other programs: tokens, logprobs, versions, masks, rewards and what was trained.
+
+    Reads the run's history (history.enabled), else the rollouts that its trainer kept; no broker. May run while the
+    run goes on.
+
+    Example: `sluice export .sluice/runs/text --to parquet --out rollouts.parquet`
+
+    Example: `sluice export -c configs/text.yaml --to trl --out sft`
+    """
+    from consumers.run_files import find_run, stored_config
+    from pipeline.config import load_config
+
+    given = load_config(config, overrides)
+    directory = find_run(run or given.run, given)
+    settings = stored_config(directory, given, overrides)
+
+    from consumers.export import export_run
+
+    done = export_run(directory, to, out, source, settings.model.path)
+    say(f"{done.sequences} sequences in {out}")
+    if done.without_weight:
+        say(f"{done.without_weight} left out: no token of theirs has a cross-entropy weight")
+    if done.weighted:
+        say(f"{done.weighted} have weights other than 0 and 1; labels cannot say those: they count as 1")
+
+
+def dashboard(
+    *,
+    config: ConfigPath = None,
+    overrides: Overrides = (),
+    allow_actions: Annotated[
+        bool, Parameter(negative="", help="Dead letters can be replayed and dropped from the browser.")
+    ] = False,
+) -> None:
+    """Show a run in the browser: what it does, what it waits for, and every finished sequence.
+
+    `sluice up`, `run` and `demo` start one by themselves (dashboard.enabled); this is for a run of other hosts, or one
+    that is over. Without the environment variable SLUICE_DASHBOARD_KEY only this machine can look; with it, the key is
+    the password (any user name).
+
+    Example: `sluice dashboard -c configs/text.yaml --set dashboard.port=8091`
+    """
+    import asyncio
+
+    from consumers.dashboard.app import dashboard as serve
+    from pipeline.config import load_config
+
+    asyncio.run(serve(load_config(config, overrides), allow_actions=allow_actions))

@@ -8,6 +8,7 @@
 | the rest of a group      | workers, or a tombstone          |
 | a full batch             | further results, or the end of the source |
 
+- One process per partition of the results. It takes the first free one, or stands by until one falls free.
 - Every step up to hand_off is pure and repeatable; hand_off is one script call, fenced by the partition's owner.
 - A dropped group gives its credit back at once, not with the next batch.
 - What is finished is in the history before it is handed off.
@@ -18,20 +19,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
-from consumers.group import Assembler, Group
-from consumers.history.recorder import Recorder
-from consumers.history.store import FinishedJob
+from consumers.groups import Assembler, Group
+from consumers.history.recorder import FinishedJob, Recorder
 from consumers.pack import pack_rows
-from consumers.sampler import Sampler, letter
-from consumers.task import Task, TaskContext
+from consumers.samples import Sampler, letter
+from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.registry import check_options, load_task
+from consumers.tasks.task import Task, TaskContext
 from pipeline.broker.connection import is_cluster
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import Entry, hand_off, result_reader
-from pipeline.errors import MessageError, ResultsLost
+from pipeline.config.types import Config
+from pipeline.errors import ConfigError, MessageError, ResultsLost
 from pipeline.logs import get_logger
-from pipeline.run.role import Role
+from pipeline.run.role import Role, default_name, role_process
 from pipeline.status.snapshot import snapshot
 from pipeline.telemetry import training_metrics
 from pipeline.wire.codec import integer
@@ -225,3 +229,35 @@ class Consumer:
 
 def _batch_id(parts: Sequence[str]) -> str:
     return sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+async def consume(config: Config, partition: int | None) -> None:
+    """Run one partition's consumer; None takes the first free partition, standing by until there is one."""
+    if partition is not None and not 0 <= partition < config.consumer.count:
+        raise ConfigError(f"--partition {partition}: consumer.count is {config.consumer.count}; give 0 to count-1")
+    task = load_task(config.rollout_matching)
+    codec = HFTextCodec(Path(config.model.path))
+    context = TaskContext(codec=codec, options=config.rollout_matching, seed=config.seed, policy=config.policy)
+    check_options(task, context)
+    choices = range(config.consumer.count) if partition is None else [partition]
+    async with role_process(config, "consumer", default_name("consumer")) as role:
+        held = await _first_free(role, list(choices))
+        if held is None:
+            return
+        number, owner = held
+        role.spawn(owner.keep())
+        await Consumer(role, number, owner, task, context).run()
+        await owner.release()
+
+
+async def _first_free(role: Role, partitions: list[int]) -> tuple[int, Ownership] | None:
+    """The partition that this process now owns; None when asked to stop before one was free."""
+    owners = {number: Ownership(role.client, role.keys, f"consumer:{number}") for number in partitions}
+    while True:
+        for number, owner in owners.items():
+            if await owner.try_acquire():
+                role.status.waiting(None)
+                return number, owner
+        role.status.waiting("a partition of results; others hold them all")
+        if not await role.nap(0.5):
+            return None

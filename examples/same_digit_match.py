@@ -2,8 +2,8 @@
 
     sluice run -c configs/detection.yaml --set rollout_matching.match=examples.same_digit_match:match …
 
-Steps are plain functions (consumers/task.py). This one runs the built-in Hungarian match, then takes back the pairs
-whose label is wrong: a right box with the wrong name becomes a false positive and a missed truth.
+Steps are plain functions (consumers/tasks/task.py). This one runs the built-in Hungarian match, then takes back the
+pairs whose label is wrong: a right box with the wrong name becomes a false positive and a missed truth.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from consumers.detection.geometry import iou_matrix
-from consumers.detection.match import match as by_boxes
-from consumers.task import Matched, Parsed, TaskContext
+from consumers.tasks.detection.geometry import iou_matrix
+from consumers.tasks.detection.match import match as by_boxes
+from consumers.tasks.task import Matched, Parsed, TaskContext
 
 
 def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:

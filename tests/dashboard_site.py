@@ -17,15 +17,14 @@ from typing import Any
 
 import msgspec
 
-from consumers import exact_answer
-from consumers.codec import HFTextCodec
-from consumers.dashboard.app import make_app
-from consumers.dashboard.look import Look
-from consumers.dashboard.role import run_dashboard
+from consumers.dashboard.app import make_app, run_dashboard
+from consumers.dashboard.monitor import Look
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from consumers.loop import Consumer
-from consumers.task import Task, TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.task import Task, TaskContext
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, DashboardConfig
 from pipeline.queue import Credit, JobQueue

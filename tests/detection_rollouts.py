@@ -9,11 +9,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from consumers.codec import HFTextCodec, coord_token
-from consumers.detection.match import match
-from consumers.detection.parse import parse
-from consumers.detection.target import target
-from consumers.task import Matched, TaskContext
+from consumers.tasks.codec import HFTextCodec, coord_token
+from consumers.tasks.detection.match import match
+from consumers.tasks.detection.parse import parse
+from consumers.tasks.detection.target import target
+from consumers.tasks.task import Matched, TaskContext
 from pipeline.config.types import RolloutMatchingConfig
 from pipeline.wire.messages import SequenceResult, TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray

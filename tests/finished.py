@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from consumers.history.files import consumer_file
+from consumers.history.recorder import Finished, FinishedJob, HistoryStore
 from consumers.history.records import SequenceRow
-from consumers.history.store import Finished, FinishedJob, HistoryStore
 from tests.factories import sequence_result, training_sample
 
 

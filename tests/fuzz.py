@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from consumers import exact_answer
-from consumers.audit.run_files import trained_versions
-from consumers.group import Assembler
+from consumers.audit.stored import trained_versions
+from consumers.groups import Assembler
 from consumers.handoff.state import HandoffState, read_state, write_state
 from consumers.history.records import SequenceRow, pack, unpack
-from consumers.sampler import Sampler
-from consumers.task import Task, TaskContext
+from consumers.samples import Sampler
+from consumers.tasks import exact_answer
+from consumers.tasks.task import Task, TaskContext
 from consumers.training import checkpoint
 from consumers.training.ledger import StepLog, read_steps
 from consumers.training.rollouts import Rollouts as KeptRollouts

@@ -20,7 +20,7 @@ import msgspec
 from yarl import URL
 
 from consumers.dashboard.app import make_app
-from consumers.dashboard.look import Look
+from consumers.dashboard.monitor import Look
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import Config, GatewayConfig

@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
-from consumers import exact_answer
-from consumers.codec import HFTextCodec
 from consumers.loop import Consumer
-from consumers.task import Task, TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.task import Task, TaskContext
 from consumers.training.trainer import Trainer
 from pipeline.broker.connection import connect
 from pipeline.broker.ownership import Ownership

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from bench.operate.plan import Plan
-from consumers.codec import HFTextCodec
-from consumers.group import Group
+from consumers.groups import Group
 from consumers.history.recorder import Recorder
-from consumers.sampler import Sampler
-from consumers.task import TaskContext
-from consumers.tasks import load_task
+from consumers.samples import Sampler
+from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.registry import load_task
+from consumers.tasks.task import TaskContext
 from pipeline.config.types import Config
 from pipeline.errors import SluiceError
 from pipeline.queue import NO_LIMIT, JobQueue, job_id_for

@@ -20,9 +20,9 @@ from bench.proximal.plan import Sizes
 from bench.proximal.publisher import Publisher
 from bench.proximal.rollouts import rollouts
 from bench.proximal.versions import Variants
-from consumers import exact_answer
-from consumers.codec import HFTextCodec
-from consumers.task import TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.task import TaskContext
 from consumers.training.fill import Filler
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from consumers.codec import HFTextCodec
+from consumers.tasks.codec import HFTextCodec
 from pipeline.config import load_config
 from pipeline.config.types import Config
 from pipeline.errors import EngineError

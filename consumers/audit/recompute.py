@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,68 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from consumers.audit.report import listed
 from consumers.audit.stored import Stored
 from pipeline.config.types import ModelConfig
 from pipeline.errors import DataError, ModelError, WeightsError
+from pipeline.terminal import Console
 from pipeline.weights.versions import read_manifest, verify
 
 _ROWS = 256  # positions whose softmax is taken at a time: (rows, vocab) in fp32
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputed:
+    """A sequence's logprobs as recomputed, shape (tokens,); NaN where nothing was."""
+
+    behaviour: NDArray[np.float32]
+    proximal: NDArray[np.float32]
+
+    @classmethod
+    def empty(cls, tokens: int) -> Recomputed:
+        return cls(np.full(tokens, np.nan, dtype=np.float32), np.full(tokens, np.nan, dtype=np.float32))
+
+
+Pairs = list[tuple[Stored, Recomputed]]
+
+
+def recompute(root: Path, config: ModelConfig, pairs: Pairs, needed: list[int]) -> set[int]:
+    """Fill in every version that is there, one load each; returns those that are not."""
+    work: dict[int, Pairs] = {version: [] for version in needed}
+    for pair in pairs:
+        for version in pair[0].needed():
+            work[version].append(pair)
+    missing: set[int] = set()
+    with Meter(sum(map(len, work.values()))) as meter:
+        for version, its_pairs in work.items():
+            meter.doing(f"version {version}")
+            if not _recompute_version(root, version, config, its_pairs, meter):
+                missing.add(version)
+    if needed and len(missing) == len(needed):
+        raise WeightsError(
+            f"{root}: none of the versions that these rollouts need is there ({listed(needed)}); keep more of them "
+            "(weights.retention), or audit newer steps (--steps)"
+        )
+    return missing
+
+
+def _recompute_version(root: Path, version: int, config: ModelConfig, pairs: Pairs, meter: Meter) -> bool:
+    model = open_version(root, version, config)
+    if model is None:
+        meter.advance(len(pairs))
+        return False
+    for stored, again in pairs:
+        own = stored.versions == version
+        next_one = stored.scored & (stored.proximal_versions == version)
+        found = np.full(len(stored.token_ids), np.nan, dtype=np.float32)
+        positions = np.flatnonzero(own | next_one)
+        found[positions] = logprobs_of(model, stored, positions)
+        again.behaviour[own] = found[own]
+        again.proximal[next_one] = found[next_one]
+        meter.advance()
+    return True
 
 
 def open_version(root: Path, version: int, config: ModelConfig) -> Any | None:
@@ -101,3 +158,40 @@ def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:
             f"step {sequence.step}, {sequence.seq_id}: a token id is outside the model's vocabulary of {size}; "
             "are weights and rollouts of one run?"
         )
+
+
+_PLAIN_EVERY_S = 10.0
+
+
+class Meter:
+    """Use it with `with`; counts (sequence, version) pairs."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._doing = total, 0, ""
+        self._console = Console(stderr=True)
+        self._printed = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(
+            *columns, console=self._console, disable=not self._console.is_terminal, refresh_per_second=4
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Meter:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def doing(self, what: str) -> None:
+        """The next step of the work."""
+        self._doing = what
+        self._bar.update(self._task, description=what)
+
+    def advance(self, count: int = 1) -> None:
+        """So many pairs are done."""
+        self._done += count
+        self._bar.advance(self._task, count)
+        if self._bar.disable and time.monotonic() - self._printed >= _PLAIN_EVERY_S:
+            self._printed = time.monotonic()
+            self._console.print(f"{self._done}/{self._total} forward passes, {self._doing}", highlight=False)

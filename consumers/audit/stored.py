@@ -9,14 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.audit.run_files import step_bounds
+from consumers.run_files import METRICS
 from consumers.training.rollouts import read_rollouts
-from pipeline.errors import DataError
+from pipeline.decoding import read_json
+from pipeline.errors import ConfigError, DataError, MessageError
 from pipeline.wire.messages import TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs
 
@@ -118,3 +121,32 @@ def _ints(values: Runs, size: int, empty: int) -> NDArray[np.int32]:
 
 def _floats(values: FloatArray, size: int) -> NDArray[np.float32]:
     return np.array(values, dtype=np.float32) if len(values) else np.full(size, np.nan, dtype=np.float32)
+
+
+class _Step(msgspec.Struct):
+    step: int
+    version: int | None = None
+
+
+def trained_versions(directory: Path) -> dict[int, int]:
+    """The version of the weights that each step trained, by step; raises DataError for a damaged metrics.jsonl."""
+    file = directory / METRICS
+    if not file.is_file():
+        return {}
+    # A last line without its end is being written.
+    whole = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and line.strip()]
+    try:
+        steps = [read_json(line, _Step, f"line {number}") for number, line in enumerate(whole, 1)]
+    except MessageError as error:
+        raise DataError(f"{file}: cannot be read ({error}); delete the damaged lines to go on without them") from error
+    return {each.step: each.version for each in steps if each.version is not None}
+
+
+def step_bounds(steps: str | None) -> tuple[float, float]:
+    """`7`, `3:10`, `3:` or `:10`, both ends included; None: all. Raises ConfigError."""
+    first, colon, last = (steps or ":").partition(":")
+    try:
+        low = int(first) if first else 0
+        return low, (int(last) if last else inf) if colon else int(first)
+    except ValueError as error:
+        raise ConfigError(f"--steps {steps!r}: write one step (7) or a range of them (3:10, 3: or :10)") from error

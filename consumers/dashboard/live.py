@@ -1,4 +1,4 @@
-"""Fragments that browsers get as they change.
+"""Fragments that browsers get as they change: server-sent events of `GET /events?show=overview`.
 
     Look.next ─▶ rendered once, whoever listens ─▶ every stream that has not seen it
 
@@ -11,9 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from consumers.dashboard.look import Look
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from consumers.dashboard.formats import clock
+from consumers.dashboard.monitor import Look
 from consumers.dashboard.render import fragment
-from consumers.dashboard.words import clock
 
 MOST_STREAMS = 64
 _LIFE_S = 900.0
@@ -61,3 +65,33 @@ def add(name: str, template: str, values: Values = lambda look: {}) -> None:
 def event(name: str, text: str) -> str:
     """One server-sent event; a line of text is a line of data."""
     return f"event: {name}\n" + "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"
+
+
+router = APIRouter()
+
+
+class _Counted(StreamingResponse):
+    """Counts itself for exactly as long as it is open."""
+
+    def __init__(self, live: Live, names: list[str]) -> None:
+        super().__init__(live.stream(names), media_type="text/event-stream")
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._live.streams += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._live.streams -= 1
+
+
+@router.get("/events")
+async def events(request: Request, show: str = "overview") -> Response:
+    """503 where too many listen already."""
+    live: Live = request.app.state.live
+    names = [name for name in FRAGMENTS if name in show.split(",")]
+    if not names:
+        raise HTTPException(404, "There is no such live part.")
+    if live.streams >= MOST_STREAMS:
+        raise HTTPException(503, "Too many pages are open; this one is not updated.", {"Retry-After": "30"})
+    return _Counted(live, names)

@@ -1,4 +1,7 @@
-"""The overview: the flow with what each stage does or waits for, what stands still and what to do, and the numbers."""
+"""The overview: the flow with what each stage does or waits for, what stands still and what to do, and the numbers.
+
+The same numbers for Prometheus: `/metrics`, and `/metrics/targets` with where the run's processes serve theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from consumers.dashboard import live
-from consumers.dashboard.look import Look, look_of
+from consumers.dashboard.formats import NOTHING, figure, rate, span
+from consumers.dashboard.monitor import Look, look_of
 from consumers.dashboard.render import render
-from consumers.dashboard.words import NOTHING, figure, rate, span
 from pipeline.status.snapshot import Snapshot
 from pipeline.status.stages import Stage
 from pipeline.status.text import guard_counts
+from pipeline.telemetry import run_metrics
+from pipeline.telemetry.families import CONTENT_TYPE
 
 router = APIRouter()
 _SERIES = (
@@ -147,3 +153,15 @@ live.add("overview", "overview_live.html.j2", _parts)
 live.add("heard", "heard.html.j2", _stalls)
 live.add("stalls", "stalls.html.j2", _stalls)
 live.add("metrics", "metrics.html.j2", _metrics)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Run-level numbers of the newest look."""
+    return Response(run_metrics.run_page(look_of(request).newest), media_type=CONTENT_TYPE)
+
+
+@router.get("/metrics/targets")
+async def targets(request: Request) -> Response:
+    """Prometheus' HTTP service discovery."""
+    return JSONResponse(run_metrics.targets(look_of(request).newest))

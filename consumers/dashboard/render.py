@@ -1,22 +1,31 @@
 """Templates → answers. `render(request, "jobs.html.j2", rows=rows)` is all that a page needs.
 
 - Autoescape is on and a name that is not given is an error.
-- Every page has: `look`, `now` (the newest Snapshot), `run`, `path`, `allow_actions`, and the filters of `words.py`.
+- Every page has: `look`, `now` (the newest Snapshot), `run`, `path`, `allow_actions`, and the filters of `formats.py`.
+- Errors become pages that help; to htmx and to programs they are short. What was sent is never repeated without being
+  escaped and cut, and no traceback reaches a browser.
 """
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from consumers.dashboard import words
-from consumers.dashboard.look import Look, look_of
+from consumers.dashboard import formats
+from consumers.dashboard.monitor import Look, look_of
+from pipeline.errors import BrokerError, SluiceError
+from pipeline.http.errors import problem_response
+from pipeline.logs import get_logger
 from pipeline.status.text import condition
 
 HERE = Path(__file__).parent
@@ -55,7 +64,7 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(words.FILTERS)
+    made.filters.update(formats.FILTERS)
     made.globals.update(asset=asset, navigation=NAVIGATION)
     return made
 
@@ -64,3 +73,65 @@ def templates() -> Environment:
 def asset(name: str) -> str:
     """The address of a static file; it changes with the file, so browsers may keep it."""
     return f"/static/{name}?v={sha256((STATIC / name).read_bytes()).hexdigest()[:12]}"
+
+
+MOST_ID = 512  # characters
+MOST_CHARS = 300
+MOST_CURSOR = 4000
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+_TITLES = {400: "That cannot be read", 403: "Not allowed", 404: "Not here", 405: "Not allowed", 503: "Not now"}
+_AWAY = "The broker does not answer. The overview shows what was seen last; `sluice doctor` looks for the reason."
+
+
+def clean(text: str) -> str:
+    """Without control characters, which no id may have, and not too long."""
+    return _CONTROL.sub("", text).strip()[:MOST_CHARS].strip()
+
+
+def checked_id(text: str) -> str:
+    """An id from an address; 404 for what can be none."""
+    if not text or len(text) > MOST_ID or any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+        raise HTTPException(404, "No id looks like this one: it is empty, too long, or has control characters.")
+    return text
+
+
+def add_problem_pages(app: FastAPI) -> None:
+    """Every error of a route becomes a page."""
+
+    async def http(request: Request, error: Any) -> Response:
+        says = error.detail if error.detail != "Not Found" else "There is no such page."
+        return problem_page(request, error.status_code, str(says), dict(error.headers or {}))
+
+    async def schema(request: Request, error: Any) -> Response:
+        where = ", ".join(sorted({str(part["loc"][-1]) for part in error.errors()}))
+        return problem_page(request, 400, f"The address has values that cannot be read: {where}.")
+
+    async def away(request: Request, error: Any) -> Response:
+        return problem_page(request, 503, _AWAY)
+
+    async def refused(request: Request, error: Any) -> Response:
+        return problem_page(request, 400, str(error))
+
+    async def broken(request: Request, error: Any) -> Response:
+        get_logger().error("a page failed", path=request.url.path, error=repr(error))
+        return problem_page(request, 500, "This page failed; the dashboard's log has the reason.")
+
+    app.exception_handler(StarletteHTTPException)(http)
+    app.exception_handler(RequestValidationError)(schema)
+    for kind in (BrokerError, RedisError, OSError, TimeoutError):
+        app.exception_handler(kind)(away)
+    app.exception_handler(SluiceError)(refused)
+    app.exception_handler(Exception)(broken)
+
+
+def problem_page(request: Request, status: int, says: str, headers: dict[str, str] | None = None) -> Response:
+    """The page, or what fits the one who asked."""
+    if "HX-Request" in request.headers:
+        answer = render(request, "problem_fragment.html.j2", status, says=says)
+    elif "text/html" in request.headers.get("Accept", "*/*") or "*/*" in request.headers.get("Accept", "*/*"):
+        title = _TITLES.get(status, "That went wrong")
+        answer: Response = render(request, "problem.html.j2", status, title=title, says=says, code=status)
+    else:
+        return problem_response(status, says, headers=headers)
+    answer.headers.update(headers or {})
+    return answer

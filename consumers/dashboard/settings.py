@@ -10,7 +10,7 @@ import msgspec
 import yaml
 from fastapi import APIRouter, Request, Response
 
-from consumers.dashboard.look import look_of
+from consumers.dashboard.monitor import look_of
 from consumers.dashboard.render import render
 from pipeline.config import Config, resolved_yaml
 from pipeline.config.load import hide_password

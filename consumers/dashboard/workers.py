@@ -1,15 +1,23 @@
-"""Every process of the run: alive or not, what it waits for, and what it says of itself."""
+"""Every process of the run: alive or not, what it waits for, and what it says of itself.
+
+And the published weight versions: what they are, whether they are still on disk, and which workers serve them.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, Request, Response
 
 from consumers.dashboard import live
-from consumers.dashboard.look import Look, look_of
+from consumers.dashboard.monitor import Look, look_of
 from consumers.dashboard.render import render
+from pipeline.errors import MessageError
 from pipeline.status.snapshot import Process
+from pipeline.wire.messages import WeightVersion, decode
 
 router = APIRouter()
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer", "dashboard")
@@ -69,3 +77,62 @@ def _place(role: str) -> int:
 
 
 live.add("workers", "workers_live.html.j2", _parts)
+
+
+_SHOWN = 24
+_DIGEST = b":digest"
+
+
+class Version(NamedTuple):
+    """One registered version; `manifest` and `num_bytes` are None once it is retired."""
+
+    number: int
+    digest: str
+    manifest: WeightVersion | None
+    num_bytes: int | None
+    served_by: list[str]
+
+
+@router.get("/weights")
+async def weights(request: Request) -> Response:
+    """The newest `_SHOWN` versions."""
+    look = look_of(request)
+    table = await look.ask(cast(Any, look.client).hgetall(look.keys.versions))
+    versions = await asyncio.to_thread(_versions, look, table)
+    parts = {"versions": versions[:_SHOWN], "total": len(versions), "retention": look.config.weights.retention}
+    return render(request, "weights.html.j2", **parts)
+
+
+def _versions(look: Look, table: dict[bytes, bytes]) -> list[Version]:
+    """Newest first; sizes of the shown ones alone are looked up."""
+    served: dict[int, list[str]] = defaultdict(list)
+    for row in look.newest.alive("worker"):
+        if isinstance(number := row.facts.get("version"), int):
+            served[number].append(row.name)
+    names = {key.removesuffix(_DIGEST) for key in table}
+    numbers = sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    return [_version(number, table, served[number], with_size=at < _SHOWN) for at, number in enumerate(numbers)]
+
+
+def _version(number: int, table: dict[bytes, bytes], served_by: list[str], *, with_size: bool) -> Version:
+    name = str(number).encode()
+    manifest = _manifest(table.get(name))
+    digest = table.get(name + _DIGEST, b"").decode() or (manifest.digest if manifest else "")
+    num_bytes = bytes_of(Path(manifest.path)) if manifest and with_size else None
+    return Version(number, digest, manifest, num_bytes, served_by)
+
+
+def _manifest(raw: bytes | None) -> WeightVersion | None:
+    try:
+        return None if raw is None else decode(WeightVersion, raw)
+    except MessageError:  # of a newer release: its digest is still shown
+        return None
+
+
+def bytes_of(directory: Path) -> int | None:
+    """Of the safetensors files; None where there are none here."""
+    try:
+        sizes = [file.stat().st_size for file in directory.glob("*.safetensors")]
+    except OSError:
+        return None
+    return sum(sizes) if sizes else None

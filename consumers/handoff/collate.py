@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from consumers.pack import IGNORED
-from consumers.sampler import blind
+from consumers.samples import blind
 from consumers.training.proximal import proximal_of
 from pipeline.errors import TaskError
 from pipeline.wire.messages import TrainingSample

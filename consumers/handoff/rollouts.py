@@ -21,10 +21,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from consumers.codec import HFTextCodec
 from consumers.handoff.collate import Batch, tensors_of
 from consumers.handoff.staging import probe_of, stage
 from consumers.handoff.thread import SessionThread
+from consumers.tasks.codec import HFTextCodec
 from consumers.training.forward import Layout, TrainerForward
 from consumers.training.model import probe_tokens
 from pipeline.config import Config, load_config

@@ -1,24 +1,32 @@
 """All history files of a run as one, newest first. Blocking: call it in a thread.
 
 - Safe while the files are written: a page neither repeats nor leaves out what was there when the first one was read,
-  but what is pruned meanwhile.
-- Files that are not there yet count as empty; DataError for one that cannot be read, or is of another schema.
+  but what is pruned meanwhile. Its cursor says for each file the number below which the next page begins.
+- Files that are not there yet count as empty; DataError for one that cannot be read, or is of another schema. A file
+  that was replaced by another one of its name is opened anew.
+- One reader may be used from several threads: a lock lets one query through at a time.
 """
 
 from __future__ import annotations
 
 import heapq
+import sqlite3
+import threading
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from consumers.history.opened import Files
-from consumers.history.queries import Cursor, conditions, distinct
-from consumers.history.records import STATES, JobRow, Page, SequenceDetail, SequenceFilter, SequenceRow, unpack
+import msgspec
+
+from consumers.history.files import TRAINER, open_for_reading
+from consumers.history.records import STATES, JobRow, Page, SequenceDetail, SequenceFilter, SequenceRow, Trained, unpack
 from pipeline.errors import DataError, MessageError
 from pipeline.queue.live_jobs import parse_log
-from pipeline.wire.codec import Unreadable
+from pipeline.wire.codec import T, Unreadable
+from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, decode
 
 _STORED = "details.row, details.result, details.sample, details.letter"
 _JOB = "job_id, task, group_size, enqueued_at, at, attempts, handed_on, dropped, dead"
@@ -134,3 +142,151 @@ def _job(row: Sequence[Any]) -> JobRow:
         states=states,
         events=parse_log(rest[3]) if len(rest) > 3 else [],
     )
+
+
+_END = 1 << 62
+
+
+def conditions(wanted: SequenceFilter) -> tuple[str, list[Any]]:
+    """`and …` over the table `sequences`, and its arguments."""
+    text, args = "", list[Any]()
+    # What no index finds goes through the whole table; by way of an index that takes several times as long.
+    plus = "+" if wanted.version is not None or wanted.search else ""
+    if wanted.job_id:
+        text, args = f"{text} and job_id = ?", [*args, wanted.job_id]
+    for name in ("state", "finish_reason", "worker", "task"):
+        if value := getattr(wanted, name):
+            text, args = f"{text} and {plus}{name} = ?", [*args, value]
+    if wanted.triggered is not None:
+        text, args = f"{text} and {plus}triggered = ?", [*args, int(wanted.triggered)]
+    if wanted.version is not None:
+        text, args = f"{text} and version_min <= ? and version_max >= ?", [*args, wanted.version, wanted.version]
+    if wanted.search:
+        text, args = f"{text} and instr(seq_id, ?) > 0", [*args, wanted.search]
+    return text, args
+
+
+def distinct(column: str) -> str:
+    """All values of an indexed column of `sequences`, one look into the index each."""
+    return (
+        f"with recursive seen(value) as (select min({column}) from sequences union all"
+        f" select (select min({column}) from sequences where {column} > seen.value) from seen"
+        " where seen.value is not null) select value from seen where value is not null and value <> ''"
+    )
+
+
+class Cursor:
+    """Per file the number below which to go on."""
+
+    def __init__(self, text: str = "") -> None:
+        self._below: dict[str, int] = {}
+        for part in text.split(".") if text else ():
+            name, _, number = part.rpartition("_")
+            if not number.isdecimal() or len(number) > 18:
+                raise DataError(f"{text[:80]!r} is no place in a list; begin at the first page")
+            self._below[name] = int(number)
+
+    def below(self, file: str) -> int:
+        """Of a file that the page before did not know: nothing."""
+        return self._below.get(file, 0 if self._below else _END)
+
+    def after(self, files: Mapping[str, Sequence[int]], taken: Mapping[str, int]) -> str:
+        """The cursor behind a page: `files` as (newest first) numbers that were found, `taken` how many were used."""
+        below = dict(self._below)
+        for name, numbers in files.items():
+            if used := taken.get(name, 0):
+                below[name] = numbers[used - 1]
+            else:  # what comes into an empty one meanwhile is newer than this page
+                below[name] = numbers[0] + 1 if numbers else 0
+        return ".".join(f"{name}_{number}" for name, number in sorted(below.items()))
+
+
+class Files:
+    """The open files of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[Path, tuple[int, sqlite3.Connection]] = {}
+        self._one_at_a_time = threading.Lock()
+
+    def close(self) -> None:
+        """Close them all."""
+        with self._one_at_a_time:
+            while self._open:
+                self._open.popitem()[1][1].close()
+
+    def consumers(self) -> list[str]:
+        """The names of what is there now."""
+        return sorted(path.name for path in self._directory.glob("consumer-*.sqlite"))
+
+    def ask(self, name: str, sql: str, args: Sequence[Any] = ()) -> list[Any]:
+        """The rows; none of a file that is not there yet. Raises DataError for one that cannot be read."""
+        path = self._directory / name
+        with self._one_at_a_time, reading(path):
+            db = self._opened(path)
+            return [] if db is None else db.execute(sql, args).fetchall()
+
+    def _opened(self, path: Path) -> sqlite3.Connection | None:
+        try:
+            inode = path.stat().st_ino
+        except FileNotFoundError:
+            inode = None
+        held = self._open.get(path)
+        if held is not None and held[0] == inode:
+            return held[1]
+        if held is not None:
+            del self._open[path]
+            held[1].close()
+        db = None if inode is None else open_for_reading(path)
+        if db is not None and inode is not None:
+            self._open[path] = inode, db
+        return db
+
+    def with_trained(self, rows: Sequence[SequenceRow]) -> list[SequenceRow]:
+        """The rows with the step of each, as far as the trainer has recorded one."""
+        marks = ",".join("?" * len(rows))
+        sql = f"select seq_id, step, state from trained where seq_id in ({marks})"
+        known = {seq_id: (step, state) for seq_id, step, state in self.ask(TRAINER, sql, [row.seq_id for row in rows])}
+        return [
+            msgspec.structs.replace(row, step=known[row.seq_id][0], trained=known[row.seq_id][1])
+            if row.seq_id in known
+            else row
+            for row in rows
+        ]
+
+    def details(self, name: str, found: Sequence[Any]) -> list[SequenceDetail]:
+        """Whole sequences of rows (row, result, sample, letter) as stored in that file."""
+        path = self._directory / name
+        with reading(path):
+            rows = self.with_trained([unpack(SequenceRow, row[0]) for row in found])
+            trained = self.trained([row.seq_id for row in rows])
+            return [
+                SequenceDetail(
+                    row=row,
+                    result=_whole(SequenceResult, result),
+                    sample=_whole(TrainingSample, sample),
+                    letter=_whole(DeadLetter, letter),
+                    trained=trained.get(row.seq_id),
+                )
+                for row, (_, result, sample, letter) in zip(rows, found, strict=True)
+            ]
+
+    def trained(self, seq_ids: Sequence[str]) -> dict[str, Trained]:
+        marks = ",".join("?" * len(seq_ids))
+        found = self.ask(TRAINER, f"select seq_id, trained from trained where seq_id in ({marks})", seq_ids)
+        return {seq_id: unpack(Trained, zlib.decompress(raw)) for seq_id, raw in found}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Names the file in whatever goes wrong."""
+    try:
+        yield
+    except (sqlite3.Error, zlib.error, msgspec.MsgspecError, MessageError) as error:
+        raise DataError(
+            f"{path}: cannot be read as a history ({error}); try again if it is busy, delete it if it is damaged"
+        ) from error
+
+
+def _whole(kind: type[T], raw: bytes | None) -> T | None:
+    return None if raw is None else decode(kind, zlib.decompress(raw))

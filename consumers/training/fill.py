@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from consumers.sampler import letter
+from consumers.samples import letter
 from consumers.training.proximal import Filled, Plan, fill, plan, score_jobs, scores_by_place
 from consumers.training.proximal_counts import Counts
 from pipeline.logs import get_logger

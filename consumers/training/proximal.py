@@ -31,7 +31,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from consumers.segments import LeftOut
+from consumers.tasks.segments import LeftOut
 from consumers.training.proximal_counts import Counts
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from consumers.codec import HFTextCodec
+from consumers.tasks.codec import HFTextCodec
 from consumers.training.distributed import Shard, sharding
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep

@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from consumers.history.recorder import TrainedRecorder
-from consumers.sampler import HAS_IMAGES, blind, letter
+from consumers.samples import HAS_IMAGES, blind, letter
 from consumers.training import checkpoint
 from consumers.training.fill import Filler
 from consumers.training.ledger import StepLog

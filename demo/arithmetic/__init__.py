@@ -1,6 +1,6 @@
 """Sums with a chain of steps: a reward decides, and the policy learns from groups of its own answers.
 
-    problems ──▶ data (JSONL: id, messages, truth) ──▶ consumers.exact_answer: reward 1 or 0
+    problems ──▶ data (JSONL: id, messages, truth) ──▶ exact_answer: reward 1 or 0
         └──────▶ warm_start ──▶ model directory (transformers, vLLM)
     answers of any engine ──▶ evaluate.accuracy
 

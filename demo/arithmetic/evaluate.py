@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from consumers.exact_answer import extract, read_answer
+from consumers.tasks.exact_answer import extract, read_answer
 from demo.arithmetic.data import truth_of
 from demo.arithmetic.problems import Problem
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumers.exact_answer import extract, read_answer
+from consumers.tasks.exact_answer import extract, read_answer
 from demo.tools.data import messages_of, truth_of
 from demo.tools.problems import Problem
 from pipeline.config.types import RolloutServerConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from consumers import exact_answer
-from consumers.task import Matched, TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.task import Matched, TaskContext
 from pipeline.wire.messages import TrainingSample
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consumers.rollout import rollout_metrics
+from consumers.tasks.rollout import rollout_metrics
 from pipeline.config import load_config
 from pipeline.config.types import ModelConfig, RolloutMatchingConfig, WorkerConfig
 from pipeline.errors import ConfigError, RequestError

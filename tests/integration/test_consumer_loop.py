@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from consumers import exact_answer
 from consumers.loop import Consumer
-from consumers.task import Task, TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.task import Task, TaskContext
 from pipeline.broker.connection import Scripts
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from consumers.dashboard.app import make_app
-from consumers.dashboard.look import Look
+from consumers.dashboard.monitor import Look
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from pipeline.broker.connection import Scripts

@@ -11,8 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from consumers.history.files import history_directory
-from consumers.history.opened import Files
-from consumers.history.reader import HistoryReader
+from consumers.history.reader import Files, HistoryReader
 from consumers.history.records import SequenceFilter, SequenceRow
 from consumers.loop import Consumer
 from pipeline.broker.ownership import Ownership

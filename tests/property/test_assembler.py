@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.group import Assembler, Group
+from consumers.groups import Assembler, Group
 from pipeline.wire.messages import DeadLetter, SequenceResult
 from tests.factories import sequence_result
 

@@ -8,15 +8,13 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.detection.geometry import Geometry
-from consumers.detection.labels import Edit
-from consumers.detection.layout import draft
-from consumers.detection.objects import ParsedObject
-from consumers.detection.parse import parse
-from consumers.detection.truth import Truth
-from consumers.segments import Segment
-from consumers.spans import covering
-from consumers.task import Matched
+from consumers.tasks.codec import covering
+from consumers.tasks.detection.geometry import Geometry
+from consumers.tasks.detection.parse import ParsedObject, parse
+from consumers.tasks.detection.target import Edit, draft
+from consumers.tasks.detection.truth import Truth
+from consumers.tasks.segments import Segment
+from consumers.tasks.task import Matched
 from pipeline.wire.messages import TrainingSample
 from tests.detection_rollouts import (
     JUNK,

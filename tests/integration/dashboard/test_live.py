@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from consumers.dashboard.app import make_app
 from consumers.dashboard.live import MOST_STREAMS
-from consumers.dashboard.look import Look
+from consumers.dashboard.monitor import Look
 from pipeline.broker import connection as broker
 from pipeline.config.types import BrokerConfig
 from tests.dashboard_site import Site

@@ -15,13 +15,13 @@ from PIL import Image
 from redis.asyncio import Redis
 
 from consumers.dashboard.app import make_app
-from consumers.dashboard.look import Look
-from consumers.group import Group
+from consumers.dashboard.monitor import Look
+from consumers.groups import Group
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from consumers.history.recorder import Recorder, TrainedRecorder
-from consumers.sampler import Sampler
-from consumers.tasks import load_task
+from consumers.samples import Sampler
+from consumers.tasks.registry import load_task
 from pipeline.config.types import BrokerConfig, Config, DataConfig, ModelConfig, RolloutMatchingConfig
 from pipeline.queue import Credit, JobQueue
 from pipeline.run.provenance import store

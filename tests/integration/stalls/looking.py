@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from consumers import exact_answer
 from consumers.loop import Consumer
-from consumers.task import Task, TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.task import Task, TaskContext
 from pipeline.broker.connection import Scripts
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatchingConfig

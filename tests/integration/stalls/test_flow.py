@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.task import Task
+from consumers.tasks.task import Task
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig
 from pipeline.status.inspection import inspect

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from redis.exceptions import OutOfMemoryError
 
-from consumers.task import Task
+from consumers.tasks.task import Task
 from consumers.training.trainer import Trainer
 from pipeline.broker import connection
 from pipeline.broker.ownership import Ownership

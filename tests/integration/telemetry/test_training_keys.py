@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from consumers.codec import HFTextCodec
-from consumers.group import Assembler
-from consumers.sampler import Sampler
-from consumers.task import TaskContext
-from consumers.tasks import load_task
+from consumers.groups import Assembler
+from consumers.samples import Sampler
+from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.registry import load_task
+from consumers.tasks.task import TaskContext
 from consumers.training.ledger import read_steps
 from consumers.training.trackers import Trackers
 from consumers.training.trainer import Trainer

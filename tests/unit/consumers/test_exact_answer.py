@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from consumers.segments import Segment
-from consumers.task import TaskContext
-from consumers.tasks import load_task
+from consumers.tasks.registry import load_task
+from consumers.tasks.segments import Segment
+from consumers.tasks.task import TaskContext
 from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
 from pipeline.errors import TaskError
 from pipeline.telemetry.training_metrics import reduce

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from consumers.detection.labels import Edit, Sampled, truth_labels
-from consumers.detection.target import token_segments
-from consumers.segments import Segment
+from consumers.tasks.detection.target import Edit, Sampled, token_segments, truth_labels
+from consumers.tasks.segments import Segment
 
 
 class PiecesCodec:

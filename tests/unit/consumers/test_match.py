@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.detection.geometry import Box, iou_matrix
-from consumers.detection.match import assign, candidates
+from consumers.tasks.detection.geometry import Box, iou_matrix
+from consumers.tasks.detection.match import assign, candidates
 from pipeline.config.types import RolloutMatchingConfig
 from pipeline.errors import TaskError
 from tests.detection_rollouts import answer, context, obj, run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from consumers.detection.parse import parse
-from consumers.task import Parsed
+from consumers.tasks.detection.parse import parse
+from consumers.tasks.task import Parsed
 from pipeline.telemetry.training_metrics import DROP_REASONS, check_keys
 from tests.detection_rollouts import answer, context, obj, rollout, tokens_anyhow
 from tests.tiny_tokenizer import tiny_codec

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from consumers.segments import LeftOut
+from consumers.tasks.segments import LeftOut
 from consumers.training.proximal import Filled, fill, plan, score_jobs, scores_by_place
 from consumers.training.proximal_counts import Counts
 from pipeline.config.types import PolicyConfig

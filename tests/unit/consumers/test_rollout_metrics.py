@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from consumers.rollout import rollout_metrics
+from consumers.tasks.rollout import rollout_metrics
 from pipeline.config.types import RolloutMatchingConfig
 from pipeline.telemetry.training_metrics import reduce
 from pipeline.wire.messages import SamplingParams, SequenceResult

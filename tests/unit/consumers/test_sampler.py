@@ -8,10 +8,10 @@ from math import inf, nan
 import pytest
 from msgspec import structs
 
-from consumers import exact_answer
-from consumers.group import Group
-from consumers.sampler import Sampler
-from consumers.task import Matched, Parsed, Task, TaskContext
+from consumers.groups import Group
+from consumers.samples import Sampler
+from consumers.tasks import exact_answer
+from consumers.tasks.task import Matched, Parsed, Task, TaskContext
 from pipeline.config.types import ConsumerConfig, PolicyConfig, RolloutMatchingConfig
 from pipeline.wire.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from consumers.spans import answer_ids, last_turn
+from consumers.tasks.rollout import answer_ids, last_turn
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from consumers.detection.layout import truth_only
-from consumers.detection.target import check_options
-from consumers.segments import Segment
+from consumers.tasks.detection.target import check_options, truth_only
+from consumers.tasks.segments import Segment
 from pipeline.errors import ConfigError, TaskError
 from pipeline.telemetry.training_metrics import reduce
 from pipeline.wire.messages import TrainingSample
@@ -126,7 +125,7 @@ def test_truth_only_samples_are_a_fixed_share() -> None:
 
 
 def test_turns_before_the_last_one_are_its_prompt() -> None:
-    from consumers.detection import match, parse, target
+    from consumers.tasks.detection import match, parse, target
 
     codec, ctx = tiny_codec(), context(tiny_codec())
     ids, before = codec.encode(answer(TRUTHS[:1], codec)), codec.encode("look at it<|im_end|>tool: done<|im_end|>")

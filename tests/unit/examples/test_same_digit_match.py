@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from consumers.detection.parse import parse
-from consumers.detection.target import target
-from consumers.tasks import load_task
+from consumers.tasks.detection.parse import parse
+from consumers.tasks.detection.target import target
+from consumers.tasks.registry import load_task
 from pipeline.config import load_config
 from tests.detection_rollouts import answer, context, obj, rollout
 from tests.tiny_tokenizer import tiny_codec

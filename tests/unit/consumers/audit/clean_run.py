@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from consumers import exact_answer
-from consumers.group import Group
+from consumers.groups import Group
 from consumers.history.recorder import Recorder
-from consumers.sampler import Sampler
-from consumers.task import Matched, Task, TaskContext
+from consumers.samples import Sampler
+from consumers.tasks import exact_answer
+from consumers.tasks.task import Matched, Task, TaskContext
 from consumers.training.ledger import StepLog
 from consumers.training.proximal import fill, plan, score_jobs, scores_by_place
 from consumers.training.rollouts import Rollouts

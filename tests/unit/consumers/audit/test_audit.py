@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from consumers.audit.audit import audit_run
 from consumers.audit.report import Report
-from consumers.audit.run import audit_run
-from consumers.segments import LeftOut
+from consumers.tasks.segments import LeftOut
 from pipeline.config.types import Config, ModelConfig
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change, write_rollouts, write_weights
 

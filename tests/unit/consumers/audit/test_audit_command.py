@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.segments import LeftOut
+from consumers.tasks.segments import LeftOut
 from pipeline.cli import main as cli
 from pipeline.wire.messages import TrainingBatch, decode, encode
 from pipeline.wire.tokens import Runs

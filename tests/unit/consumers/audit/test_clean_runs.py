@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers import exact_answer
+from consumers.audit.audit import audit_run
 from consumers.audit.report import Report
-from consumers.audit.run import audit_run
-from consumers.task import Matched, TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.task import Matched, TaskContext
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import DataError
 from pipeline.wire.messages import ImageRef, TrainingBatch, TrainingSample, decode, encode

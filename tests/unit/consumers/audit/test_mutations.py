@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from consumers.audit.audit import audit_run
 from consumers.audit.report import FaultKind, Report
-from consumers.audit.run import audit_run
-from consumers.segments import LeftOut
+from consumers.tasks.segments import LeftOut
 from pipeline.config.types import Config, PolicyConfig
 from pipeline.weights.versions import write_version
 from pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode, encode

@@ -14,14 +14,12 @@ import pytest
 from fastapi import HTTPException
 from redis.asyncio import Redis
 
-from consumers.dashboard import words
-from consumers.dashboard.actions import in_time
+from consumers.dashboard import formats
 from consumers.dashboard.app import make_app
-from consumers.dashboard.letters import Reasons
+from consumers.dashboard.dead_letters import Reasons, in_time
 from consumers.dashboard.live import Live, event
-from consumers.dashboard.look import Look
+from consumers.dashboard.monitor import Look, ProcessRates
 from consumers.dashboard.overview import points
-from consumers.dashboard.process_rates import ProcessRates
 from consumers.dashboard.render import fragment
 from consumers.dashboard.settings import settings
 from consumers.history.reader import HistoryReader
@@ -37,7 +35,7 @@ from pipeline.wire.messages import DeadLetter
     [(0, "0"), (3.0, "3"), (1234567.0, "1,234,567"), (0.25, "0.25"), (1.5e-7, "1.5e-07"), (12345.6, "12,346")],
 )
 def test_a_metric_is_short(value: float, shown: str) -> None:
-    assert words.figure(value) == shown
+    assert formats.figure(value) == shown
 
 
 @pytest.mark.parametrize(
@@ -45,23 +43,23 @@ def test_a_metric_is_short(value: float, shown: str) -> None:
     [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5e15, "4547.5 TiB")],
 )
 def test_bytes_have_a_unit(value: float | None, shown: str) -> None:
-    assert words.size(value) == shown
+    assert formats.size(value) == shown
 
 
 def test_a_sentence_begins_with_a_capital_unless_it_begins_with_a_name() -> None:
-    assert words.sentence("no worker is alive, start `sluice worker`") == [
+    assert formats.sentence("no worker is alive, start `sluice worker`") == [
         "No worker is alive, start ",
         "sluice worker",
         ".",
     ]
-    assert words.sentence("worker-0 is at work.") == ["worker-0 is at work."]
+    assert formats.sentence("worker-0 is at work.") == ["worker-0 is at work."]
 
 
 def test_a_long_sentence_keeps_its_first_part_and_since_when() -> None:
     long = "the credit is used up; " + "x" * 130
-    assert words.brief(long) == "the credit is used up"
-    assert words.brief(long + " (for 3 s)") == "the credit is used up (for 3 s)"
-    assert words.brief("a; b") == "a; b"
+    assert formats.brief(long) == "the credit is used up"
+    assert formats.brief(long + " (for 3 s)") == "the credit is used up (for 3 s)"
+    assert formats.brief("a; b") == "a; b"
 
 
 def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.jobs_timeline import WIDTH, bars, spans
+from consumers.dashboard.jobs import WIDTH, bars, spans
 from pipeline.queue.live_jobs import EventKind, JobEvent
 
 KINDS: tuple[EventKind, ...] = ("enqueued", "claimed", "handed_back", "lost", "ended")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from consumers.dashboard.run_config import RunConfig
+from consumers.dashboard.monitor import RunConfig
 from pipeline.config.types import Config, ProducerConfig
 from pipeline.run.provenance import store
 

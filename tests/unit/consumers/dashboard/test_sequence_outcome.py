@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.sequence_outcome import Answer, Detection, Failed, Other, Thing, outcome
-from consumers.dashboard.sequence_scene import WIDTH, scene
-from consumers.task import Matched, Parsed, Task, TaskContext
-from consumers.tasks import TASKS
+from consumers.dashboard.outcome import Answer, Detection, Failed, Other, Thing, outcome
+from consumers.dashboard.picture import WIDTH, scene
+from consumers.tasks.registry import TASKS
+from consumers.tasks.task import Matched, Parsed, Task, TaskContext
 from tests.detection_rollouts import BOXES, answer, context, obj, rollout
 from tests.tiny_tokenizer import tiny_codec
 

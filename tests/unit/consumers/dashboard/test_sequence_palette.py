@@ -7,7 +7,7 @@ import re
 import pytest
 
 from consumers.dashboard.render import STATIC
-from consumers.dashboard.sequence_colours import COLOURINGS, HUES, KINDS, PROXIMAL, SURPRISE
+from consumers.dashboard.tokens import COLOURINGS, HUES, KINDS, PROXIMAL, SURPRISE
 from tests.unit.consumers.dashboard.test_palette import DARK, LIGHT, contrast, palette
 
 SHEET = (STATIC / "sequences.css").read_text()

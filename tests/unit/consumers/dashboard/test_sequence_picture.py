@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from consumers.dashboard.sequence_picture import check_picture, names_of, read_below, read_picture
+from consumers.dashboard.picture import check_picture, names_of, read_below, read_picture
 from pipeline.config.types import Config, DataConfig, ImagesConfig
 from pipeline.errors import RequestError
 from pipeline.wire.messages import ImageRef

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.sequence_text import block, pretty, token_text, visible
-from consumers.dashboard.sequences_filter import address, clean, count_set, read_filter
+from consumers.dashboard.formats import block, pretty, token_text, visible
+from consumers.dashboard.sequences import address, clean, count_set, read_filter
 from consumers.history.records import SequenceFilter
 
 ANY = st.text(st.characters())

@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers import exact_answer
-from consumers.dashboard.sequence_colours import legends, paint, surprise_class
-from consumers.dashboard.sequence_tokens import Scores, sampled_sheet, segment_name, trained_sheet
+from consumers.dashboard.tokens import (
+    Scores,
+    legends,
+    paint,
+    sampled_sheet,
+    segment_name,
+    surprise_class,
+    trained_sheet,
+)
 from consumers.history.records import Trained
-from consumers.task import TaskContext
+from consumers.tasks import exact_answer
+from consumers.tasks.task import TaskContext
 from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
 from pipeline.wire.messages import SequenceResult
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray

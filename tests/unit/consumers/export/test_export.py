@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.export import writers
-from consumers.export.export import export_run
-from consumers.export.row import columns, full_row, sft_row
-from consumers.export.source import Exported
-from consumers.group import Group
+from consumers import export
+from consumers.export import Exported, columns, export_run, full_row, sft_row
+from consumers.groups import Group
 from consumers.history.recorder import Recorder, TrainedRecorder
-from consumers.sampler import letter
+from consumers.samples import letter
 from consumers.training.rollouts import Rollouts
 from pipeline.config.types import Config
 from pipeline.errors import DataError
@@ -124,7 +122,7 @@ def test_trl_leaves_out_what_has_no_weight_and_counts_odd_weights(tmp_path: Path
 
 
 def test_a_parquet_file_is_written_in_bounded_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "_MOST_TOKENS", 8)
+    monkeypatch.setattr(export, "_MOST_TOKENS", 8)
     run = kept(tmp_path, *(a_sample(f"j:{at}") for at in range(5)))
     export_run(run, "parquet", tmp_path / "out.parquet", "trained", "")
     assert pytest.importorskip("pyarrow.parquet").ParquetFile(tmp_path / "out.parquet").num_row_groups == 3

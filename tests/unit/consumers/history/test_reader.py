@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from consumers.history.reader import HistoryReader
+from consumers.history.recorder import TrainedStore
 from consumers.history.records import SequenceFilter, Trained
-from consumers.history.store import TrainedStore
 from pipeline.errors import DataError
 from pipeline.wire.messages import DeadLetter
 from pipeline.wire.tokens import FloatArray, Runs

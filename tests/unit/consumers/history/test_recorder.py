@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 from consumers.history.files import TRAINER, history_directory
-from consumers.history.opened import Files
+from consumers.history.reader import Files
 from consumers.history.recorder import TrainedRecorder
 from consumers.history.records import Trained
-from consumers.sampler import letter
+from consumers.samples import letter
 from pipeline.config.types import Config, ConsumerConfig, HistoryConfig
 from pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample

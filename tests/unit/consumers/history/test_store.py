@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from consumers.history.reader import HistoryReader
+from consumers.history.recorder import HistoryStore, TrainedStore
 from consumers.history.records import SequenceFilter, Trained
-from consumers.history.store import HistoryStore, TrainedStore
 from pipeline.errors import DataError
 from pipeline.wire.tokens import TokenArray
 from tests.factories import sequence_result

@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from consumers.codec import coord_token
+from consumers.tasks.codec import coord_token
 from pipeline.errors import EngineError
 from tests.unit.workers.plugins.repeats import num_repeats
 from tests.unit.workers.plugins.vocabularies import KINDS, grown, spell, tokenizer_of

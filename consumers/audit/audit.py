@@ -1,0 +1,254 @@
+"""One audit, from the run's directory to the report: every sampled token is right, marked, wrong or unchecked.
+
+- wrong: a number is off, is no number, or claims another version than `versions[i] + 1`; a marked token's proximal
+  logprob is not its behaviour's; its mask, or the advantage that it is trained with, is not what it must be; or it is
+  not what the consumer handed on.
+- unchecked: nothing was found wrong, and a version that it needs is not there, or its sequence had an image.
+- marked: the behaviour logprob is right, and there is no proximal one, which `proximal_versions[i] == -1` says.
+- right: both logprobs are right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import nlargest
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from consumers.audit.evidence import Compared, Evidence, Groups, HandedOn, evidence_of
+from consumers.audit.recompute import Recomputed, recompute
+from consumers.audit.report import Advantages, Fault, FaultKind, NotChecked, Report, Unchecked
+from consumers.audit.stored import Stored, choose, read_sequences, trained_versions
+from consumers.run_files import HISTORY, ROLLOUTS, WEIGHTS
+from pipeline.config.types import Config
+from pipeline.errors import DataError
+from pipeline.weights.versions import newest_number
+
+
+def audit_run(
+    directory: Path,
+    config: Config,
+    *,
+    tolerance: float,
+    steps: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Report:
+    """Recompute and judge; raises DataError, WeightsError or ModelError."""
+    if config.trainer.torch_threads:
+        torch.set_num_threads(config.trainer.torch_threads)
+    folder = directory / ROLLOUTS
+    groups = Groups(config)
+    sequences, stored = choose(groups.noting(read_sequences(folder, steps)), limit, seed)
+    pairs = [(sequence, Recomputed.empty(len(sequence.token_ids))) for sequence in sequences]
+    needed = sorted(set().union(*(sequence.needed() for sequence in sequences)))
+    if not needed and not any(sequence.has_images for sequence in sequences):
+        raise DataError(f"{folder}: none of its {stored} sequences has a token that the policy sampled")
+    missing = recompute(directory / WEIGHTS, config.model, pairs, needed)
+    trained_at = trained_versions(directory)
+    # The step after which a version is published is written down before the version is.
+    newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
+    tally = Tally(tolerance, frozenset(missing), newest)
+    with HandedOn(directory / HISTORY) as history:
+        for sequence, again in pairs:
+            if sequence.has_images:
+                tally.refuse(sequence, "images")
+            else:
+                tally.judge(sequence, again, evidence_of(sequence, config, groups, trained_at, history))
+    return Report(
+        run=directory.resolve().name,
+        tokens=tally.tokens,
+        right=tally.right,
+        marked=tally.marked,
+        wrong=tally.wrong,
+        unchecked=tally.unchecked,
+        told_apart=tally.told_apart,
+        max_error=max(tally.behaviour_error, tally.proximal_error),
+        max_behaviour_error=tally.behaviour_error,
+        max_proximal_error=tally.proximal_error,
+        compared=tally.compared,
+        tolerance=tolerance,
+        steps=sorted({sequence.step for sequence in sequences}),
+        sequences=len(sequences),
+        stored_sequences=stored,
+        versions=[version for version in needed if version not in missing],
+        missing_versions=sorted(missing),
+        versions_per_sequence=dict(sorted(tally.versions_per_sequence.items())),
+        faults=dict(tally.faults),
+        worst=tally.worst,
+        advantages=Advantages(**{word: tally.advantages[word] for word in ("right", "wrong", "unchecked")}),
+        not_checked=tally.summary(),
+    )
+
+
+_WORST = 5  # of a kind
+Mask = NDArray[np.bool_]
+
+
+@dataclass
+class Tally:
+    """Counts of tokens and the largest errors (nats) of what was judged so far."""
+
+    tolerance: float
+    missing: frozenset[int] = frozenset()  # versions that could not be recomputed
+    newest: int | None = None  # the newest version that the run ever had, where that is known
+    tokens: int = 0
+    right: int = 0
+    marked: int = 0
+    wrong: int = 0
+    unchecked: int = 0
+    told_apart: int = 0
+    compared: int = 0
+    behaviour_error: float = 0.0
+    proximal_error: float = 0.0
+    faults: Counter[FaultKind] = field(default_factory=Counter)
+    versions_per_sequence: Counter[int] = field(default_factory=Counter)
+    worst: list[Fault] = field(default_factory=list)
+    advantages: Counter[Literal["right", "wrong", "unchecked"]] = field(default_factory=Counter)
+    not_checked: dict[Unchecked, list[int]] = field(default_factory=dict)  # sampled tokens, one entry a sequence
+
+    def judge(self, stored: Stored, again: Recomputed, evidence: Evidence) -> None:
+        """Count one sequence."""
+        self.versions_per_sequence[len(np.unique(stored.versions[stored.sampled]))] += 1
+        sampled, scored, gone = stored.sampled, stored.scored, list(self.missing)
+        no_behaviour, no_proximal = np.isin(stored.versions, gone), scored & np.isin(stored.proximal_versions, gone)
+        behaviour, proximal = _error(stored.logprobs, again.behaviour), _error(stored.proximal_logprobs, again.proximal)
+        compared = (sampled & ~no_behaviour, scored & ~no_proximal)
+        off: dict[FaultKind, Mask] = {
+            "version": (stored.versions < -1) | ((stored.mask != 0) & ~sampled) | self._unheard_of(stored.versions),
+            "proximal_version": ((stored.proximal_versions != -1) & ~scored)
+            | self._unheard_of(stored.proximal_versions),
+            "behaviour": compared[0] & ~(behaviour <= self.tolerance),
+            "proximal": compared[1] & ~(proximal <= self.tolerance),
+            "marked": _garbage(stored),
+            "mask": evidence.mask.off,
+            "advantage": self._advantage(stored, evidence),
+            "handed_on": np.zeros_like(sampled) if evidence.handed_on is None else evidence.handed_on,
+        }
+        wrong = np.logical_or.reduce(list(off.values()))
+        unchecked = sampled & (no_behaviour | no_proximal) & ~wrong
+        good = sampled & ~wrong & ~unchecked
+        self.tokens += int((sampled | wrong).sum())
+        self.wrong += int(wrong.sum())
+        self.unchecked += int(unchecked.sum())
+        self.right += int((good & scored).sum())
+        self.marked += int((good & ~scored).sum())
+        differ = _error(again.behaviour, again.proximal) > self.tolerance
+        self.told_apart += int((good & scored & differ).sum())
+        self.compared += int(compared[0].sum() + compared[1].sum())
+        self.behaviour_error = max(self.behaviour_error, _largest(behaviour[compared[0]]))
+        self.proximal_error = max(self.proximal_error, _largest(proximal[compared[1]]))
+        self._skip("version_gone", unchecked)
+        for what, where in evidence.mask.unchecked.items():
+            if what != "mask_of_task" or evidence.handed_on is None:  # else compared with the task's own
+                self._skip(what, where & ~wrong)
+        if evidence.handed_on is None:
+            self._skip("handed_on", sampled)
+        self._keep_worst(stored, again, evidence, off)
+
+    def refuse(self, stored: Stored, why: Unchecked) -> None:
+        """Count one sequence of which nothing can be judged."""
+        self._skip(why, stored.sampled)
+        self.tokens += int(stored.sampled.sum())
+        self.unchecked += int(stored.sampled.sum())
+
+    def summary(self) -> list[NotChecked]:
+        """What could not be checked, in the order in which it was met."""
+        return [
+            NotChecked(what=what, sequences=len(tokens), tokens=sum(tokens))
+            for what, tokens in self.not_checked.items()
+        ]
+
+    def _skip(self, what: Unchecked, where: Mask) -> None:
+        if where.any():
+            self.not_checked.setdefault(what, []).append(int(where.sum()))
+
+    def _unheard_of(self, versions: NDArray[np.int32]) -> Mask:
+        return np.zeros_like(versions, dtype=bool) if self.newest is None else versions > self.newest
+
+    def _advantage(self, stored: Stored, evidence: Evidence) -> Mask:
+        """The tokens that are trained with a wrong one; the sequence is counted, also where none is."""
+        nothing, trained = np.zeros_like(stored.sampled), stored.sampled & (stored.mask == 1)
+        found = evidence.advantage
+        if not evidence.is_rewarded_alike or (isinstance(found, Compared) and not found.is_right):
+            self.advantages["wrong"] += 1
+            return trained
+        if isinstance(found, str):
+            self.advantages["unchecked"] += 1
+            self._skip(found, trained)
+        elif found is not None:
+            self.advantages["right"] += 1
+        return nothing
+
+    def _keep_worst(self, stored: Stored, again: Recomputed, evidence: Evidence, off: dict[FaultKind, Mask]) -> None:
+        for kind, where in off.items():
+            places = np.flatnonzero(where).tolist()
+            self.faults[kind] += len(places)
+            if kind == "advantage":
+                places = places[:1]  # one number of the whole sequence
+            known = [fault for fault in self.worst if fault.kind == kind]
+            rest = [fault for fault in self.worst if fault.kind != kind]
+            self.worst = rest + nlargest(
+                _WORST, [*known, *(_fault(kind, stored, again, evidence, at) for at in places)], _badness
+            )
+
+
+def _error(stored: NDArray[np.float32], again: NDArray[np.float32]) -> NDArray[np.float64]:
+    return np.abs(stored.astype(np.float64) - again.astype(np.float64))
+
+
+def _largest(errors: NDArray[np.float64]) -> float:
+    """Of the numbers among them: JSON knows no other, and what is no number is wrong already."""
+    return float(errors[np.isfinite(errors)].max(initial=0.0))
+
+
+def _garbage(stored: Stored) -> Mask:
+    """Marked as not scored, and the value is neither the behaviour's nor, where it is not trained, 0."""
+    values, marked = stored.proximal_logprobs, stored.proximal_versions == -1
+    if not len(stored.sample.proximal_logprobs):
+        return np.zeros_like(marked)
+    return marked & (values != stored.logprobs) & ((stored.mask == 1) | (values != 0))
+
+
+def _fault(kind: FaultKind, stored: Stored, again: Recomputed, evidence: Evidence, at: int) -> Fault:
+    value, other = _numbers(kind, stored, again, evidence, at)
+    return Fault(
+        kind=kind,
+        step=stored.step,
+        seq_id=stored.seq_id,
+        position=at,
+        version=int(stored.versions[at]),
+        proximal_version=int(stored.proximal_versions[at]),
+        stored=float(value),
+        recomputed=float(other),
+    )
+
+
+def _numbers(kind: FaultKind, stored: Stored, again: Recomputed, evidence: Evidence, at: int) -> tuple[Any, Any]:
+    """What is stored, and what it should be."""
+    if kind in ("proximal", "proximal_version"):
+        return stored.proximal_logprobs[at], again.proximal[at]
+    if kind == "marked":
+        return stored.proximal_logprobs[at], stored.logprobs[at]
+    if kind == "mask":
+        return stored.mask[at], 1 - (stored.mask[at] == 1)
+    if kind == "advantage":
+        expected = evidence.advantage.expected if isinstance(evidence.advantage, Compared) else None
+        return _or_nan(stored.sample.advantage), _or_nan(expected)
+    if kind == "handed_on":
+        return stored.token_ids[at], np.nan
+    return stored.logprobs[at], again.behaviour[at]
+
+
+def _or_nan(number: float | None) -> float:
+    return float("nan") if number is None else number
+
+
+def _badness(fault: Fault) -> float:
+    error = abs(fault.stored - fault.recomputed)
+    return error if np.isfinite(error) else float("inf")

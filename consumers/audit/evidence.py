@@ -1,0 +1,276 @@
+"""What is known of a sequence beside its recomputed logprobs: its advantage, its mask, and what was handed on.
+
+Advantages are computed again from the stored rewards of the group, by the run's own definition:
+
+- A group is trained in one step, so its members are sought there, also where `--limit` leaves some of them out.
+- The advantage compares all members that had a reward. `group_rewards` says how many they were; with fewer stored (the
+  trainer dropped some) nothing can be said, unless it needs no comparison.
+- Parts of one index (a rollout whose history forked) count once, with the reward of the first one.
+
+A response mask is 1 exactly where the policy sampled the token and nothing left it out:
+
+- What a run stores of the turns is `versions`: a token has one where the policy sampled it, and -1 where a tool, the
+  template or a guard wrote it.
+- What the trainer left out says why (`left_out`), and each reason has a rule that can be checked again.
+- A task of your own may clear what was sampled; of the built-in ones none does.
+
+The sample as the consumer handed it on is in the run's history, a second copy of what was stored:
+
+- The trainer changes the proximal logprobs, clears masks and the weights of stale tokens; nothing else of it.
+- A sequence is known by its id and the time it was enqueued: an id that was used again is another sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from consumers.audit.report import Unchecked
+from consumers.audit.stored import Stored
+from consumers.history.reader import HistoryReader
+from consumers.samples import group_advantages
+from consumers.tasks.segments import LeftOut
+from pipeline.config.types import Config
+from pipeline.wire.messages import TrainingSample
+
+_RELATIVE = 1e-6  # the same code on the same numbers, maybe on another machine
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An advantage that was computed again; `expected` None where there should be none."""
+
+    stored: float | None
+    expected: float | None
+
+    @property
+    def is_right(self) -> bool:
+        if self.stored is None or self.expected is None:
+            return self.stored is self.expected
+        return math.isclose(self.stored, self.expected, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
+
+
+Place = int | str
+"""Index in the group; of samples that do not say theirs, the id of the sequence."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    expected: dict[Place, float]  # advantages of the members that have a reward
+    names: frozenset[str]
+    is_forked: bool  # parts of one index differ in their rewards
+
+
+class Groups:
+    """The rewards of all stored samples, by step and group."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._members: dict[tuple[int, str], list[tuple[str, int, float | None]]] = {}
+        self._compared: dict[tuple[int, str], _Group] = {}
+
+    def noting(self, sequences: Iterable[Stored]) -> Iterator[Stored]:
+        """The same sequences; their rewards are noted as they pass."""
+        for stored in sequences:
+            sample = stored.sample
+            member = (sample.seq_id, sample.index, sample.reward)
+            self._members.setdefault((stored.step, sample.group_id), []).append(member)
+            yield stored
+
+    def compare(self, stored: Stored) -> Compared | Unchecked | None:
+        """None where there is no advantage and none is due."""
+        sample, policy = stored.sample, self._config.policy
+        if not sample.group_rewards:
+            if sample.advantage is None:
+                return None
+            if sample.index >= 0:
+                return "advantage_of_task"
+        group = self._group(stored)
+        if policy.advantage != "reward" and (gap := self._gap(sample, len(group.expected))):
+            return gap
+        found = Compared(sample.advantage, group.expected.get(_place(sample.seq_id, sample.index, group.names)))
+        # The first part may be one that the trainer dropped, and parts may have rewards of their own.
+        return "group_incomplete" if group.is_forked and not found.is_right else found
+
+    def _gap(self, sample: TrainingSample, rewards: int) -> Unchecked | None:
+        if sample.index >= 0:
+            return "group_incomplete" if rewards < sample.group_rewards else None
+        is_known = self._config.rollout_matching.target is None and rewards >= max(2, self._config.producer.group_size)
+        return None if is_known else "advantage_unstamped"
+
+    def _group(self, stored: Stored) -> _Group:
+        key = stored.step, stored.sample.group_id
+        if key not in self._compared:
+            names = frozenset(seq_id for seq_id, _, _ in self._members[key])
+            firsts: dict[Place, float | None] = {}
+            is_forked = False
+            for seq_id, index, reward in self._members[key]:
+                is_forked |= firsts.setdefault(_place(seq_id, index, names), reward) != reward
+            rewards = {place: reward for place, reward in firsts.items() if reward is not None}
+            advantages = group_advantages(list(rewards.values()), self._config.policy.advantage)
+            self._compared[key] = _Group(dict(zip(rewards, advantages, strict=True)), names, is_forked)
+        return self._compared[key]
+
+
+def _place(seq_id: str, index: int, names: frozenset[str]) -> Place:
+    """Without an index `r/1` is a part of `r`, if there is an `r`."""
+    if index >= 0:
+        return index
+    whole, _, part = seq_id.rpartition("/")
+    return whole if part.isdecimal() and whole in names else seq_id
+
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFindings:
+    """Shapes (tokens,). `unchecked` are the tokens for which a rule could not be checked."""
+
+    off: Mask
+    unchecked: dict[Unchecked, Mask] = field(default_factory=dict)
+
+
+def check_mask(stored: Stored, config: Config, trainer_version: int | None) -> MaskFindings:
+    """`trainer_version`: that of the weights that trained the sample; None when it is not known."""
+    sampled, is_on = stored.sampled, stored.mask == 1
+    odd = (stored.mask != 0) & ~is_on
+    if stored.left_out is not None:
+        return _of_the_trainer(stored, stored.left_out, config, trainer_version, odd)
+    cleared = sampled & ~is_on
+    if config.rollout_matching.target is not None:
+        return MaskFindings(odd, {"mask_of_task": cleared})
+    # An older release's trainer cleared the proximal logprob with the mask, and did not say why.
+    silent = cleared & (stored.proximal_versions == -1) & (stored.proximal_logprobs == 0)
+    if stored.sample.advantage is None:
+        silent = np.zeros_like(cleared)
+    return MaskFindings(odd | (cleared & ~silent), {"mask_unstamped": silent})
+
+
+def _of_the_trainer(
+    stored: Stored, left_out: NDArray[np.int32], config: Config, version: int | None, odd: Mask
+) -> MaskFindings:
+    sampled, is_on, policy = stored.sampled, stored.mask == 1, config.policy
+    why = {reason: left_out == reason for reason in LeftOut}
+    behind = np.arange(len(sampled)) >= max(1, stored.sample.prompt_len)
+    usable = sampled & behind & np.isfinite(stored.logprobs)
+    off = odd | (is_on != (sampled & why[LeftOut.no])) | ~np.isin(left_out, list(LeftOut))
+    off |= why[LeftOut.foreign] & usable
+    off |= why[LeftOut.missing] & (policy.on_missing_proximal != "mask")
+    off |= why[LeftOut.stale] & (policy.on_stale != "mask")
+    unchecked: dict[Unchecked, Mask] = {}
+    if config.rollout_matching.target is None:
+        off |= why[LeftOut.as_it_came]
+    else:
+        unchecked["mask_of_task"] = why[LeftOut.as_it_came] & sampled
+    if version is None:
+        unchecked["staleness"] = sampled
+    else:
+        lag = version - stored.versions
+        over = sampled & (lag > policy.max_token_staleness)
+        off |= (why[LeftOut.stale] & ~over) | (is_on & over) | (why[LeftOut.missing] & (lag == 0))
+    # A token that nobody sampled is told by its version: "version" is the fault's name there.
+    return MaskFindings(off & (sampled | ~is_on), unchecked)
+
+
+_BY_THE_TRAINER = (LeftOut.foreign, LeftOut.stale, LeftOut.missing)
+
+
+class HandedOn:
+    """The history of a run; use it with `with`. One without a history knows no sequence."""
+
+    def __init__(self, directory: Path) -> None:
+        self._reader = HistoryReader(directory) if directory.is_dir() else None
+
+    def __enter__(self) -> HandedOn:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def sample(self, stored: Stored) -> TrainingSample | None:
+        """None when the history does not hold it, or not any more. Raises DataError for a damaged history."""
+        found = self._reader.sequence(stored.seq_id) if self._reader is not None else None
+        sample = None if found is None else found.sample
+        return sample if sample is not None and sample.enqueued_at == stored.sample.enqueued_at else None
+
+
+def changed_tokens(stored: Stored, before: TrainingSample) -> NDArray[np.bool_]:
+    """Where the stored sample is not the one that was handed on; shape (tokens,)."""
+    after = stored.sample
+    size = len(after.token_ids)
+    if len(before.token_ids) != size or _of_the_whole(before) != _of_the_whole(after):
+        return np.ones(size, dtype=bool)
+    cleared = _cleared_by_the_trainer(stored)
+    mask = np.where(cleared, 0, np.array(before.response_mask.expand() or [0] * size))
+    weights = np.where(cleared & (np.array(after.weights) == 0), 0, np.array(before.weights))
+    changed = np.zeros(size, dtype=bool)
+    for one, other in (
+        (before.token_ids, after.token_ids),
+        (before.labels, after.labels),
+        (before.segments.expand(), after.segments.expand()),
+        (before.versions.expand(), after.versions.expand()),
+        (before.logprobs, after.logprobs),
+        (weights, after.weights),
+        (mask, stored.mask),
+    ):
+        was, now = np.array(one), np.array(other)
+        changed |= _differ(was, now) if len(was) == len(now) else True
+    return changed
+
+
+def is_rewarded_alike(before: TrainingSample, after: TrainingSample) -> bool:
+    """Whether reward, advantage and place are those that were handed on."""
+    names = ("group_id", "index", "group_rewards", "reward", "advantage")
+    was, now = ([getattr(sample, name) for name in names] for sample in (before, after))
+    return all(one == other or (one != one and other != other) for one, other in zip(was, now, strict=True))
+
+
+def _cleared_by_the_trainer(stored: Stored) -> NDArray[np.bool_]:
+    if stored.left_out is not None:
+        return np.isin(stored.left_out, _BY_THE_TRAINER)
+    if stored.sample.advantage is None:
+        return np.zeros(len(stored.mask), dtype=bool)
+    # An older release's trainer did not say what it cleared, but cleared the proximal logprob with it.
+    is_marked = stored.sampled & (stored.proximal_versions == -1)
+    return is_marked & (stored.mask == 0) & (stored.proximal_logprobs == 0)
+
+
+def _differ(was: NDArray[np.generic], now: NDArray[np.generic]) -> NDArray[np.bool_]:
+    both_nan = (was != was) & (now != now)
+    return (was != now) & ~both_nan
+
+
+def _of_the_whole(sample: TrainingSample) -> tuple[object, ...]:
+    return sample.prompt_len, sample.temperature, sample.task, sample.geometry
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What is known of one sequence beside its recomputed logprobs."""
+
+    mask: MaskFindings
+    advantage: Compared | Unchecked | None  # None: it has none
+    handed_on: Mask | None  # where it differs from what the consumer handed on; None: nothing to compare with
+    is_rewarded_alike: bool = True  # reward and advantage are those that were handed on
+
+
+def evidence_of(
+    stored: Stored, config: Config, groups: Groups, trained_at: Mapping[int, int], history: HandedOn
+) -> Evidence:
+    before = history.sample(stored)
+    return Evidence(
+        mask=check_mask(stored, config, trained_at.get(stored.step)),
+        advantage=groups.compare(stored),
+        handed_on=None if before is None else changed_tokens(stored, before),
+        is_rewarded_alike=before is None or is_rewarded_alike(before, stored.sample),
+    )

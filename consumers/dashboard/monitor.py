@@ -1,0 +1,173 @@
+"""What the pages see of the run: its newest state, rates, configuration and history.
+
+| waits for     | unblocked by                                                        |
+|---------------|---------------------------------------------------------------------|
+| the next look | a second                                                            |
+| the broker    | the broker, or `_LOOK_S`: the pages then show the last look, and why |
+
+- One task looks (`run`); pages and streams read what it saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from fastapi import Request
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from consumers.history.reader import HistoryReader
+from consumers.run_files import RESOLVED, stored_config
+from pipeline.config.types import Config
+from pipeline.errors import BrokerError, ConfigError, SluiceError
+from pipeline.logs import get_logger
+from pipeline.status.inspection import inspect
+from pipeline.status.rates import Rates
+from pipeline.status.snapshot import Process, Snapshot
+from pipeline.status.stages import Stage, stages
+from pipeline.wire.keys import Keys
+
+EVERY_S = 1.0
+_LOOK_S = 3.0
+_ASK_S = 5.0
+_AWAY = "the broker does not answer"
+T = TypeVar("T")
+
+
+class Look:
+    """The newest look at one run, and what a page may ask further."""
+
+    def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
+        self.config, self.client, self.keys = config, client, Keys(config.run)
+        self.run_config = RunConfig(config)
+        self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
+        self.newest = Snapshot(run=config.run, state="new")  # until the first look
+        self.seen_at: float | None = None  # Unix seconds of that look
+        self.problem: str | None = None  # why `newest` is not of now
+        self.number = 0  # of looks, also of those that failed
+        self.closing = asyncio.Event()
+        self._next = asyncio.Event()
+
+    async def refresh(self) -> None:
+        """One look; never raises for a broker that is away."""
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                self.newest = await inspect(self.client, self.keys, self.config.consumer.count)
+            self.rates.add(self.newest)
+            self.process_rates.add(self.newest.processes)
+            self.seen_at, self.problem = time.time(), None
+        except (RedisError, OSError, TimeoutError) as error:
+            self._is_old(_AWAY, error)
+        except (SluiceError, msgspec.MsgspecError) as error:  # written by another release, or by nobody of ours
+            self._is_old("the run's state cannot be read", error)
+        self.number += 1
+        self._next.set()
+        self._next = asyncio.Event()
+
+    def _is_old(self, problem: str, error: Exception) -> None:
+        if self.problem is None:
+            get_logger().warning(problem, error=repr(error))
+        self.problem = problem
+
+    async def run(self) -> None:
+        """Look once a second until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(EVERY_S)
+
+    async def next(self) -> None:
+        """Until the next look, or the end."""
+        if not self.closing.is_set():
+            await self._next.wait()
+
+    def close(self) -> None:
+        """No stream outlives this."""
+        self.closing.set()
+        self._next.set()
+
+    def stages(self) -> list[Stage]:
+        """The flow, from the producer to the trainer."""
+        return stages(self.newest, self.rates)
+
+    async def ask(self, question: Awaitable[T]) -> T:
+        """Await what a page asks of the broker; raises BrokerError when that takes too long."""
+        try:
+            async with asyncio.timeout(_ASK_S):
+                return await question
+        except TimeoutError as error:
+            raise BrokerError(f"{_AWAY} within {_ASK_S:g} s; see whether it runs (`sluice doctor`)") from error
+
+
+def look_of(request: Request) -> Look:
+    """For routes."""
+    return request.app.state.look
+
+
+_WINDOW = 16  # heartbeats
+
+
+class ProcessRates:
+    """`add` every look; a worker that started anew begins anew."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], deque[tuple[float, int]]] = {}
+
+    def add(self, rows: Iterable[Process]) -> None:
+        """The processes of the newest look; those that are gone are forgotten."""
+        counted = {(row.name, row.pid): row for row in rows if row.is_alive and row.facts.get("tokens") is not None}
+        self._seen = {key: self._seen.get(key, deque(maxlen=_WINDOW)) for key in counted}
+        for key, row in counted.items():
+            beats = self._seen[key]
+            if not beats or row.at > beats[-1][0]:
+                beats.append((row.at, row.facts["tokens"]))
+
+    def tokens_per_s(self, row: Process) -> float | None:
+        """None where the process counts none, or was not seen twice."""
+        beats = self._seen.get((row.name, row.pid), ())
+        if len(beats) < 2:
+            return None
+        (first_at, first), (last_at, last) = beats[0], beats[-1]
+        return (last - first) / (last_at - first_at)
+
+
+_OWN = "as this dashboard was started with"
+
+
+class Resolved(NamedTuple):
+    """`origin` ends the sentence "These values are shown …"."""
+
+    config: Config
+    origin: str
+
+
+class RunConfig:
+    """Safe to use from many threads; at worst two of them read at once."""
+
+    def __init__(self, given: Config) -> None:
+        self._given = given
+        self._directory = Path(given.run_dir) / given.run
+        self._seen: tuple[tuple[int, int], Resolved] | None = None
+
+    def read(self) -> Resolved:
+        """Blocking; never raises."""
+        try:
+            status = (self._directory / RESOLVED).stat()
+        except OSError:
+            return Resolved(self._given, f"{_OWN}: the run left no {RESOLVED} here")
+        stamp = status.st_mtime_ns, status.st_size
+        if self._seen is None or self._seen[0] != stamp:
+            self._seen = stamp, self._load()
+        return self._seen[1]
+
+    def _load(self) -> Resolved:
+        try:
+            found = stored_config(self._directory, self._given, ())
+        except ConfigError as error:
+            return Resolved(self._given, f"{_OWN}: the run's own cannot be read ({error})")
+        return Resolved(found, f"as the run resolved them when it was started last ({RESOLVED})")

@@ -1,0 +1,221 @@
+"""What the task makes of a finished sequence, computed again for display. Blocking; never raises on what is stored.
+
+    SequenceResult ──parse──▶ ──match──▶ Detection | Answer | Other, or Failed with the reason
+
+- The steps are those of the run's own configuration, so a task of your own runs here too. Nothing of this is stored.
+- Codec and task are loaded once, when first asked for; a failure is told on the page and tried again later.
+- Steps are the user's code and may never end, so they run in threads of their own, at most `MOST` at a time:
+
+| waits for     | unblocked by                                             |
+|---------------|----------------------------------------------------------|
+| a free thread | another step that ends, or `free_s`: then BusyError      |
+| its own step  | the step, or `deadline_s`: then TimeoutError             |
+
+- One that is given up keeps its place until it ends. Threads are daemons: they do not keep the dashboard from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.detection.geometry import Box, iou_matrix
+from consumers.tasks.detection.match import DetectionMatch
+from consumers.tasks.detection.parse import DetectionParse
+from consumers.tasks.exact_answer import Verdict, extract
+from consumers.tasks.registry import load_task
+from consumers.tasks.task import Task, TaskContext
+from pipeline.config.types import Config
+from pipeline.errors import SluiceError
+from pipeline.wire.messages import SequenceResult
+
+Fate = Literal["matched", "false positive", "dropped", "missed"]
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A predicted object with its truth, either of them alone; `number` counts from 1 and labels its boxes."""
+
+    number: int
+    fate: Fate
+    predicted: str = ""
+    box: Box | None = None
+    truth: str = ""
+    truth_box: Box | None = None
+    iou: float | None = None
+    reason: str = ""  # why it was dropped
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Predictions in the order of the answer, then the truths that none of them matched."""
+
+    things: list[Thing]
+    truncated: bool
+    kind: str = "detection"
+
+    def count(self, fate: Fate) -> int:
+        """How many have this fate."""
+        return sum(thing.fate == fate for thing in self.things)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Exact answers: what was read out of the text, and what is true."""
+
+    said: str | None
+    truth: str | None
+    right: bool
+    pattern: str = ""
+    kind: str = "answer"
+
+
+@dataclass(frozen=True)
+class Other:
+    """A task that this page does not know: its own metrics of this sequence."""
+
+    valid: bool
+    metrics: dict[str, float]
+    kind: str = "other"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is nothing to show."""
+
+    message: str
+    kind: str = "failed"
+
+
+Outcome = Detection | Answer | Other | Failed
+
+
+def outcome(result: SequenceResult, task: Task, context: TaskContext) -> Outcome:
+    """Parse and match once more."""
+    try:
+        parsed = task.parse(result, context)
+        matched = task.match(parsed, result.truth, context)
+        if isinstance(parsed.value, DetectionParse) and isinstance(matched.value, DetectionMatch):
+            return detection(parsed.value, matched.value)
+        if isinstance(parsed.value, str) and isinstance(matched.value, Verdict):
+            return _answer(parsed.value, matched.value)
+        return Other(parsed.valid, dict(parsed.metrics | matched.metrics))
+    except SluiceError as error:
+        return Failed(str(error))
+    except Exception as error:  # steps are the user's code: one that fails must not take the page with it
+        return Failed(f"the task {task.name} failed on this sequence: {type(error).__name__}: {error}")
+
+
+def detection(parsed: DetectionParse, matched: DetectionMatch) -> Detection:
+    """Every object and every truth, once."""
+    things: list[Thing] = []
+    for at, item in enumerate(parsed.objects):
+        number = at + 1
+        if item.reason is not None:
+            things.append(Thing(number, "dropped", reason=item.reason))
+        elif at in matched.truth_of:
+            true = matched.truths[matched.truth_of[at]]
+            iou = float(iou_matrix([item.box], [true.box])[0, 0])
+            things.append(Thing(number, "matched", item.desc, item.box, true.desc, true.box, iou))
+        else:
+            things.append(Thing(number, "false positive", item.desc, item.box))
+    for at in matched.unmatched:
+        true = matched.truths[at]
+        things.append(Thing(len(things) + 1, "missed", truth=true.desc, truth_box=true.box))
+    return Detection(things, parsed.truncated)
+
+
+def _answer(text: str, verdict: Verdict) -> Answer:
+    if verdict.answer is None:
+        return Answer(text.strip(), None, verdict.right)
+    pattern = verdict.answer.pattern
+    said = extract(text, pattern)
+    return Answer(said, verdict.answer.text.strip(), verdict.right, pattern.pattern if pattern else "")
+
+
+class Desk:
+    """Safe to use from many threads."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.steps = StepThreads()
+        self._lock, self._task_lock = threading.Lock(), threading.Lock()
+        self._codec: HFTextCodec | None = None
+        self._task: Task | None = None
+
+    def codec(self) -> HFTextCodec:
+        """Raises ModelError where the model's directory holds no tokenizer."""
+        with self._lock:
+            if self._codec is None:
+                self._codec = HFTextCodec(Path(self.config.model.path))
+            return self._codec
+
+    def task(self) -> tuple[Task, TaskContext]:
+        """As the consumer runs it. Raises ConfigError and ModelError."""
+        codec, config = self.codec(), self.config
+        with self._task_lock:  # another one: an import that hangs keeps nobody from the tokens
+            if self._task is None:
+                self._task = load_task(config.rollout_matching)
+            return self._task, TaskContext(codec, config.rollout_matching, config.seed, config.policy)
+
+
+def desk_of(state: Any, config: Config) -> Desk:
+    """The one desk of an application's state, made anew when the run's configuration is another one."""
+    if not hasattr(state, "desk") or state.desk.config is not config:
+        state.desk = Desk(config)
+    return state.desk
+
+
+MOST = 2
+T = TypeVar("T")
+
+
+class BusyError(SluiceError):
+    """Every thread runs a step of somebody else."""
+
+
+class StepThreads:
+    """For one event loop."""
+
+    def __init__(self, *, free_s: float = 3.0, deadline_s: float = 10.0) -> None:
+        self.free_s, self.deadline_s = free_s, deadline_s
+        self._free = asyncio.Semaphore(MOST)
+
+    async def run(self, step: Callable[[], T]) -> T:
+        """What the step returns or raises. Raises BusyError and TimeoutError."""
+        try:
+            async with asyncio.timeout(self.free_s):
+                await self._free.acquire()
+        except TimeoutError:
+            raise BusyError(f"{MOST} other sequences are being looked at, which takes long; try again later") from None
+        running = asyncio.wrap_future(_started(step))
+        running.add_done_callback(self._end)
+        await asyncio.wait([running], timeout=self.deadline_s)  # does not cancel: the place is taken until the end
+        if not running.done():
+            raise TimeoutError
+        return running.result()
+
+    def _end(self, ended: asyncio.Future[T]) -> None:
+        self._free.release()
+        if not ended.cancelled():
+            ended.exception()  # of a step that was given up nobody else asks
+
+
+def _started(step: Callable[[], T]) -> Future[T]:
+    made = Future[T]()
+    made.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            made.set_result(step())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="task-step", daemon=True).start()
+    return made

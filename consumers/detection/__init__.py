@@ -1,6 +1,0 @@
-"""Structured detection: a JSON object list with boxes, matched to the truth and completed by it.
-
-token_ids ──grammar──▶ members ──parse──▶ objects ──match──▶ pairs ──layout──▶ draft ──labels──▶ sample
-                                              ▲
-                                  truths ─────┘
-"""

@@ -1,0 +1,337 @@
+"""A run's sequences as files that other programs read.
+
+    history ──┐
+              ├─▶ read_run ─▶ Exported ─▶ full_row | sft_row ─▶ write_jsonl | write_parquet | write_dataset ─▶ PATH
+    rollouts ─┘
+
+- Oldest first. Streamed in bounded memory, written beside PATH and renamed when whole.
+- Arrays of a row have one item per token, prompt first: what was not stamped is 0, a version -1.
+- Parquet and datasets have typed columns (`columns`): there, what has no fixed shape (`JSON_COLUMNS`) is JSON text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from consumers.history.reader import HistoryReader
+from consumers.history.records import SequenceDetail
+from consumers.pack import IGNORED
+from consumers.tasks.codec import HFTextCodec
+from consumers.training.rollouts import read_rollouts
+from pipeline.errors import DataError, ModelError
+from pipeline.logs import get_logger
+from pipeline.prompts.rows import parquet_module
+from pipeline.wire.messages import SequenceResult, TrainingSample
+
+Format = Literal["jsonl", "parquet", "datasets", "trl"]
+
+
+@dataclass
+class Exports:
+    """What an export did."""
+
+    sequences: int = 0
+    without_weight: int = 0  # left out by trl: no token of theirs has one
+    weighted: int = 0  # by other weights than 0 and 1, which trl's labels cannot say
+
+
+def export_run(directory: Path, to: Format, out: Path, kind: Kind, model: str) -> Exports:
+    """Write the run's sequences; `model` is where its tokenizer is. Raises DataError."""
+    done = Exports()
+    with aside(out) as path:
+        found = read_run(directory, kind)
+        if to == "trl":
+            write_dataset(_sft_rows(found, done), path, sft=True)
+        else:
+            write = {"jsonl": write_jsonl, "parquet": write_parquet, "datasets": write_dataset}[to]
+            write(_full_rows(found, done, model), path)
+    return done
+
+
+def _full_rows(found: Iterator[Exported], done: Exports, model: str) -> Iterator[Row]:
+    codec = _codec(model)
+    for one in found:
+        done.sequences += 1
+        yield full_row(one, codec)
+
+
+def _sft_rows(found: Iterator[Exported], done: Exports) -> Iterator[Row]:
+    for one in found:
+        row = sft_row(one)
+        if row is None:
+            done.without_weight += 1
+            continue
+        done.sequences += 1
+        done.weighted += not is_plain(one)
+        yield row
+    if not done.sequences:
+        raise DataError(f"nothing to export: no token of {done.without_weight} sequences has a cross-entropy weight")
+
+
+def _codec(model: str) -> HFTextCodec | None:
+    try:
+        return HFTextCodec(model)
+    except ModelError as error:
+        get_logger().warning("`prompt` and `target` stay empty: the run's tokenizer cannot be read", cause=str(error))
+        return None
+
+
+Kind = Literal["trained", "handed-on"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One sequence; `result` is what a worker decoded, where the history has it."""
+
+    sample: TrainingSample
+    result: SequenceResult | None = None
+    step: int | None = None  # that trained it
+    version: int | None = None  # of the weights which that step started from
+
+
+def read_run(directory: Path, kind: Kind) -> Iterator[Exported]:
+    """At least one; raises DataError that says why there is none."""
+    history, rollouts = directory / "history", directory / "rollouts"
+    found = _from_history(history, kind) if any(history.glob("consumer-*.sqlite")) else iter(())
+    first = next(found, None)
+    if first is None and kind == "trained":
+        found = _from_rollouts(rollouts)
+        first = next(found, None)
+    if first is None:
+        raise DataError(f"{directory}: nothing to export; {_why(history, kind)}")
+    return chain([first], found)
+
+
+def _from_history(directory: Path, kind: Kind) -> Iterator[Exported]:
+    with closing(HistoryReader(directory)) as reader:
+        for detail in reader.handed_on():
+            if detail.sample is not None and (kind == "handed-on" or _is_trained(detail)):
+                yield _exported(detail, detail.sample)
+
+
+def _is_trained(detail: SequenceDetail) -> bool:
+    return detail.trained is not None and detail.trained.state == "trained"
+
+
+def _exported(detail: SequenceDetail, sample: TrainingSample) -> Exported:
+    """As trained, where it was: the trainer may have had more proximal logprobs than the consumer."""
+    trained = detail.trained
+    if trained is None:
+        return Exported(sample, detail.result)
+    if trained.proximal_logprobs:
+        scores = {"proximal_logprobs": trained.proximal_logprobs, "proximal_versions": trained.proximal_versions}
+        sample = replace(sample, **scores)
+    return Exported(sample, detail.result, trained.step, trained.version)
+
+
+def _from_rollouts(directory: Path) -> Iterator[Exported]:
+    for step, batch in read_rollouts(directory):
+        yield from (Exported(sample, step=step) for sample in batch.samples)
+
+
+def _why(history: Path, kind: Kind) -> str:
+    if not any(history.glob("consumer-*.sqlite")):
+        return "it has no history; run with history.enabled: true, or with trainer.keep_rollouts (null: all steps)"
+    with closing(HistoryReader(history)) as reader:
+        handed_on = reader.totals()["handed_on"]
+    if handed_on and kind == "trained":
+        return f"{handed_on} sequences were handed on and none was trained yet; --source handed-on takes those"
+    return "no sequence was handed to a trainer yet; `sluice status` says how far the run is"
+
+
+JSON_COLUMNS = ("stop_reason", "truth", "metrics", "metadata", "triggers", "sampling")
+Row = dict[str, Any]
+
+
+class Decodes(Protocol):
+    """Token ids → text."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Exact, special tokens spelled out."""
+        ...
+
+
+def full_row(one: Exported, codec: Decodes | None) -> Row:
+    """Everything; texts of tokens need `codec`, and are None without one."""
+    sample, ids = one.sample, list(one.sample.token_ids)
+    texts = {"prompt": ids[: sample.prompt_len], "target": ids[sample.prompt_len :]}
+    return {
+        "seq_id": sample.seq_id,
+        "group_id": sample.group_id,
+        "task": sample.task,
+        "step": one.step,
+        "version": one.version,
+        **{name: None if codec is None else codec.decode(part) for name, part in texts.items()},
+        **_of_result(one),
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+        "metrics": sample.metrics,
+        "enqueued_at": sample.enqueued_at,
+        "temperature": sample.temperature,
+        "prompt_len": sample.prompt_len,
+        "token_ids": ids,
+        "labels": list(sample.labels),
+        "weights": list(sample.weights),
+        **_per_token(sample, len(ids)),
+    }
+
+
+def _of_result(one: Exported) -> Row:
+    """What a worker said of it; None where only the sample is known."""
+    names = (
+        *("index", "rollout_id", "turn", "worker", "backend", "attempt", "text", "finish_reason", "stop_reason"),
+        *("triggers", "truth", "metadata", "logprobs_mode", "sampling"),
+    )
+    return {name: None if one.result is None else getattr(one.result, name) for name in names}
+
+
+def _per_token(sample: TrainingSample, size: int) -> Row:
+    def filled(values: Sequence[Any], empty: float) -> list[Any]:
+        return list(values) or [empty] * size
+
+    return {
+        "segments": sample.segments.expand(),
+        "response_mask": filled(sample.response_mask.expand(), 0),
+        "logprobs": filled(sample.logprobs, 0.0),
+        "versions": filled(sample.versions.expand(), -1),
+        "proximal_logprobs": filled(sample.proximal_logprobs, 0.0),
+        "proximal_versions": filled(sample.proximal_versions.expand(), -1),
+    }
+
+
+def sft_row(one: Exported) -> Row | None:
+    """What TRL's SFTTrainer trains on as it is; None where no token has a weight.
+
+    `labels[i]` is the target at position i, as transformers has it: -100 where the weight is 0.
+    """
+    weights = np.array(one.sample.weights, dtype=np.float32)
+    weights[:1] = 0.0  # nothing stands before the first token to predict it from
+    if not weights.any():
+        return None
+    labels = np.where(weights != 0, np.asarray(one.sample.labels, dtype=np.int64), IGNORED)
+    ids = list(one.sample.token_ids)
+    return {"input_ids": ids, "labels": labels.tolist(), "attention_mask": [1] * len(ids)}
+
+
+def is_plain(one: Exported) -> bool:
+    """Whether labels alone say all of its weights."""
+    return all(weight in (0.0, 1.0) for weight in one.sample.weights[1:])
+
+
+def flat(row: Row) -> Row:
+    """With JSON text where the shape is not fixed."""
+    texts = {name: msgspec.json.encode(row[name]).decode() for name in JSON_COLUMNS if row.get(name) is not None}
+    return {**row, **texts}
+
+
+def columns(arrow: Any, *, sft: bool) -> Any:
+    """The schema of the rows; `arrow` is the module pyarrow."""
+    ints, floats, text = arrow.list_(arrow.int32()), arrow.list_(arrow.float32()), arrow.string()
+    if sft:
+        wide = arrow.list_(arrow.int64())
+        return arrow.schema([("input_ids", wide), ("labels", wide), ("attention_mask", wide)])
+    kinds = {
+        text: "seq_id group_id task prompt target rollout_id worker backend text finish_reason logprobs_mode",
+        arrow.int64(): "step version index turn attempt prompt_len",
+        arrow.float64(): "reward advantage enqueued_at temperature",
+        ints: "token_ids labels segments response_mask versions proximal_versions",
+        floats: "weights logprobs proximal_logprobs",
+    }
+    found = [(name, kind) for kind, names in kinds.items() for name in names.split()]
+    return arrow.schema([*found, *((name, text) for name in JSON_COLUMNS)])
+
+
+_MOST_ROWS = 256
+_MOST_TOKENS = 1 << 18  # of a Parquet row group: some 10 arrays each
+
+
+@contextlib.contextmanager
+def aside(out: Path) -> Generator[Path]:
+    """A path beside `out` that becomes `out` at the end; raises DataError where that exists."""
+    if out.exists():
+        raise DataError(f"{out} exists; name another, or delete it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        yield path
+        path.rename(out)
+    finally:
+        _remove(path)
+
+
+def write_jsonl(rows: Iterable[Row], path: Path) -> None:
+    """One JSON object a line; NaN is null."""
+    encoder = msgspec.json.Encoder()
+    with path.open("wb") as stream:
+        for row in rows:
+            stream.write(encoder.encode(row) + b"\n")
+
+
+def write_parquet(rows: Iterable[Row], path: Path, *, sft: bool = False) -> None:
+    """Row groups of at most `_MOST_ROWS` rows."""
+    module = parquet_module()
+    arrow = importlib.import_module("pyarrow")
+    schema = columns(arrow, sft=sft)
+    with module.ParquetWriter(path, schema) as writer:
+        for group in _groups(rows):
+            writer.write_table(arrow.Table.from_pylist([flat(row) for row in group], schema=schema))
+
+
+def write_dataset(rows: Iterable[Row], path: Path, *, sft: bool = False) -> None:
+    """A directory for `datasets.load_from_disk`."""
+    module = datasets_module()
+    work = path.with_name(f"{path.name}-parts")
+    work.mkdir()
+    try:
+        write_parquet(rows, work / "rows.parquet", sft=sft)
+        bars = module.are_progress_bars_disabled()
+        module.disable_progress_bars()
+        try:
+            found = module.Dataset.from_parquet(str(work / "rows.parquet"), cache_dir=str(work / "cache"))
+            found.save_to_disk(str(path))
+        finally:
+            if not bars:
+                module.enable_progress_bars()
+    finally:
+        _remove(work)
+
+
+def datasets_module() -> Any:
+    """`datasets`; raises DataError where it is not installed."""
+    try:
+        return importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise DataError("this needs Hugging Face datasets: pip install 'sluice[data]'") from error
+
+
+def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    group: list[Row] = []
+    tokens = 0
+    for row in rows:
+        group.append(row)
+        tokens += len(row["labels"])
+        if len(group) == _MOST_ROWS or tokens >= _MOST_TOKENS:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""A group of results → its training samples, and a reason for each member that gives none.
+
+- The agent's side may have given a rollout its reward; it goes before the task's.
+- With a policy loss, members with a reward also get their advantage within the group, unless the task gave one.
+  Parts of one index have one advantage: that of the first part that gives a sample.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from consumers.groups import Group, Place
+from consumers.tasks.rollout import rewarded
+from consumers.tasks.task import Task, TaskContext
+from pipeline.config.types import ConsumerConfig
+from pipeline.errors import TaskError
+from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
+
+_UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
+_DETAIL_CHARS = 1500
+HAS_IMAGES = "has_images"
+_MOST = 1e30  # of a reward or an advantage: the loss is in float32
+
+
+class Sampler:
+    """Runs the task's three steps. Pure: the same group gives the same samples and letters."""
+
+    def __init__(self, task: Task, context: TaskContext, config: ConsumerConfig) -> None:
+        self._task, self._context, self._config = task, context, config
+
+    def samples_of(self, group: Group) -> tuple[list[TrainingSample], list[DeadLetter]]:
+        """Samples in the order of their places, and letters of the members that are dropped here."""
+        letters = list(group.unrecorded)
+        samples: dict[Place, TrainingSample] = {}
+        for result in group.living:
+            outcome = self._outcome(result)
+            if isinstance(outcome, DeadLetter):
+                letters.append(outcome)
+            else:
+                samples[result.index, result.part] = outcome
+        if len(samples) < len(group.members) and self._config.on_incomplete_group == "drop":
+            reason = f"another member of group {group.group_id} is missing"
+            letters += [letter(sample.seq_id, "incomplete_group", reason) for sample in samples.values()]
+            samples = {}
+        return self._weighed(samples), letters
+
+    def _weighed(self, samples: dict[Place, TrainingSample]) -> list[TrainingSample]:
+        policy = self._context.policy
+        samples = {place: replace(sample, index=place[0]) for place, sample in samples.items()}
+        firsts: dict[int, float | None] = {}
+        for (index, _), sample in samples.items():
+            firsts.setdefault(index, sample.reward)
+        rewards = {index: reward for index, reward in firsts.items() if reward is not None}
+        if not policy.enabled or not rewards:
+            return list(samples.values())
+        advantages = dict(zip(rewards, group_advantages(list(rewards.values()), policy.advantage), strict=True))
+        return [
+            replace(sample, advantage=advantages[index], group_rewards=len(rewards))
+            if sample.advantage is None and index in advantages
+            else sample
+            for (index, _), sample in samples.items()
+        ]
+
+    def _outcome(self, result: SequenceResult) -> TrainingSample | DeadLetter:
+        if result.finish_reason in _UNTRAINED_ENDINGS:
+            return letter(result.seq_id, result.finish_reason, f"decode ended with {result.finish_reason}")
+        if result.images:
+            return letter(result.seq_id, HAS_IMAGES, blind(len(result.images)))
+        try:
+            parsed = self._task.parse(result, self._context)
+            matched = self._task.match(parsed, result.truth, self._context)
+            sample = _with_numbers(rewarded(self._task.target(matched, self._context), result.reward))
+        except TaskError as error:
+            return letter(result.seq_id, "invalid_truth", str(error))
+        except Exception:  # steps are the user's code: one that fails must not stop the run
+            return letter(result.seq_id, "task_failed", traceback.format_exc()[-_DETAIL_CHARS:])
+        for name, value in (("reward", sample.reward), ("advantage", sample.advantage)):
+            if self._context.policy.enabled and not _is_number(value):
+                detail = f"{name} {value}: the policy loss needs a number of at most ±{_MOST:g}, or None"
+                return letter(result.seq_id, "task_failed", detail)
+        length, most = len(sample.token_ids), self._config.max_sample_tokens
+        if length > most:
+            return letter(result.seq_id, "too_long", f"{length} tokens; consumer.max_sample_tokens is {most}")
+        return sample
+
+
+def _with_numbers(sample: TrainingSample) -> TrainingSample:
+    """Flags and scalars that a task records become numbers: the trainer reads nothing else."""
+    if all(type(value) is float for value in sample.metrics.values()):
+        return sample
+    return replace(sample, metrics={name: float(value) for name, value in sample.metrics.items()})
+
+
+def _is_number(value: float | None) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) <= _MOST)
+
+
+def blind(num_images: int) -> str:
+    """Why a sequence whose prompt showed images is not trained."""
+    images = "1 image" if num_images == 1 else f"{num_images} images"
+    return (
+        f"its prompt has {images}, and training has no pixels: its tokens would be trained blind; decode "
+        "such prompts with `sluice generate` or the gateway"
+    )
+
+
+def letter(seq_id: str, reason: str, detail: str) -> DeadLetter:
+    """A sequence that a consumer drops."""
+    return DeadLetter(seq_id=seq_id, reason=reason, state="dropped", detail=detail[:_DETAIL_CHARS], at=time.time())
+
+
+_EPS = 1e-6
+
+
+def group_advantages(rewards: Sequence[float], kind: Literal["group_norm", "group_mean", "reward"]) -> list[float]:
+    """One number per finite reward: (r - mean) / (std + 1e-6), r - mean, or r itself.
+
+    The standard deviation is that of the population. Equal rewards, as those of a group of one, have no better
+    and no worse: 0, exactly.
+
+    >>> group_advantages([1.0, 0.0], "group_mean")
+    [0.5, -0.5]
+    """
+    if kind == "reward" or not rewards:
+        return list(rewards)
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if kind == "group_mean":
+        return centred
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+    return [value / (deviation + _EPS) for value in centred]

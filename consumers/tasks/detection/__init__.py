@@ -1,0 +1,6 @@
+"""Structured detection: a JSON object list with boxes, matched to the truth and completed by it.
+
+token_ids ──grammar──▶ members ──parse──▶ objects ──match──▶ pairs ──target──▶ draft ─▶ labels ─▶ sample
+                                              ▲
+                          truth ─▶ geometry ──┘
+"""

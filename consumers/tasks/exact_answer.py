@@ -1,0 +1,170 @@
+"""Text task: the answer is right or wrong.
+
+Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds the answer in what the model
+wrote (last match; group 1 when there is one). Both sides are compared without white space around them.
+
+- Right: reward 1, trained on the sampled tokens. Wrong: reward 0, trained on the truth's answer.
+- Of a rollout of several turns the last one gives the answer. Right: the sampled tokens of all turns are trained.
+  Wrong: the turns before it stay, with weight 0, and the truth's answer stands in its place.
+- A rollout that comes with a reward may be without a truth: it is right when its reward is above 0.
+- With a policy loss both keep what was sampled, all of it and nothing else; `policy.ce_weight` is the
+  cross-entropy weight of what is right.
+- Refusing nested quantifiers would leave the polynomial patterns, so the search itself is bounded: the last
+  2000 characters, and a deadline that the `regex` engine keeps. A search that hits it counts as wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from consumers.tasks.rollout import Response, answer_ids, last_turn, rollout_metrics, sampled, training_sample
+from consumers.tasks.segments import Segment
+from consumers.tasks.task import Matched, Parsed, TaskContext
+from pipeline.errors import TaskError
+from pipeline.wire.messages import SequenceResult, TrainingSample
+
+SEARCHED_CHARS = 2000
+SEARCH_TIMEOUT_S = 0.2
+_MAX_PATTERN = 1000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The truth, checked."""
+
+    text: str
+    pattern: regex.Pattern[str] | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the rollout says the answer."""
+
+    answer: Answer | None  # None: its reward says it
+    right: bool
+
+
+def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
+    """The sampled text of the last turn before its terminator; valid when it is not blank."""
+    ids = answer_ids(result, ctx.codec)
+    prefix_len = last_turn(result)[0] + len(ids)
+    text = ctx.codec.decode(ids)[: ctx.options.max_text_chars]
+    valid = bool(text.strip())
+    metrics = rollout_metrics(result, ctx.options) | {
+        "rollout/parse_truncated": float(prefix_len == len(result.token_ids)),
+        "rollout/valid_samples": float(valid),
+        "stage2/invalid_rollout": float(not valid),
+    }
+    return Parsed(result, text, prefix_len, valid, metrics)
+
+
+def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
+    """Compare with the truth; raises TaskError for a truth that cannot be used."""
+    reward = parsed.result.reward
+    if truth is None and reward is not None:
+        return Matched(parsed, Verdict(None, reward > 0), {})
+    answer = read_answer(truth, parsed.result.seq_id)
+    right = parsed.valid and extract(parsed.value, answer.pattern) == answer.text.strip()
+    return Matched(parsed, Verdict(answer, right), {})
+
+
+def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+    """Sampled tokens or the truth's answer, then the turn terminator, all of weight 1; see above for a policy loss."""
+    parsed, verdict = matched.parsed, matched.value
+    response = _sampled(parsed, verdict, ctx) if ctx.policy.enabled else _taught(parsed, verdict, ctx)
+    metrics = parsed.metrics | matched.metrics
+    return training_sample(parsed.result, response, metrics, reward=float(verdict.right))
+
+
+def _sampled(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
+    """Every token of the result; where one was not sampled, its mask says so and its weight becomes 0."""
+    ids = list(parsed.result.token_ids)
+    if verdict.answer and not verdict.right:
+        _encode(verdict.answer.text, parsed.result.seq_id, ctx)  # a truth that cannot be written is never right
+    return Response(
+        token_ids=ids,
+        labels=ids,
+        weights=[ctx.policy.ce_weight if verdict.right else 0.0] * len(ids),
+        segments=_codes(parsed.result, verdict.right, ctx),
+        kept=len(ids),
+    )
+
+
+def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
+    stops, sampled_ids = ctx.codec.eos_token_ids, parsed.result.token_ids
+    codes = _codes(parsed.result, verdict.right, ctx)
+    if verdict.right:
+        kept, start, new = parsed.prefix_len, 0, list[int]()
+        stop = [token for token in sampled_ids[kept : kept + 1] if token in stops]
+    else:
+        kept = start = last_turn(parsed.result)[0]
+        new, stop = _truth_ids(parsed, verdict, ctx), list[int]()
+    token_ids = [*sampled_ids[:kept], *new, *(stop or stops[:1])]
+    return Response(
+        token_ids=token_ids,
+        labels=token_ids,
+        weights=[0.0] * start + [1.0] * (len(token_ids) - start),
+        segments=[*codes[:kept], *[int(Segment.appended_desc)] * len(new), int(Segment.closing)],
+        kept=kept + len(stop),
+    )
+
+
+def _codes(result: SequenceResult, right: bool, ctx: TaskContext) -> list[int]:
+    """The segment of each token of the result; what stands between two turns is a prompt."""
+    stops, code = set(ctx.codec.eos_token_ids), Segment.matched_desc if right else Segment.false_positive
+    on = [*sampled(result)[: last_turn(result)[1]], *[1] * len(result.token_ids)]
+    return [
+        int(Segment.prompt if not on[at] else Segment.closing if token in stops else code)
+        for at, token in enumerate(result.token_ids)
+    ]
+
+
+def _truth_ids(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> list[int]:
+    if verdict.answer is None:
+        raise TaskError(
+            f"{parsed.result.seq_id}: a reward of {parsed.result.reward} and no truth, so there is nothing to teach;"
+            " give its prompt a truth, or switch the policy loss on"
+        )
+    return _encode(verdict.answer.text, parsed.result.seq_id, ctx)
+
+
+def read_answer(truth: Any, where: str) -> Answer:
+    """Check the truth; raises TaskError that says where and what to do."""
+    fields = {"answer": truth} if isinstance(truth, str) else truth
+    if not isinstance(fields, dict) or not set(fields) <= {"answer", "pattern"}:
+        raise TaskError(f"{where}: truth is {truth!r:.80}; give a string or {{answer, pattern}}")
+    text, pattern = fields.get("answer"), fields.get("pattern")
+    if not isinstance(text, str) or not text.strip():
+        raise TaskError(f"{where}: truth.answer is {text!r:.80}; give a non-empty string")
+    if pattern is None:
+        return Answer(text, None)
+    if not isinstance(pattern, str) or len(pattern) > _MAX_PATTERN:
+        raise TaskError(f"{where}: truth.pattern must be a string of at most {_MAX_PATTERN} characters")
+    try:
+        return Answer(text, regex.compile(pattern))
+    except regex.error as error:
+        raise TaskError(f"{where}: truth.pattern {pattern!r:.80} is no regular expression ({error})") from error
+
+
+def extract(text: str, pattern: regex.Pattern[str] | None) -> str | None:
+    """The answer in the text, stripped; None when the pattern does not match in time."""
+    if pattern is None:
+        return text.strip()
+    try:
+        matches = list(pattern.finditer(text[-SEARCHED_CHARS:], timeout=SEARCH_TIMEOUT_S))
+    except TimeoutError:
+        return None
+    return (matches[-1].group(1 if pattern.groups else 0) or "").strip() if matches else None
+
+
+def _encode(text: str, where: str, ctx: TaskContext) -> list[int]:
+    try:
+        ids = ctx.codec.encode(text)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise TaskError(f"{where}: truth.answer is no valid Unicode; remove the lone surrogate") from error
+    if set(ids) & set(ctx.codec.eos_token_ids):
+        raise TaskError(f"{where}: truth.answer {text!r:.80} spells a turn terminator; remove it")
+    return ids

@@ -1,0 +1,72 @@
+"""The tasks, and how a config replaces their steps by import path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from consumers.tasks import exact_answer
+from consumers.tasks.detection import match as detection_match
+from consumers.tasks.detection import parse as detection_parse
+from consumers.tasks.detection import target as detection_target
+from consumers.tasks.task import Task, TaskContext
+from pipeline.config.suggest import did_you_mean
+from pipeline.config.types import RolloutMatchingConfig
+from pipeline.errors import ConfigError
+
+TASKS = {
+    "detection": Task("detection", detection_parse.parse, detection_match.match, detection_target.target),
+    "exact_answer": Task("exact_answer", exact_answer.parse, exact_answer.match, exact_answer.target),
+}
+
+_STEPS = ("parse", "match", "target")
+
+
+def load_task(options: RolloutMatchingConfig) -> Task:
+    """The task of a config, with the steps that it replaces.
+
+    A name of your own needs all three import paths. Raises ConfigError for an unknown task or a path that
+    cannot be imported.
+    """
+    base = TASKS.get(options.task)
+    own = {step: getattr(options, step) for step in _STEPS}
+    missing = [step for step, path in own.items() if path is None]
+    if base is None and missing:
+        raise ConfigError(
+            f"rollout_matching.task: unknown task {options.task!r}; {did_you_mean(options.task, list(TASKS))}"
+            f" A task of your own also needs {', '.join(missing)} as module:function"
+        )
+    steps: dict[str, Any] = {
+        step: getattr(base, step) if path is None else _load(path, f"rollout_matching.{step}")
+        for step, path in own.items()
+    }
+    return Task(options.task, **steps)
+
+
+def check_options(task: Task, ctx: TaskContext) -> None:
+    """Raises ConfigError at start when the task's options do not go with the tokenizer or the policy loss."""
+    if task.target is detection_target.target:
+        if ctx.policy.enabled:
+            raise ConfigError(
+                "policy.enabled: the target of the detection task gives no reward, so nothing would train the policy;"
+                " give rollout_matching.target a function of your own that sets it, or switch the policy loss off"
+            )
+        detection_target.check_options(ctx)
+
+
+def _load(path: str, key: str) -> Callable[..., Any]:
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{key}: {path!r} is no import path; write package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(
+            f"{key}: cannot import {module_name!r} ({type(error).__name__}: {error}); is it on PYTHONPATH?"
+        ) from error
+    step = getattr(module, name, None)
+    if not callable(step):
+        names = [known for known in vars(module) if callable(getattr(module, known))]
+        raise ConfigError(f"{key}: {module_name!r} has no function {name!r}; {did_you_mean(name, names)}")
+    return step

@@ -1,0 +1,153 @@
+"""What every task takes from a rollout: its last turn, its counters, and the per-token arrays of the kept tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from consumers.tasks.segments import Segment
+from consumers.tasks.task import TextCodec
+from pipeline.config.types import RolloutMatchingConfig
+from pipeline.wire.messages import GeometryTarget, SequenceResult, TrainingSample
+from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+
+
+@dataclass(frozen=True)
+class Response:
+    """The target after the prompt; arrays have shape (len(token_ids),), the first `kept` tokens are sampled.
+
+    `geometry` positions count from the start of the response.
+    """
+
+    token_ids: list[int]
+    labels: list[int]
+    weights: list[float]
+    segments: list[int]
+    kept: int
+    geometry: list[GeometryTarget] = field(default_factory=list)
+
+
+def last_turn(result: SequenceResult) -> tuple[int, int]:
+    """First token and end of the last turn that the policy sampled; an end that a guard forced is not part of it."""
+    at, turn = 0, (0, 0)
+    for value, count in result.response_mask.runs or ((1, len(result.token_ids)),):
+        if value == 1:
+            turn = (turn[0] if turn[1] == at else at, at + count)
+        at += count
+    return turn
+
+
+def answer_ids(result: SequenceResult, codec: TextCodec) -> list[int]:
+    """The sampled ids of the last turn, before its terminator."""
+    stops = set(codec.eos_token_ids)
+    start, end = last_turn(result)
+    ids = list(result.token_ids[start:end])
+    return ids[: next((at for at, token in enumerate(ids) if token in stops), len(ids))]
+
+
+def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> dict[str, float]:
+    """Counters of one sequence that do not depend on the task."""
+    guard = result.triggers
+    triggered = bool(guard.get("repeat_terminate"))
+    saved = max(0, result.sampling.max_new_tokens - int(guard.get("at_token", 0))) if triggered else 0
+    between = sampled(result)[: last_turn(result)[0]].count(0)
+    metrics = {
+        "rollout/samples": 1.0,
+        "rollout/num_turns": 1.0 if result.turn is None else float(result.turn),
+        "rollout/tool_tokens": float(between),
+        "rollout/gen_new_tokens": float(len(result.token_ids) - between),
+        "rollout/prompt_len": float(len(result.prompt_token_ids)),
+        "rollout/rollout_len": float(len(result.token_ids)),
+        "rollout/repeat_terminate_active": float(bool(guard.get("active"))),
+        "rollout/repeat_terminate_triggered_sequences": float(triggered),
+        "rollout/repeat_terminate_tokens_saved": float(saved),
+        "rollout/backend_hf": float(result.backend == "hf"),
+        "rollout/backend_vllm": float(result.backend == "vllm"),
+    }
+    decode_s = result.timings.get("decode_s")
+    return metrics if decode_s is None else metrics | {"rollout/decode_s": decode_s}
+
+
+def sampled(result: SequenceResult) -> list[int]:
+    """1 per token that the policy sampled, 0 per other one; shape (len(token_ids),)."""
+    return result.response_mask.expand() or [1] * len(result.token_ids)
+
+
+def final_turn(result: SequenceResult) -> SequenceResult:
+    """The last turn alone; all before it is its prompt."""
+    start, _ = last_turn(result)
+    if start == 0:
+        return result
+    names = ("response_mask", "versions", "proximal_versions")
+    runs = {name: Runs.of(getattr(result, name).expand()[start:]) for name in names}
+    return replace(
+        result,
+        prompt_token_ids=TokenArray([*result.prompt_token_ids, *result.token_ids[:start]]),
+        token_ids=TokenArray(result.token_ids[start:]),
+        logprobs=FloatArray(result.logprobs[start:]),
+        proximal_logprobs=FloatArray(result.proximal_logprobs[start:]),
+        **runs,
+    )
+
+
+def rewarded(sample: TrainingSample, reward: float | None) -> TrainingSample:
+    """The sample with the reward that the agent's side gave its rollout, if it gave one."""
+    return sample if reward is None else replace(sample, reward=reward, metrics=sample.metrics | _rewards(reward))
+
+
+def training_sample(
+    result: SequenceResult, response: Response, metrics: dict[str, float], reward: float | None = None
+) -> TrainingSample:
+    """Prompt (weight 0) + response, with behaviour and proximal arrays of the kept sampled tokens."""
+    prompt = list(result.prompt_token_ids)
+    start, length = len(prompt), len(prompt) + len(response.token_ids)
+    mask = sampled(result)
+    weights = [0.0 if at < response.kept and not mask[at] else w for at, w in enumerate(response.weights)]
+
+    def spread(values: Sequence[float], empty: float) -> list[float]:
+        tail = length - start - response.kept
+        return [empty] * start + list(values[: response.kept]) + [empty] * tail if values else []
+
+    return TrainingSample(
+        seq_id=result.seq_id,
+        group_id=result.group_id,
+        task=result.task,
+        token_ids=TokenArray(prompt + response.token_ids),
+        labels=TokenArray(prompt + response.labels),
+        weights=FloatArray([0.0] * start + weights),
+        segments=Runs.of([Segment.prompt] * start + response.segments),
+        prompt_len=start,
+        geometry=[_shifted(target, start) for target in response.geometry],
+        logprobs=FloatArray(spread(list(result.logprobs), 0.0) or [0.0] * length),
+        temperature=_temperature(result),
+        versions=Runs.of(int(v) for v in spread(result.versions.expand(), -1) or [-1] * length),
+        proximal_logprobs=FloatArray(spread(list(result.proximal_logprobs), 0.0)),
+        proximal_versions=Runs.of(int(v) for v in spread(result.proximal_versions.expand(), -1)),
+        response_mask=Runs.of(int(v) for v in spread(mask, 0) or [0] * length),
+        reward=reward,
+        enqueued_at=result.timings.get("enqueued_at", 0.0),
+        metrics=metrics | _lengths(start, response) | _rewards(reward),
+    )
+
+
+def _temperature(result: SequenceResult) -> float:
+    """Of its logprobs; greedy tokens have those of temperature 1."""
+    return 1.0 if result.logprobs_mode == "raw_logprobs" else result.sampling.temperature or 1.0
+
+
+def _shifted(target: GeometryTarget, by: int) -> GeometryTarget:
+    x1, y1, x2, y2 = target.positions
+    return GeometryTarget(positions=(x1 + by, y1 + by, x2 + by, y2 + by), box=target.box)
+
+
+def _lengths(prompt_len: int, response: Response) -> dict[str, float]:
+    return {
+        "rollout/train_len": float(prompt_len + len(response.token_ids)),
+        "rollout/append_len": float(len(response.token_ids) - response.kept),
+    }
+
+
+def _rewards(reward: float | None) -> dict[str, float]:
+    return {} if reward is None else {"rollout/rewards": reward, "rollout/rewarded_samples": 1.0}
