@@ -30,7 +30,7 @@ from consumers.history.reader import HistoryReader
 from consumers.history.records import SequenceDetail
 from consumers.pack import IGNORED
 from consumers.tasks.codec import HFTextCodec
-from consumers.training.rollouts import read_rollouts
+from consumers.training.step_log import read_rollouts
 from pipeline.errors import DataError, ModelError
 from pipeline.logs import get_logger
 from pipeline.prompts.rows import parquet_module

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from consumers.training.ledger import read_steps
+from consumers.training.step_log import read_steps
 from pipeline.config import Config
 from pipeline.queue import job_id_for
 from pipeline.status.snapshot import Snapshot

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from consumers.training.ledger import read_steps
+from consumers.training.step_log import read_steps
 from demo.charts import Line, bar_chart, line_chart
 from demo.drill import Drill
 from demo.heldout import Heldout

@@ -15,15 +15,13 @@ import msgspec
 
 from consumers.audit.stored import trained_versions
 from consumers.groups import Assembler
-from consumers.handoff.state import HandoffState, read_state, write_state
 from consumers.history.records import SequenceRow, pack, unpack
 from consumers.samples import Sampler
 from consumers.tasks import exact_answer
 from consumers.tasks.task import Task, TaskContext
 from consumers.training import checkpoint
-from consumers.training.ledger import StepLog, read_steps
-from consumers.training.rollouts import Rollouts as KeptRollouts
-from consumers.training.rollouts import read_rollouts
+from consumers.training.checkpoint import HandoffState, read_state, write_state
+from consumers.training.step_log import KeptRollouts, StepLog, read_rollouts, read_steps
 from consumers.training.trackers import _Remote
 from pipeline.broker.connection import broker_url
 from pipeline.config import load_config, resolved_yaml

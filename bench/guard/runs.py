@@ -19,7 +19,7 @@ from bench.guard.loop_model import Chains, ensure_model, word
 from bench.guard.plan import HOME, Plan
 from bench.guard.workload import starts
 from bench.report import say
-from consumers.training.ledger import read_steps
+from consumers.training.step_log import read_steps
 from pipeline.config import Config, load_config
 from pipeline.errors import SluiceError
 from pipeline.run.progress_panel import Progress

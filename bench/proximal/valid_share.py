@@ -23,9 +23,9 @@ from bench.proximal.versions import Variants
 from consumers.tasks import exact_answer
 from consumers.tasks.codec import HFTextCodec
 from consumers.tasks.task import TaskContext
-from consumers.training.fill import Filler
 from consumers.training.model import load_policy
 from consumers.training.step import TrainStep
+from consumers.training.trainer import Filler
 from pipeline.config import Config
 from pipeline.errors import SluiceError
 from pipeline.queue.scores import Scores

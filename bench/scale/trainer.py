@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from consumers.handoff.session import Session
-from consumers.handoff.thread import SessionThread
+from consumers.training.handoff import SessionThread
+from consumers.training.session import Session
 from pipeline import logs
 from pipeline.config import load_config
 from pipeline.config.types import Config

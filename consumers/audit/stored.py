@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consumers.run_files import METRICS
-from consumers.training.rollouts import read_rollouts
+from consumers.training.step_log import read_rollouts
 from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, DataError, MessageError
 from pipeline.wire.messages import TrainingSample

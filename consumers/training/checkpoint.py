@@ -1,7 +1,9 @@
-"""Checkpoints: model, optimiser, random state and place in the batch stream; whole or absent.
+"""What a trainer resumes from: model, optimiser, random state and place in the batch stream; whole or absent.
 
-    checkpoints/step-000012/   model.safetensors config.json …   trainer/{optimizer.safetensors, state.json,
-    digests.json}
+    checkpoints/step-000012/    model.safetensors config.json …   trainer/{optimizer.safetensors, state.json,
+                                digests.json}
+    weights/v000012/handoff.json   the same state beside the weights that a loop of one's own published
+    handoff.json                   of what such a loop finished without a version since; the newer step of the two holds
 
 The state names the batches whose effect the weights hold, and what was dropped from them. They are acked only after
 the rename, so a trainer that is killed anywhere trains each batch once: acked twice is harmless, trained twice
@@ -23,11 +25,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from consumers.training.model import read_model, write_model
+from consumers.training.model import probe_score, read_model, write_model
 from pipeline.config.types import ModelConfig
-from pipeline.errors import MessageError, ModelError
+from pipeline.errors import DataError, MessageError, ModelError
 from pipeline.files import fsync_directory, fsync_tree, write_atomic
 from pipeline.logs import get_logger
+from pipeline.weights.versions import MANIFEST, newest_number, read_manifest, tensor_table
 from pipeline.wire.codec import read_json
 from pipeline.wire.messages import DeadLetter
 
@@ -195,3 +198,123 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.T
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+HANDOFF_FILE = "handoff.json"
+_RECENT_GIVEN = 8192
+
+
+class HandoffState(msgspec.Struct, frozen=True, kw_only=True):
+    """After `step` calls of publish or done."""
+
+    step: int = 0
+    samples: int = 0
+    unacked: list[tuple[str, int]] = []  # (stream id, samples); their ack was perhaps not sent
+    recent: list[str] = []  # newest sequence ids that were finished
+
+    def after(self, unacked: list[tuple[str, int]], seq_ids: list[str]) -> HandoffState:
+        """One step later, with these batches finished."""
+        return HandoffState(
+            step=self.step + 1,
+            samples=self.samples + len(seq_ids),
+            unacked=[*self.unacked, *unacked],
+            recent=[*self.recent, *seq_ids][-_RECENT_GIVEN:],
+        )
+
+    def acked(self) -> HandoffState:
+        """Nothing waits for its ack."""
+        return msgspec.structs.replace(self, unacked=[])
+
+
+def read_state(run_dir: Path) -> HandoffState:
+    """The newest; raises DataError for a damaged file."""
+    root = run_dir / "weights"
+    newest = root / f"v{newest_number(root):06d}"
+    return max((_read_handoff(newest), _read_handoff(run_dir)), key=lambda state: state.step)
+
+
+def write_state(directory: Path, state: HandoffState) -> None:
+    """Whole or not at all."""
+    write_atomic(directory / HANDOFF_FILE, msgspec.json.encode(state))
+
+
+def _read_handoff(directory: Path) -> HandoffState:
+    file = directory / HANDOFF_FILE
+    if not file.exists():  # the built-in trainer's version, or none
+        return HandoffState(step=read_manifest(directory).step if (directory / "manifest.json").exists() else 0)
+    try:
+        return read_json(file.read_bytes(), HandoffState, HANDOFF_FILE)
+    except (OSError, MessageError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); restore it, or start a run of another name") from error
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_NOT_COPIED = (MANIFEST, HANDOFF_FILE)
+
+
+def stage(model: Any, source: Path, root: Path) -> Path:
+    """Write `model` aside in `root`; returns the directory, which the caller deletes.
+
+    `model` has `save_pretrained` (transformers), or is the directory of a model that was saved. Raises ModelError for
+    anything else, and for tensors that the run's model, `source`, does not have.
+    """
+    aside = root / f".v-staged.{os.getpid()}.tmp"  # what a killed process leaves, the next publish deletes
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    if isinstance(model, str | os.PathLike):
+        if not Path(model).is_dir():
+            raise ModelError(f"{model}: no such directory; give a model, or a directory made by save_pretrained")
+        _copy(Path(model), aside)
+    elif hasattr(model, "save_pretrained"):
+        try:
+            model.save_pretrained(aside)
+        except ValueError as error:  # of its generation_config, for one
+            raise ModelError(f"the model cannot be saved: {error}") from error
+    else:
+        raise ModelError(f"a {type(model).__name__} has no save_pretrained; give the transformers model itself")
+    _check(aside, source)
+    _copy(source, aside, but=_WEIGHTS)
+    return aside
+
+
+def stage_links(source: Path, root: Path) -> Path:
+    """The run's own model, as its version 0: hard links where possible."""
+    aside = root / f".v-staged.{os.getpid()}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file in _files(source):
+        try:
+            os.link(file.resolve(), aside / file.name)
+        except OSError:
+            shutil.copy2(file, aside / file.name)
+    return aside
+
+
+def probe_of(model: Any, tokens: list[int]) -> float | None:
+    """What workers hold a version against; None where its precision or its kind gives no exact score."""
+    if str(getattr(model, "dtype", "")) != "torch.float32" or not callable(model):
+        return None
+    return probe_score(model, tokens)
+
+
+def _copy(directory: Path, target: Path, but: tuple[str, ...] = ()) -> None:
+    """What the target has already stays."""
+    for file in _files(directory):
+        if not (target / file.name).exists() and not file.name.endswith(but):
+            shutil.copy2(file, target / file.name)
+
+
+def _files(directory: Path) -> list[Path]:
+    return [file for file in sorted(directory.iterdir()) if file.is_file() and file.name not in _NOT_COPIED]
+
+
+def _check(directory: Path, source: Path) -> None:
+    """Workers would refuse other tensors, each for itself and only in its log."""
+    shapes = {name: shape for name, (_, shape) in tensor_table(source).items()}
+    found = {name: shape for name, (_, shape) in tensor_table(directory).items()}
+    odd = sorted(name for name, shape in found.items() if shapes.get(name) != shape)
+    if odd:
+        raise ModelError(
+            f"not published: {len(odd)} tensors are not those of {source}, e.g. {odd[0]} {list(found[odd[0]])}; give "
+            "the whole model, without wrappers, adapters merged"
+        )

@@ -12,7 +12,7 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """
     import asyncio
 
-    from consumers.training.role import train as run
+    from consumers.training.trainer import train as run
     from pipeline.config import load_config
 
     asyncio.run(run(load_config(config, overrides)))

@@ -17,7 +17,7 @@ from consumers.pack import PackedRows
 from consumers.training.distributed import whole
 from consumers.training.forward import Proof, TrainerForward
 from consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
-from consumers.training.policy_term import PolicyTerm, temperature_rows
+from consumers.training.policy_loss import PolicyTerm, temperature_rows
 from pipeline.config.types import PolicyConfig, TrainerConfig
 from pipeline.wire.messages import TrainingSample
 

@@ -19,34 +19,48 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
+import torch
 
 from consumers.history.recorder import TrainedRecorder
 from consumers.samples import HAS_IMAGES, blind, letter
+from consumers.tasks.codec import HFTextCodec
 from consumers.training import checkpoint
-from consumers.training.fill import Filler
-from consumers.training.ledger import StepLog
-from consumers.training.model import probe_score, probe_tokens
-from consumers.training.rollouts import Rollouts
+from consumers.training.distributed import Shard, sharding
+from consumers.training.model import load_policy, probe_score, probe_tokens
+from consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from consumers.training.step import TrainStep
+from consumers.training.step_log import KeptRollouts, StepLog
 from consumers.training.trackers import Trackers
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import Entry, ack_batches, batch_reader
+from pipeline.config.rules import policy_warnings
+from pipeline.config.types import Config
 from pipeline.errors import DeadlineExceeded, MessageError
 from pipeline.logs import get_logger
 from pipeline.queue.scores import Scores
 from pipeline.queue.trained import LEDGER, TrainedIds, begin_again, recognise
-from pipeline.run.role import Role
+from pipeline.run import provenance
+from pipeline.run.gpu import use_free_gpu
+from pipeline.run.role import Role, default_name, role_process
 from pipeline.status.snapshot import snapshot
 from pipeline.telemetry import training_metrics
 from pipeline.weights import versions
-from pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
+from pipeline.wire.messages import (
+    DeadLetter,
+    ScoreJob,
+    ScoreResult,
+    TrainingBatch,
+    TrainingSample,
+    WeightVersion,
+    decode,
+)
 from pipeline.wire.tokens import TokenArray
 
 T = TypeVar("T")
@@ -76,7 +90,7 @@ class Trainer:
         self._checkpoints, self._versions = run_dir / "checkpoints", run_dir / "weights"
         self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / LEDGER)
         self._known = TrainedIds(run_dir)
-        self._rollouts = Rollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
+        self._rollouts = KeptRollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
         self._history = TrainedRecorder(role.config)
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
         self._registry = versions.WeightsRegistry(role.client, role.keys)
@@ -312,3 +326,151 @@ class Trainer:
 
 def _combined(samples: list[TrainingSample]) -> dict[str, float]:
     return training_metrics.reduce([sample.metrics for sample in samples])
+
+
+class OwnScores(Protocol):
+    """The trainer's model, before the update."""
+
+    def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
+        """Per sample the fp32 logprob (nats) of each token, shape (len(token_ids),); position 0 holds 0.0."""
+        ...
+
+
+class AskedScores(Protocol):
+    """Scorers of retained versions (pipeline/queue/scores.py)."""
+
+    async def ask(self, jobs: Sequence[ScoreJob], wait_s: float) -> list[ScoreResult]:
+        """The answers that came within `wait_s`, in any order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Samples to train, and a letter for each that is not."""
+
+    samples: list[TrainingSample]
+    letters: dict[str, DeadLetter]  # by seq_id
+
+
+class Filler:
+    """Fills one optimiser step's samples; counts until a step's record takes the counts."""
+
+    def __init__(self, role: Role, own: OwnScores, asked: AskedScores) -> None:
+        self._role, self._own, self._asked = role, own, asked
+        self._options = role.config.policy
+        self._counts = Counts()
+
+    async def fill(self, samples: Sequence[TrainingSample], version: int) -> Ready | None:
+        """`version`: that of the trainer's weights. None when the process is asked to stop meanwhile."""
+        plans = await asyncio.to_thread(self._plans, samples, version)
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(self._ask(list(plans.values())))
+            recomputed = await asyncio.to_thread(self._recompute, list(plans.values()))
+            results = await asking
+        if results is None:
+            return None
+        done = await asyncio.to_thread(self._join, plans, recomputed, results)
+        return self._sort(samples, done)
+
+    def record(self) -> dict[str, float]:
+        """The `policy/` keys of all that was filled since the last call: a step in which all was dropped has none."""
+        counts, self._counts = self._counts, Counts()
+        return counts.record()
+
+    def _plans(self, samples: Sequence[TrainingSample], version: int) -> dict[str, Plan]:
+        members = [sample for sample in samples if sample.advantage is not None]
+        return {sample.seq_id: plan(sample, version, self._options) for sample in members}
+
+    def _recompute(self, plans: Sequence[Plan]) -> dict[str, list[float]]:
+        wanted = [each.sample for each in plans if each.recompute.any()]
+        scores = self._own.score(wanted) if wanted else []
+        return {sample.seq_id: row for sample, row in zip(wanted, scores, strict=True)}
+
+    async def _ask(self, plans: Sequence[Plan]) -> list[ScoreResult] | None:
+        """The answers that came in time; None when the process is asked to stop."""
+        jobs = [job for each in plans for job in score_jobs(each, self._role.config.run)]
+        if not jobs or not self._role.config.scorer.count:
+            return []
+        self._role.status.waiting(f"score jobs: {len(jobs)} of {len({job.seq_id for job in jobs})} samples")
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(self._asked.ask(jobs, self._options.score_wait_s))
+            stopping = tasks.create_task(self._role.stop.wait())
+            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            asking.cancel()
+        self._role.status.waiting(None)
+        if asking.cancelled():
+            return None
+        results = asking.result()
+        for error, count in Counter(result.error for result in results if result.error).items():
+            get_logger().warning("no scores", cause=error, jobs=count)
+        return results
+
+    def _join(
+        self, plans: dict[str, Plan], recomputed: dict[str, list[float]], results: Sequence[ScoreResult]
+    ) -> dict[str, Filled]:
+        answers: dict[str, list[ScoreResult]] = {}
+        for result in results:
+            answers.setdefault(result.seq_id, []).append(result)
+        return {
+            seq_id: fill(
+                each, recomputed.get(seq_id, []), scores_by_place(each, answers.get(seq_id, [])), self._options
+            )
+            for seq_id, each in plans.items()
+        }
+
+    def _sort(self, samples: Sequence[TrainingSample], done: dict[str, Filled]) -> Ready:
+        ready = Ready([], {})
+        for sample in samples:
+            filled = done.get(sample.seq_id)
+            if filled is None:
+                ready.samples.append(sample)
+            elif filled.sample is not None:
+                ready.samples.append(filled.sample)
+            else:
+                ready.letters[sample.seq_id] = letter(sample.seq_id, filled.reason or "", filled.detail)
+        for filled in done.values():
+            self._counts.add(filled.counts)
+        for reason, count in Counter(each.reason for each in ready.letters.values()).items():
+            get_logger().warning("samples dropped before the update", reason=reason, samples=count)
+        return ready
+
+
+async def train(config: Config) -> None:
+    """Run the trainer to the end of the run."""
+    with use_free_gpu(wanted=config.trainer.claim_gpu), sharding(config.model) as shard:
+        await _train(config, shard)
+
+
+async def _train(config: Config, shard: Shard | None) -> None:
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(config.trainer.torch_threads)
+    source = Path(config.model.path)
+    trackers = Trackers(config)  # here already: one that is not installed is no reason to load a model
+    async with role_process(config, "trainer", default_name("trainer")) as role, trackers:
+        owner = Ownership(role.client, role.keys, "trainer")
+        await owner.acquire(deadline_s=60, waiting=role.status.waiting)
+        role.spawn(owner.keep())
+        provenance.store(config, Path(config.run_dir) / config.run)
+        role.status.waiting(f"the model to load from {source}")
+        model = await asyncio.to_thread(load_policy, source, config.model, dropout=config.trainer.dropout)
+        codec = HFTextCodec(source)
+        pad_id = codec.eos_token_ids[0] if codec.eos_token_ids else 0
+        step = TrainStep(
+            model,
+            config.trainer,
+            pad_id=pad_id,
+            row_tokens=config.consumer.row_tokens,
+            coord_ids=codec.coord_token_ids,
+            policy=config.policy,
+        )
+        if shard is not None:
+            await asyncio.to_thread(shard, step.model, step.optimizer)
+        role.status.waiting("the proof of the forward pass")
+        await asyncio.to_thread(step.prove)
+        for warning in policy_warnings(config):
+            get_logger().warning("policy loss", known=warning)
+        await Trainer(role, owner, step, source, trackers).run()
+        if (await snapshot(role.client, role.keys)).complete:
+            await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
+        await owner.release()

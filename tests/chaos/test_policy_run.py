@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.truth.architectures import save
-from consumers.training.ledger import read_steps
+from consumers.training.step_log import read_steps
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import BIN, Process, environment
 from tests.e2e.stack import Stack

@@ -17,7 +17,7 @@ import msgspec
 import redis
 import yaml
 
-from consumers.training.ledger import read_steps
+from consumers.training.step_log import read_steps
 from pipeline.broker import connection as broker
 from pipeline.config import Config, load_config
 from pipeline.config.types import BrokerConfig

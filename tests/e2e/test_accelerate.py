@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from consumers.training.ledger import read_steps
 from consumers.training.model import load_policy, probe_score
-from consumers.training.role import train
+from consumers.training.step_log import read_steps
+from consumers.training.trainer import train
 from pipeline.broker import connection
 from pipeline.config import load_config
 from pipeline.config.types import ModelConfig

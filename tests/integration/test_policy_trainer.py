@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.training.ledger import read_steps
-from consumers.training.rollouts import read_rollouts
+from consumers.training.step_log import read_rollouts, read_steps
 from consumers.training.trainer import Trainer
 from pipeline.broker.connection import Scripts
 from pipeline.broker.ownership import Ownership

@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from consumers.training import checkpoint
-from consumers.training.ledger import read_steps
-from consumers.training.role import train as train_role
-from consumers.training.rollouts import read_rollouts
+from consumers.training.step_log import read_rollouts, read_steps
 from consumers.training.trainer import Trainer
+from consumers.training.trainer import train as train_role
 from pipeline.broker.connection import Scripts
 from pipeline.broker.ownership import Ownership
 from pipeline.config.types import BrokerConfig, Config

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from consumers.training.ledger import read_steps
+from consumers.training.step_log import read_steps
 from pipeline.status.snapshot import Snapshot
 from pipeline.wire.keys import ARQ_RESULT, BATCH_GROUP, RESULT_GROUP
 from pipeline.wire.messages import DeadLetter, decode

@@ -14,7 +14,7 @@ from tests.integration.handoff.test_rollouts import MakeRun
 
 LOOP = """
 import sys
-from consumers.handoff import Rollouts
+from consumers.training.handoff import Rollouts
 with Rollouts(sys.argv[1]) as rollouts:
     print("open", flush=True)
     next(rollouts.batches())

@@ -13,10 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from consumers.handoff import RolloutDataset, Rollouts
-from consumers.handoff.session import Session
-from consumers.training.ledger import read_steps
-from consumers.training.rollouts import read_rollouts
+from consumers.training.handoff import RolloutDataset, Rollouts
+from consumers.training.session import Session
+from consumers.training.step_log import read_rollouts, read_steps
 from pipeline.broker import connection
 from pipeline.config.types import Config
 from pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
@@ -159,7 +158,7 @@ def test_ids_that_the_callers_checkpoint_holds_are_not_given_again(make_run: Mak
 
 def test_one_loop_at_a_time(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_run(1)
-    monkeypatch.setattr("consumers.handoff.thread._ACQUIRE_S", 0.1)
+    monkeypatch.setattr("consumers.training.handoff._ACQUIRE_S", 0.1)
     with (
         Rollouts(config),
         pytest.raises(DeadlineExceeded, match=r"another process has held this role.*trainer\.external=true"),

@@ -15,7 +15,7 @@ from consumers.samples import Sampler
 from consumers.tasks.codec import HFTextCodec
 from consumers.tasks.registry import load_task
 from consumers.tasks.task import TaskContext
-from consumers.training.ledger import read_steps
+from consumers.training.step_log import read_steps
 from consumers.training.trackers import Trackers
 from consumers.training.trainer import Trainer
 from pipeline.broker.ownership import Ownership

@@ -12,8 +12,8 @@ import torch
 
 from consumers.training import checkpoint
 from consumers.training.checkpoint import TrainerState
-from consumers.training.ledger import StepLog, read_steps
 from consumers.training.step import TrainStep
+from consumers.training.step_log import StepLog, read_steps
 from pipeline.errors import ModelError
 from pipeline.wire.messages import DeadLetter
 from tests.tiny_models import save_tiny_model

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from consumers.handoff.collate import tensors_of
+from consumers.training.handoff import tensors_of
 from pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 

@@ -10,8 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from consumers.tasks.segments import LeftOut
-from consumers.training.proximal import Filled, fill, plan, score_jobs, scores_by_place
-from consumers.training.proximal_counts import Counts
+from consumers.training.proximal import Counts, Filled, fill, plan, score_jobs, scores_by_place
 from pipeline.config.types import PolicyConfig
 from pipeline.errors import MessageError
 from pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.rollouts import Rollouts
+from consumers.training.step_log import KeptRollouts
 from demo.mid_sequence import count_landed, mid_sequence
 from pipeline.wire.messages import TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -47,7 +47,7 @@ def sample(seq_id: str, versions: list[int]) -> TrainingSample:
 
 
 def test_it_is_read_from_what_the_trainer_stored(tmp_path: Path) -> None:
-    rollouts = Rollouts(tmp_path / "rollouts", keep=None)
+    rollouts = KeptRollouts(tmp_path / "rollouts", keep=None)
     rollouts.save(1, [sample("a:0", [-1, 0, 0]), sample("a:1", [-1, 0, 1])])
     rollouts.save(2, [sample("b:0", [-1, 1, 3]), sample("b:1", [-1, 0, 1])])
     found = mid_sequence(tmp_path)

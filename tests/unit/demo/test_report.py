@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from consumers.training.ledger import StepLog
+from consumers.training.step_log import StepLog
 from demo import report
 from demo.audit import audit
 from demo.charts import Line, bar_chart, line_chart

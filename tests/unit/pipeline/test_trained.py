@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from consumers.training.ledger import StepLog
+from consumers.training.step_log import StepLog
 from pipeline.queue.trained import INDEX, LEDGER, TrainedIds, trained_among
 
 

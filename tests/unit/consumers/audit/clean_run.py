@@ -16,9 +16,8 @@ from consumers.history.recorder import Recorder
 from consumers.samples import Sampler
 from consumers.tasks import exact_answer
 from consumers.tasks.task import Matched, Task, TaskContext
-from consumers.training.ledger import StepLog
 from consumers.training.proximal import fill, plan, score_jobs, scores_by_place
-from consumers.training.rollouts import Rollouts
+from consumers.training.step_log import KeptRollouts, StepLog
 from pipeline.config.types import Config, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
 from pipeline.wire.messages import DeadLetter, SamplingParams, ScoreJob, ScoreResult, SequenceResult, TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
@@ -78,7 +77,7 @@ def write_run(directory: Path, weights: Path, versions: Versions, recipe: Recipe
     (directory / "weights").symlink_to(weights)
     context = TaskContext(tiny_codec("bytes"), config.rollout_matching, policy=config.policy)
     sampler = Sampler(Task("exact_answer", TASK.parse, TASK.match, recipe.target), context, config.consumer)
-    kept, log = Rollouts(directory / "rollouts", None), StepLog(directory / "metrics.jsonl")
+    kept, log = KeptRollouts(directory / "rollouts", None), StepLog(directory / "metrics.jsonl")
     recorder = Recorder(config, 0)
     for step, name in enumerate(("g", "h"), 1):
         group = _group(name, versions, recipe)

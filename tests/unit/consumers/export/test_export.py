@@ -17,7 +17,7 @@ from consumers.export import Exported, columns, export_run, full_row, sft_row
 from consumers.groups import Group
 from consumers.history.recorder import Recorder, TrainedRecorder
 from consumers.samples import letter
-from consumers.training.rollouts import Rollouts
+from consumers.training.step_log import KeptRollouts
 from pipeline.config.types import Config
 from pipeline.errors import DataError
 from pipeline.wire.messages import TrainingSample
@@ -44,7 +44,7 @@ def a_sample(name: str = "j:0", **changes: Any) -> TrainingSample:
 
 def kept(tmp_path: Path, *samples: TrainingSample) -> Path:
     """A run's directory whose trainer kept one step."""
-    Rollouts(tmp_path / "run/rollouts", None).save(1, samples)
+    KeptRollouts(tmp_path / "run/rollouts", None).save(1, samples)
     return tmp_path / "run"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.rollouts import Rollouts, read_rollouts
+from consumers.training.step_log import KeptRollouts, read_rollouts
 from pipeline.errors import DataError
 from tests.factories import training_sample
 
@@ -18,20 +18,20 @@ def steps(directory: Path) -> list[int]:
 @pytest.mark.parametrize(("keep", "kept"), [(0, []), (1, [4]), (3, [2, 3, 4]), (None, [1, 2, 3, 4])])
 def test_the_newest_stay(keep: int | None, kept: list[int], tmp_path: Path) -> None:
     for step in range(1, 5):
-        Rollouts(tmp_path / "rollouts", keep).save(step, [training_sample(f"s{step}:0")])
+        KeptRollouts(tmp_path / "rollouts", keep).save(step, [training_sample(f"s{step}:0")])
     assert steps(tmp_path / "rollouts") == kept
 
 
 def test_what_is_read_is_what_was_trained(tmp_path: Path) -> None:
     samples = [training_sample("a:0", advantage=0.5), training_sample("b:0", 9)]
-    Rollouts(tmp_path, None).save(12, samples)
+    KeptRollouts(tmp_path, None).save(12, samples)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000012.msgpack"]
     [(step, batch)] = read_rollouts(tmp_path)
     assert (step, batch.batch_id, batch.samples) == (12, "step-000012", samples)
 
 
 def test_a_step_that_is_redone_replaces_its_file(tmp_path: Path) -> None:
-    kept = Rollouts(tmp_path, 2)
+    kept = KeptRollouts(tmp_path, 2)
     for name in ("first", "second"):
         kept.save(1, [training_sample(f"{name}:0")])
     [(_, batch)] = read_rollouts(tmp_path)
@@ -39,7 +39,7 @@ def test_a_step_that_is_redone_replaces_its_file(tmp_path: Path) -> None:
 
 
 def test_steps_beyond_the_checkpoint_go(tmp_path: Path) -> None:
-    kept = Rollouts(tmp_path / "rollouts", None)
+    kept = KeptRollouts(tmp_path / "rollouts", None)
     kept.cut_after(3)
     for step in (2, 3, 4, 1_000_000):
         kept.save(step, [])
@@ -48,7 +48,7 @@ def test_steps_beyond_the_checkpoint_go(tmp_path: Path) -> None:
 
 
 def test_numbers_beyond_six_digits_are_the_newest(tmp_path: Path) -> None:
-    kept = Rollouts(tmp_path, 2)
+    kept = KeptRollouts(tmp_path, 2)
     for step in (999_999, 1_000_000, 1_000_001):
         kept.save(step, [])
     (tmp_path / "step-notes.msgpack").write_text("not one of ours")

@@ -20,9 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from consumers.handoff.records import StepRecords
-from consumers.handoff.staging import stage_links
-from consumers.handoff.state import HandoffState, read_state, write_state
+from consumers.training.checkpoint import HandoffState, read_state, stage_links, write_state
+from consumers.training.step_log import StepRecords
 from consumers.training.trackers import Trackers
 from pipeline.broker.ownership import Ownership
 from pipeline.broker.streams import Entry, ack_batches, batch_reader

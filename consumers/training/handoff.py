@@ -1,0 +1,407 @@
+"""A live run's rollouts for a training loop of your own.
+
+    with Rollouts("configs/text.yaml") as rollouts:
+        model = AutoModelForCausalLM.from_pretrained(rollouts.model_path)
+        for batch in rollouts.batches():
+            …                             # loss, optimiser step
+            rollouts.publish(model)       # the workers load these weights
+
+- This process plays the run's trainer: there is one at a time, and `sluice status` shows it.
+- What `batches` gave is finished by the next `publish` or `done`, never before: killed in between, it comes again.
+  What is finished never comes again, wherever the process is killed.
+- A thread owns the Session: its event loop, its heartbeat, its claim to the trainer's role. One request runs at a time,
+  to its end, also when its caller is interrupted. What ends the session by itself (the role is taken over, the broker
+  stays away) is raised by the call in progress and by every later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypedDict, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedModel
+
+from consumers.pack import IGNORED
+from consumers.samples import blind
+from consumers.tasks.codec import HFTextCodec
+from consumers.training.checkpoint import probe_of, stage
+from consumers.training.forward import Layout, TrainerForward
+from consumers.training.model import probe_tokens
+from consumers.training.proximal import proximal_of
+from consumers.training.session import Session
+from consumers.training.trackers import Trackers
+from pipeline.broker.ownership import Ownership
+from pipeline.config import Config, load_config
+from pipeline.errors import ConfigError, DataError, DeadlineExceeded, ModelError, SluiceError, TaskError, first_cause
+from pipeline.logs import get_logger
+from pipeline.run.role import Role, default_name, role_process
+from pipeline.weights.versions import newest_number
+from pipeline.wire.messages import TrainingSample
+
+_ONE = (
+    "one process reads a run's batches, so that each is given once; use DataLoader(…, batch_size=None, num_workers=0): "
+    "they are made ready outside this process anyway"
+)
+T = TypeVar("T")
+_ACQUIRE_S = 20.0  # the claim of a trainer that was killed runs out after 5
+_RELEASE_S = 5.0
+_LOOK_S = 0.5
+_Request = tuple[Callable[[Session], Awaitable[Any]], "Future[Any]"]
+
+
+class Batch(TypedDict):
+    """B samples of at most L tokens (prompt and response). Logprobs are natural, at `temperatures`.
+
+    `labels[b, i]` is the target AT position i, predicted from positions before i: shift logits and labels against each
+    other, as transformers does. It may differ from `input_ids[b, i]`: the truth's label on a sampled prefix.
+    """
+
+    seq_ids: list[str]
+    group_ids: list[str]
+    input_ids: Tensor  # int64 [B, L]
+    attention_mask: Tensor  # int64 [B, L]: 1 = a token, 0 = padding
+    labels: Tensor  # int64 [B, L]; -100 where the weight is 0
+    weights: Tensor  # float32 [B, L]: of the cross-entropy
+    prompt_lens: Tensor  # int64 [B]: the response starts here
+    response_mask: Tensor  # int64 [B, L]: 1 = sampled by the policy
+    logprobs: Tensor  # float32 [B, L]: of the version that sampled the token; 0 where none did
+    versions: Tensor  # int64 [B, L]: that version; -1 where none did
+    proximal_logprobs: Tensor  # float32 [B, L]: under proximal_versions; equal to logprobs where there is none
+    proximal_versions: Tensor  # int64 [B, L]: versions + 1; -1 = not scored
+    temperatures: Tensor  # float32 [B]
+    rewards: Tensor  # float32 [B]; NaN = none
+    advantages: Tensor  # float32 [B]; NaN = none
+
+
+def tensors_of(samples: Sequence[TrainingSample], pad_id: int) -> Batch:
+    """The samples in their order; `input_ids` are padded with `pad_id`. Raises TaskError for one with images."""
+    for sample in samples:
+        if sample.images:
+            raise TaskError(f"{sample.seq_id}: {blind(len(sample.images))}")
+    weights = _rows(samples, [sample.weights for sample in samples], 0.0, torch.float32)
+    weights[:, :1] = 0.0  # nothing stands before the first token to predict it from
+    labels = _rows(samples, [sample.labels for sample in samples], IGNORED, torch.int64)
+    labels[weights == 0] = IGNORED
+    proximal = [proximal_of(sample) for sample in samples]
+    ones = [np.ones(len(sample.token_ids)) for sample in samples]
+    return Batch(
+        seq_ids=[sample.seq_id for sample in samples],
+        group_ids=[sample.group_id for sample in samples],
+        input_ids=_rows(samples, [sample.token_ids for sample in samples], pad_id, torch.int64),
+        attention_mask=_rows(samples, ones, 0, torch.int64),
+        labels=labels,
+        weights=weights,
+        prompt_lens=torch.tensor([sample.prompt_len for sample in samples]),
+        response_mask=_rows(samples, [sample.response_mask.expand() for sample in samples], 0, torch.int64),
+        logprobs=_rows(samples, [sample.logprobs for sample in samples], 0.0, torch.float32),
+        versions=_rows(samples, [sample.versions.expand() for sample in samples], -1, torch.int64),
+        proximal_logprobs=_rows(samples, [values for values, _ in proximal], 0.0, torch.float32),
+        proximal_versions=_rows(samples, [versions for _, versions in proximal], -1, torch.int64),
+        temperatures=torch.tensor([sample.temperature for sample in samples]),
+        rewards=_or_nan([sample.reward for sample in samples]),
+        advantages=_or_nan([sample.advantage for sample in samples]),
+    )
+
+
+def _rows(samples: Sequence[TrainingSample], values: Sequence[Any], fill: float, dtype: torch.dtype) -> Tensor:
+    """An array that was not stamped is empty, and its row all `fill`."""
+    longest = max((len(sample.token_ids) for sample in samples), default=0)
+    rows = torch.full((len(samples), longest), fill, dtype=dtype)
+    for row, array in zip(rows, values, strict=True):
+        row[: len(array)] = torch.as_tensor(np.asarray(array), dtype=dtype)
+    return rows
+
+
+def _or_nan(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
+
+
+class Rollouts:
+    """The trainer's side of a run; a context manager.
+
+    `config`: a YAML file, the directory of a run that was started, or a Config. `overrides` are those of `--set`.
+    `seen`: sequence ids that the caller's own checkpoint holds; they are not given again, and count as trained.
+    """
+
+    def __init__(self, config: str | Path | Config, *, overrides: Sequence[str] = (), seen: Iterable[str] = ()) -> None:
+        self.config = config if isinstance(config, Config) else _load(Path(config), overrides)
+        self._source = Path(self.config.model.path)
+        self._root = Path(self.config.run_dir) / self.config.run / "weights"
+        self._thread = SessionThread(self.config, frozenset(seen))
+        self._complete = self._proved = False
+        self.version = -1  # of the newest weights; from __enter__ on
+
+    def __enter__(self) -> Rollouts:
+        if not self._source.is_dir():
+            raise ModelError(f"{self._source}: no such model directory; set model.path to the run's model")
+        self._pad_id = (HFTextCodec(self._source).eos_token_ids or [0])[0]
+        try:
+            self._thread.start()
+            self.version = self._thread.call(lambda session: _value(session.version))
+        except BaseException:
+            self._thread.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._thread.alive and (left := self._thread.call(lambda one: _value(one.unfinished))):
+            get_logger().warning("given and not finished by publish or done; they come again", samples=left)
+        self._thread.stop()
+        if kind is None and not self._complete:
+            self._thread.check()
+
+    @property
+    def model_path(self) -> Path:
+        """The directory of the newest version, to start or go on from: it holds all that was finished by `publish`."""
+        return self._root / f"v{number:06d}" if (number := newest_number(self._root)) >= 0 else self._source
+
+    def batches(self) -> Iterator[Batch]:
+        """Batches of `producer.samples_per_version` samples, fewer in the last one, to the end of the run.
+
+        Waits for them, for `trainer.batch_wait_s` at most: then DeadlineExceeded.
+        """
+        while not self._complete:
+            samples = self._thread.call(lambda session: session.next())
+            if samples:
+                yield tensors_of(samples, self._pad_id)
+            elif self._thread.call(lambda session: session.complete()):
+                self._end()
+            else:
+                return  # its last samples are given, and wait for publish or done
+
+    def prove(self, model: Any) -> None:
+        """Raises ModelError unless the batches, given to `model` with their attention mask, get the logprobs of plain
+        passes. The first `publish` does it; call it before the loop to fail before the first step. What is
+        no transformers model (a directory, a wrapper) is not proved, and the log says so.
+        """
+        if isinstance(model, PreTrainedModel):
+            config = self.config.trainer
+            forward = TrainerForward(
+                model,
+                pad_id=self._pad_id,
+                row_tokens=self.config.consumer.row_tokens,
+                micro_batch_tokens=config.micro_batch_tokens,
+            )
+            forward.prove([Layout.padded])
+        else:
+            get_logger().warning("not proved: only a transformers model can be", given=type(model).__name__)
+        self._proved = True
+
+    def publish(self, model: Any, *, metrics: Mapping[str, float] | None = None) -> int:
+        """Make `model` the next weight version, then finish what was given; returns its number.
+
+        `model`: a transformers model, or a directory that its `save_pretrained` wrote. `metrics` go to the run's
+        metrics.jsonl and status, beside those of the rollouts; TaskError for one that is no number. The first call
+        proves the model (see `prove`).
+        """
+        record = _numbers(metrics)
+        if not self._proved:
+            self.prove(model)
+        staged = stage(model, self._source, self._root)
+        try:
+            probe = self._probe_tokens(model)
+            score = probe_of(model, probe) if probe else None
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        # From here on the session's: it goes on also when this call is interrupted.
+        complete = self._thread.call(lambda session: session.publish(staged, score, probe, record))
+        self.version = newest_number(self._root)
+        self._end_if(complete)
+        return self.version
+
+    def done(self, *, metrics: Mapping[str, float] | None = None) -> None:
+        """Finish what was given without a version: a checkpoint of your own holds it, or nothing need hold it.
+
+        Decoding runs ahead by `producer.max_staleness` versions at most: without `publish` it comes to a halt.
+        """
+        record = _numbers(metrics)
+        self._end_if(self._thread.call(lambda session: session.done(record)))
+
+    def _probe_tokens(self, model: Any) -> list[int]:
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "get_text_config"):
+            return []
+        vocabulary = int(config.get_text_config().vocab_size)
+        return probe_tokens(vocabulary, self.config.weights.probe_tokens, self.config.seed)
+
+    def _end_if(self, complete: bool) -> None:
+        if complete:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing is left to train. `sluice run` ends with its trainer, and a broker of its own with it."""
+        self._complete = True
+        self._thread.stop(finished=True)
+
+
+def _load(path: Path, overrides: Sequence[str]) -> Config:
+    if not path.is_dir():
+        return load_config(path, overrides)
+    resolved = path / "config.resolved.yaml"
+    if not resolved.is_file():
+        raise DataError(f"{path}: no run's directory; it has no {resolved.name}. Give that, or the run's YAML file")
+    return load_config(resolved, overrides)
+
+
+def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Flags and scalars of torch and NumPy become numbers: whoever looks at the run reads nothing else."""
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"metrics must be numbers ({error}); give one number a name") from error
+
+
+async def _value(value: Any) -> Any:
+    return value
+
+
+class RolloutDataset(IterableDataset[Batch]):
+    """The batches of open `rollouts`; give it to `DataLoader(dataset, batch_size=None, num_workers=0)`."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+
+    def __iter__(self) -> Iterator[Batch]:
+        if get_worker_info() is not None:
+            raise ConfigError(_ONE)
+        return self._rollouts.batches()
+
+    def __getstate__(self) -> NoReturn:  # workers that are spawned get a copy
+        raise ConfigError(_ONE)
+
+
+class SessionThread:
+    """Open from the end of `start` to `stop`, or until `call` says why not."""
+
+    def __init__(self, config: Config, seen: Iterable[str]) -> None:
+        self._config, self._seen = config, seen
+        self._thread = threading.Thread(target=self._main, name="sluice-handoff", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._opened: Future[Any] = Future()
+        self._requests: asyncio.Queue[_Request | None] = asyncio.Queue()
+        self._stop = asyncio.Event()
+        self._error: BaseException | None = None
+        self._finished = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Connect and take the role; raises what is in the way."""
+        self._thread.start()
+        self._await(self._opened)
+
+    def call(self, work: Callable[[Session], Awaitable[T]]) -> T:
+        """Run it in the session's loop; raises what it raises, or what ended the session."""
+        answer: Future[Any] = Future()
+        self._post((work, answer))
+        return cast(T, self._await(answer))
+
+    def stop(self, *, finished: bool = False) -> None:
+        """Give the role back and leave, once the request in progress has ended; says so when that takes too long."""
+        self._finished = finished
+        if self._thread.is_alive() and self._loop is not None:
+            with contextlib.suppress(SluiceError):  # it ended by itself meanwhile
+                self._post(None)
+        if self._thread.ident is not None:
+            self._thread.join(self._config.up.stop_grace_s)
+        if self._thread.is_alive():
+            get_logger().error("did not stop in time; left behind", grace_s=self._config.up.stop_grace_s)
+
+    def check(self) -> None:
+        """Raise what ended the session, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def _ask_to_stop(self) -> None:
+        self._stop.set()
+        if not self._opened.done() and self._task is not None:
+            self._task.cancel()  # it may wait long for a broker
+
+    def _post(self, request: _Request | None) -> None:
+        loop = self._loop
+        if loop is None or not self._thread.is_alive():
+            raise self._why()
+        try:
+            if request is None:
+                loop.call_soon_threadsafe(self._ask_to_stop)
+            loop.call_soon_threadsafe(self._requests.put_nowait, request)
+        except RuntimeError as error:  # it was closed in between
+            raise self._why() from error
+
+    def _await(self, answer: Future[Any]) -> Any:
+        while not wait([answer], _LOOK_S).done:
+            if not self._thread.is_alive() and not answer.done():
+                raise self._why()
+        if answer.cancelled():
+            self._thread.join(_RELEASE_S)
+            raise self._why()
+        return answer.result()
+
+    def _why(self) -> BaseException:
+        return self._error or SluiceError(
+            "the rollouts are closed; open them again with `with Rollouts(…) as rollouts`"
+        )
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = first_cause(error)
+
+    async def _serve(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        name, trackers = default_name("trainer"), Trackers(self._config)
+        async with role_process(self._config, "trainer", name, self._stop) as role, trackers:
+            owner = Ownership(role.client, role.keys, "trainer")
+            await _acquire(owner, role)
+            keeping = role.spawn(owner.keep())
+            session = Session(role, owner, self._seen, trackers)
+            await session.open()
+            self._opened.set_result(None)
+            while (request := await self._requests.get()) is not None:
+                await _answer(session, *request)
+            await session.close()
+            if self._finished:
+                await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
+            keeping.cancel()  # or its next claim could follow the release
+            await asyncio.wait({keeping}, timeout=_RELEASE_S)
+            async with asyncio.timeout(_RELEASE_S):
+                await owner.release()
+
+
+async def _acquire(owner: Ownership, role: Role) -> None:
+    try:
+        await owner.acquire(_ACQUIRE_S, role.status.waiting)
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            f"{error}; is the run's own trainer started? `sluice run` and `up` leave it out with "
+            "--set trainer.external=true"
+        ) from error
+
+
+async def _answer(session: Session, work: Callable[[Session], Awaitable[Any]], answer: Future[Any]) -> None:
+    try:
+        answer.set_result(await work(session))
+    except asyncio.CancelledError:
+        answer.cancel()
+        raise
+    except BaseException as error:
+        answer.set_exception(error)

@@ -1,0 +1,171 @@
+"""What each optimiser step leaves behind for people.
+
+    metrics.jsonl, trained.jsonl                                  a line per step
+    rollouts/step-000012.msgpack                                  TrainingBatch, the samples as they were trained;
+                                                                  `trainer.keep_rollouts` newest steps
+    history, trackers, the numbers in `sluice status`
+
+- Written before their step is durable; a restart cuts what it will redo, and nothing is missing.
+- A rollouts file is whole or absent; a step that is redone replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from consumers.history.recorder import TrainedRecorder
+from consumers.training.trackers import Trackers
+from pipeline.errors import DataError, MessageError
+from pipeline.files import fsync_directory, write_atomic
+from pipeline.logs import get_logger
+from pipeline.queue.trained import LEDGER, TrainedIds
+from pipeline.run.role import Role
+from pipeline.telemetry import training_metrics
+from pipeline.wire.codec import read_json
+from pipeline.wire.messages import TrainingBatch, TrainingSample, decode, encode
+
+
+class StepLog:
+    """One file; each line has a `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def cut_after(self, step: int) -> None:
+        """Cut what lies behind the last whole line of `step` or earlier; damage before it keeps its place."""
+        if not self.path.exists():
+            return
+        size = kept = 0
+        with self.path.open("rb") as stream:
+            for line in stream:
+                size += len(line)
+                if _step_of(line) <= step:
+                    kept = size
+        if kept < size:
+            os.truncate(self.path, kept)
+
+    def append(self, step: int, **values: Any) -> None:
+        """One line."""
+        with self.path.open("ab") as stream:
+            stream.write(msgspec.json.encode({"step": step, **values}) + b"\n")
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """All lines of a step log that can be read; an empty list when there is none."""
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            if line.strip():
+                read_json(line, _Step, "it")
+                found.append(read_json(line, dict[str, Any], "it"))
+        except MessageError as error:
+            get_logger().warning("a line cannot be read and is skipped", where=f"{path}:{number}", problem=str(error))
+    return found
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return read_json(line, _Step, "it").step if line.endswith(b"\n") else float("inf")
+    except MessageError:
+        return float("inf")
+
+
+class KeptRollouts:
+    """The files of one run; `keep` steps, 0 = none, None = all."""
+
+    def __init__(self, directory: Path, keep: int | None) -> None:
+        self._directory, self._keep = directory, keep
+
+    def save(self, step: int, samples: Sequence[TrainingSample]) -> None:
+        """Write one step's samples, and delete what is too old."""
+        if self._keep == 0:
+            return
+        name = f"step-{step:06d}"
+        path = self._directory / f"{name}.msgpack"
+        write_atomic(path, encode(TrainingBatch(batch_id=name, samples=list(samples))))
+        fsync_directory(self._directory)
+        if self._keep is not None:
+            for _, old in _rollout_files(self._directory)[: -self._keep]:
+                old.unlink(missing_ok=True)
+
+    def cut_after(self, step: int) -> None:
+        """Delete the files of later steps: they will be redone, perhaps with other samples."""
+        for number, path in _rollout_files(self._directory):
+            if number > step:
+                path.unlink(missing_ok=True)
+
+
+def read_rollouts(directory: Path) -> Iterator[tuple[int, TrainingBatch]]:
+    """(step, samples as trained) in order; raises DataError for a file that cannot be read."""
+    for step, path in _rollout_files(directory):
+        try:
+            yield step, decode(TrainingBatch, path.read_bytes())
+        except (OSError, MessageError) as error:
+            raise DataError(f"{path}: cannot be read ({error}); delete it to go on without that step") from error
+
+
+def _rollout_files(directory: Path) -> list[tuple[int, Path]]:
+    """Oldest first; a number may outgrow its six digits."""
+    found = ((path.stem.removeprefix("step-"), path) for path in directory.glob("step-*.msgpack"))
+    return sorted((int(number), path) for number, path in found if number.isdecimal())
+
+
+class StepRecords:
+    """metrics.jsonl, trained.jsonl, kept rollouts, history, trackers, and the status's numbers."""
+
+    def __init__(self, role: Role, trackers: Trackers, run_dir: Path) -> None:
+        self._role, self._trackers = role, trackers
+        self._metrics, self._trained = StepLog(run_dir / "metrics.jsonl"), StepLog(run_dir / LEDGER)
+        self.known = TrainedIds(run_dir)
+        self._kept = KeptRollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
+        self._history = TrainedRecorder(role.config)
+        self._logged = 0
+
+    def cut_after(self, step: int) -> None:
+        """Later steps did not come to be."""
+        for kept in (self._metrics, self._trained, self._kept):
+            kept.cut_after(step)
+        self.known.open(step)
+        self._history.forget()
+
+    async def log(
+        self, step: int, version: int, samples: Sequence[TrainingSample], record: Mapping[str, float]
+    ) -> None:
+        """One step from weights of `version`, before it is durable."""
+        if self._logged == step:  # an earlier attempt at it failed
+            self.cut_after(step - 1)
+        self._logged = step
+        values = {**training_metrics.reduce([sample.metrics for sample in samples]), **record}
+        await asyncio.to_thread(self._kept.save, step, samples)
+        self._metrics.append(step, version=version, at=time.time(), **values)
+        seq_ids = [sample.seq_id for sample in samples]
+        self._trained.append(step, seq_ids=seq_ids)
+        self.known.add(step, seq_ids)
+        self._history.note(step, version, samples, [])
+        self._trackers.log(step, values)
+        self._role.telemetry.observe(sluice_train_step_seconds=values["train/step_s"])
+        line = msgspec.json.encode(values).decode()
+        await cast("Awaitable[bool]", self._role.client.set(self._role.keys.metrics, line))
+
+    async def settle(self) -> None:
+        """The step is acked."""
+        await self._history.flush()
+
+    async def close(self) -> None:
+        """Close the files."""
+        await self._history.close()
+        self.known.close()
