@@ -1,7 +1,8 @@
-"""The one error tree, named by the boundary that was crossed.
+"""The one error tree, named by the boundary that was crossed, and the exit codes of every command.
 
-Every error says what happened, where, and what to do. `exit_code` is what a command returns when the error ends it;
-pipeline/errors.py lists them all.
+- Every error says what happened, where, and what to do. `exit_code` is what a command returns when the error ends it.
+- `EXIT_CODES` lists all of them; a test compares it with the classes. A command whose codes mean more than this says so
+  in its own help.
 """
 
 from __future__ import annotations

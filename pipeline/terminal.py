@@ -1,4 +1,8 @@
-"""Text of others on a terminal or in a log line: what could steer it as its escape."""
+"""Everything a command prints goes through here, so that nothing in it steers the terminal.
+
+Ids, reasons, texts and paths were written by callers, models and tasks: what could move the cursor, hide or reorder
+text, or end a line early is printed as its escape. Line feeds and tabs stay. Log lines are escaped by the same table.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from pipeline.http.asgi import ASGIApp
+from starlette.types import ASGIApp
+
 from pipeline.http.server import Connection, serve
 
 

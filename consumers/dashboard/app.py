@@ -14,6 +14,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from consumers.dashboard import dead_letters, jobs, live, overview, sequences, settings, workers
 from consumers.dashboard.auth import KEY_NAME, Gate, SafeHeaders, check_host
@@ -24,7 +25,6 @@ from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from pipeline import __version__
 from pipeline.config.types import Config
-from pipeline.http.asgi import ASGIApp
 from pipeline.http.middleware import BodyLimit, HostGate
 from pipeline.http.server import serve
 from pipeline.logs import get_logger

@@ -13,9 +13,10 @@ import base64
 import binascii
 import hmac
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from pipeline.config.types import DashboardConfig
 from pipeline.errors import ConfigError
-from pipeline.http.asgi import ASGIApp, Message, Receive, Scope, Send
 from pipeline.http.errors import problem_response
 from pipeline.http.middleware import OPEN_PATHS, is_loopback, with_unread_body
 

@@ -1,8 +1,14 @@
 """A broker of our own, for machines where none runs: valkey or redis on loopback, with AOF and a random password.
 
-- Its directory holds the data; they survive a restart. `broker.json` there tells other processes the URL.
-- The directory and its files are their owner's alone: the password is in them, and every prompt.
-- It ends with the process that started it, and comes back while that lives (embedded_server.py).
+| waits for            | unblocked by                                      |
+|----------------------|---------------------------------------------------|
+| the server to answer | the server; at most `START_S`                     |
+| the server to load   | the end of its append-only file; at most `LOAD_S` |
+
+- Its directory holds the data, which survive a restart. `broker.json` there tells other processes the URL.
+- The directory and its files are private to their owner: they hold the password and every prompt.
+- It ends with the process that started it. While that lives, a server that dies is started again on the same port, with
+  the same password and data; a restart that fails is retried, less and less often, until the owner stops it.
 - One directory, one broker: a second start joins the running one.
 """
 
@@ -65,7 +71,7 @@ def embedded_broker(config: BrokerConfig) -> Generator[str]:
     directory = Path(config.embedded_dir).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     _make_private(directory)
-    with open(directory / "lock", "w", opener=private) as lock:
+    with open(directory / "lock", "w", opener=_private) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,7 +112,7 @@ def _join(directory: Path) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError):  # no card yet
             url = str(json.loads((directory / "broker.json").read_text())["url"])
             with redis.Redis.from_url(url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
-                state = probe(client)
+                state = _probe(client)
             if state == "ready":
                 return url
             loading = loading or state == "loading"
@@ -116,9 +122,9 @@ def _join(directory: Path) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 START_S = 15.0
@@ -140,7 +146,7 @@ class EmbeddedServer:
 
     def start(self) -> None:
         """Start it and return once it answers; raises BrokerError that shows its log."""
-        with open(self._directory / "broker.log", "ab", opener=private) as log:
+        with open(self._directory / "broker.log", "ab", opener=_private) as log:
             process = subprocess.Popen(
                 tethered(self._command), stdout=log, stderr=log, start_new_session=True, umask=0o077
             )
@@ -185,7 +191,7 @@ class EmbeddedServer:
         started, loading = time.monotonic(), False
         with redis.Redis.from_url(self.url, socket_timeout=2) as client:  # type: ignore[no-untyped-call]
             while process.poll() is None and not self._stopping.is_set():
-                state = probe(client)
+                state = _probe(client)
                 if state == "ready":
                     return
                 if state == "loading" and not loading:
@@ -209,14 +215,14 @@ class EmbeddedServer:
         return f"the embedded broker {cause}; the end of {log}:\n{log.read_text(errors='replace')[-800:]}"
 
 
-def private(path: str, flags: int) -> int:
+def _private(path: str, flags: int) -> int:
     """An opener of files that are their owner's alone, also where they were made before."""
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)
     return handle
 
 
-def probe(client: redis.Redis) -> Literal["ready", "loading", "silent"]:
+def _probe(client: redis.Redis) -> Literal["ready", "loading", "silent"]:
     """What a server does now."""
     try:
         client.ping()  # type: ignore[no-untyped-call]

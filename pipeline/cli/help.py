@@ -1,4 +1,10 @@
-"""How `--help` looks: headings and two columns, without boxes, so that it can be piped and read aloud."""
+"""How `--help` looks: headings and two columns, without boxes, so that it can be piped and read aloud.
+
+- Docstrings of commands are paragraphs and examples that can be copied: a line `Example: ...` with the command in
+  backticks is an example; every other line belongs to a paragraph.
+- `HEADINGS` says under which heading a command is listed, and in which order; a command that isn't named there, such as
+  one of another package, is listed under Tools.
+"""
 
 from __future__ import annotations
 

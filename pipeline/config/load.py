@@ -1,8 +1,10 @@
 """Read a configuration: `--set` > the listed environment variables > YAML > defaults.
 
 - An unknown key is an error that names the file, the path and the nearest valid key.
-- Override values are parsed as YAML, so `--set trainer.learning_rate=1e-3` is a number; so are those of the
-  environment that are no text.
+- Override values are parsed as YAML, so `--set trainer.learning_rate=1e-3` is a number; so are those of the environment
+  that are no text.
+- The YAML is safe, and two habits of YAML 1.1 are off: `1e-4` is a number, and a duplicate key is an error. Aliases
+  can't multiply: a document stands for at most `_MOST_VALUES` values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules between keys. Each says which keys, why, and what to do."""
+"""Rules between keys. Each says which keys, why, and what to do; `policy_warnings` lists what is allowed but unwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pipeline.errors import ConfigError
 
 def check(config: Config, origin: str) -> None:
     """Raise ConfigError at the first rule that does not hold."""
-    for checks in (_identity, _numbers, _images, _flow, policy_checks, rollout_checks, operate_checks):
+    for checks in (
+        _identity, _numbers, _images, _flow, _policy_numbers, _scorer_counts, _policy_and_others, _rollouts,
+        _what_a_rollout_server_takes, _history_and_servers,
+    ):  # fmt: skip
         for holds, complaint in checks(config):  # the later ones reckon with what the earlier ones admit
             if not holds:
                 raise ConfigError(f"{origin}: {complaint}")
@@ -162,11 +165,6 @@ def _flow(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
-def policy_checks(config: Config) -> list[tuple[bool, str]]:
-    """(holds, complaint) of each rule; a complaint says key, value and what to do."""
-    return [*_policy_numbers(config), *_scorer_counts(config), *_policy_and_others(config)]
-
-
 def policy_warnings(config: Config) -> list[str]:
     """What is allowed with a policy loss, and should be known."""
     if not config.policy.enabled:
@@ -257,7 +255,7 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
 _LAST_PORT = 65_535
 
 
-def rollout_checks(config: Config) -> list[tuple[bool, str]]:
+def _rollouts(config: Config) -> list[tuple[bool, str]]:
     """(holds, complaint) for each rule."""
     gateway, server, rollout = config.gateway, config.rollout_server, config.rollout
     positive = {
@@ -296,10 +294,10 @@ def rollout_checks(config: Config) -> list[tuple[bool, str]]:
     ttl, call = gateway.rollout_ttl_s, gateway.request_timeout_s
     complaint = f"gateway.rollout_ttl_s must be > gateway.request_timeout_s ({call:g}), which a call may take: {ttl:g}"
     found.append((ttl > call, complaint))
-    return [*found, *_of_the_protocol(config)]
+    return found
 
 
-def _of_the_protocol(config: Config) -> list[tuple[bool, str]]:
+def _what_a_rollout_server_takes(config: Config) -> list[tuple[bool, str]]:
     """What a rollout server would refuse."""
     rollout, budget = config.rollout, config.rollout.max_tokens_total
     found = [
@@ -313,7 +311,7 @@ def _of_the_protocol(config: Config) -> list[tuple[bool, str]]:
     return found
 
 
-def operate_checks(config: Config) -> list[tuple[bool, str]]:
+def _history_and_servers(config: Config) -> list[tuple[bool, str]]:
     """(holds, complaint) each."""
     history, metrics, dashboard = config.history, config.metrics, config.dashboard
     return [

@@ -1,4 +1,9 @@
-"""The base of every section of the configuration."""
+"""The configuration as frozen types. A YAML file is the source of behaviour; every key is listed here.
+
+- Units are in the names (`_s` seconds, `_mb` mebibytes, `num_` counts). Cross-field rules: rules.py.
+- Keys of servers are no part of the configuration, which is stored with the run: SLUICE_GATEWAY_API_KEY,
+  SLUICE_ROLLOUT_API_KEY and SLUICE_DASHBOARD_KEY are environment variables.
+"""
 
 from __future__ import annotations
 

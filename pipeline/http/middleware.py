@@ -1,7 +1,16 @@
-"""Answers to requests whose body nobody reads to its end.
+"""Who may ask a server, in what form, and how much.
 
-- A connection that is closed while bytes wait in it is reset, and its caller may lose the answer. So the answer is sent
-  whole, and what still comes is thrown away: not for long, and not without end.
+- `BearerAuth`: the inbound key, if one is set. No byte of the body is used before it is checked; it is compared in
+  constant time, never logged and never part of an answer.
+- `HostGate`: which names a server without a key answers to. A page of another site can make its own name lead to this
+  host, and its script could then read every answer. So the Host header must name this machine, the address that the
+  caller reached, or a name that the configuration lists.
+- `JsonOnly`: POSTs carry JSON and say so. A browser sends forms and plain text to any host without asking it first;
+  `application/json` it asks for.
+- `BodyLimit`: bytes are counted as they arrive, and Content-Length is only a reason to stop sooner. Whatever the
+  application makes of the cut body, the caller is told 413, unless an answer had begun.
+- A refused caller that is still sending can read its refusal: a connection that is closed while bytes wait in it is
+  reset, so the answer is sent whole and what still arrives is thrown away, for a bounded time and size.
 """
 
 from __future__ import annotations
@@ -10,16 +19,17 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fastapi import HTTPException, Response
 from fastapi.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.http.asgi import ASGIApp, Message, Receive, Scope, Send
 from pipeline.http.errors import problem_response
 
 MOST_BYTES = 1 << 20
 MOST_S, SILENT_S = 20.0, 2.0
+_CLOSE = {"Connection": "close"}
 
 
 def with_unread_body(response: Response, max_bytes: int = MOST_BYTES) -> ASGIApp:
@@ -49,6 +59,15 @@ async def _throw_away(receive: Receive, max_bytes: int) -> None:
             return
 
 
+def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> ASGIApp:
+    """An error as the last answer of its connection: the rest of the body is no next request."""
+    return with_unread_body(problem_response(status, message, headers={**(headers or {}), **_CLOSE}))
+
+
+def _given(scope: Scope, header: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name.lower() == header]
+
+
 OPEN_PATHS = ("/health",)
 """Answered to everybody: what starts a container asks here."""
 
@@ -68,8 +87,7 @@ class BearerAuth:
         if scope["type"] != "http" or scope["path"] in self._open or _holds(scope, self._key):
             await self._app(scope, receive, send)
         else:
-            refusal = problem_response(401, _MESSAGE, headers={**_ASK, "Connection": "close"})
-            await with_unread_body(refusal)(scope, receive, send)
+            await _refusal(401, _MESSAGE, _ASK)(scope, receive, send)
 
 
 def require_bearer(key: str | None) -> Callable[[HTTPConnection], None]:
@@ -85,7 +103,7 @@ def require_bearer(key: str | None) -> Callable[[HTTPConnection], None]:
 def _holds(scope: Scope, key: str | None) -> bool:
     if key is None:
         return True
-    given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+    given = _given(scope, b"authorization")
     if len(given) != 1:
         return False
     scheme, _, token = given[0].partition(b" ")
@@ -104,11 +122,10 @@ class HostGate:
             await self._app(scope, receive, send)
         else:
             says = f"this server has no such name; ask it as localhost, or list the name in {self._setting}"
-            refusal = problem_response(421, says, headers={"Connection": "close"})
-            await with_unread_body(refusal)(scope, receive, send)
+            await _refusal(421, says)(scope, receive, send)
 
     def _is_ours(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name.lower() == b"host"]
+        given = _given(scope, b"host")
         name = host_name(given[0].decode("latin-1")) if len(given) == 1 else ""
         reached = str((scope.get("server") or ("", 0))[0]).lower()
         return name in self._names or is_loopback(name) or (bool(name) and name.strip("[]") == reached)
@@ -134,9 +151,6 @@ def host_name(value: str) -> str:
     return name.rpartition(":")[0] if ":" in name else name
 
 
-_JSON = b"application/json"
-
-
 class JsonOnly:
     """ASGI middleware: 415 for a POST of another kind."""
 
@@ -148,16 +162,12 @@ class JsonOnly:
             await self._app(scope, receive, send)
         else:
             says = "a POST has a JSON body here; send it with 'Content-Type: application/json'"
-            refusal = problem_response(415, says, headers={"Connection": "close"})
-            await with_unread_body(refusal)(scope, receive, send)
+            await _refusal(415, says)(scope, receive, send)
 
 
 def _is_json(scope: Scope) -> bool:
-    given = [value for name, value in scope["headers"] if name.lower() == b"content-type"]
-    return len(given) == 1 and given[0].partition(b";")[0].strip().lower() == _JSON
-
-
-_CLOSE = {"Connection": "close"}  # the rest of the body is no next request
+    given = _given(scope, b"content-type")
+    return len(given) == 1 and given[0].partition(b";")[0].strip().lower() == b"application/json"
 
 
 class BodyLimit:
@@ -211,5 +221,4 @@ class BodyLimit:
 
 def _declared(scope: Scope) -> int:
     """Bytes; 0 where nothing readable is declared."""
-    lengths = [value for name, value in scope["headers"] if name.lower() == b"content-length" and value.isdigit()]
-    return max((int(value[:20]) for value in lengths), default=0)
+    return max((int(value[:20]) for value in _given(scope, b"content-length") if value.isdigit()), default=0)

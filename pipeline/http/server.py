@@ -1,12 +1,16 @@
-"""One connection of a server: uvicorn's, on httptools, with the deadlines and bounds that it lacks.
+"""An ASGI application served in the running event loop, and the deadlines and bounds of its connections.
 
     silent ─first byte─▶ head ─▶ body ─▶ answer ─▶ silent …
     HEAD_S     HEAD_S      BODY_SILENT_S, BODY_S   WRITE_S   uvicorn's keep-alive
 
-- httptools refuses what two servers may read in two ways (a length beside chunks, a bare line feed). A request of
-  HTTP/1.1 names one host; trailers are dropped, as what checked the headers is past.
-- A caller is never cut off for what is ours: a body that the application does not read, an answer that it still makes.
-- At the limit the connection that has been without a request for the longest time makes room.
+- Signals stay with the role: `stop` is the only way to end the server. Then no new connection is taken, requests in
+  hand have `grace_s`, and what still runs after that is cancelled. When `serve` has returned, or was cancelled, none of
+  its requests runs any more.
+- `Connection` is uvicorn's, on httptools, with what it lacks. httptools refuses what two servers may read in two ways
+  (a length beside chunks, a bare line feed). A request of HTTP/1.1 names one host; trailers are dropped, because the
+  headers have been checked by then.
+- A caller is never cut off for what is ours: a body that the application doesn't read, an answer in the making.
+- At the connection limit, the connection that has been without a request for the longest time makes room.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ from http import HTTPStatus
 from typing import cast
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
-from pipeline.http.asgi import ASGIApp
 
 HEAD_S = 15.0  # from the first byte, or the connection, to the end of the headers
 BODY_SILENT_S, BODY_S = 20.0, 300.0  # without a byte; as a whole

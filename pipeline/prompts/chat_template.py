@@ -1,12 +1,15 @@
 """Messages to prompt token ids, by the chat template of the tokenizer, or for an image that of the processor.
 
 - The messages go to the template as they are; nothing is added, merged or dropped.
-- `render` is for prompts without an image: messages that speak of one are refused, whatever the template would make
-  of them.
+- `render` is for prompts without an image: messages that speak of one are refused, whatever the template would make of
+  them.
 - `enable_thinking` is passed; a template that refuses the argument is asked again without it.
 - Where a template takes parts only, as some for images do, a string goes to it as one text part.
 - Several threads may render with one tokenizer once it is settled; one that is Python throughout takes them in turns.
 - `conversation` is how the messages of an agent, as they come over HTTP, go to a template.
+- Prompts that speak of an image and come without one are refused, as the model would answer blind: a part of the
+  messages is looked at before the template, which may drop it or spell it out as text; a placeholder is looked for in
+  the token ids, however the text came to spell it.
 """
 
 from __future__ import annotations

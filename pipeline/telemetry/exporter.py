@@ -1,10 +1,13 @@
-"""`/metrics` of one process: a thread of its own, so that an engine that holds the event loop does not hide itself.
+"""What one process tells Prometheus, and `/metrics` that serves it.
 
-- It sleeps in the kernel between two scrapes: no polling.
-- It never stops a role. Where port 0 cannot be had, the process goes on without metrics and says so; a port that
+- The server has a thread of its own, so that an engine that holds the event loop doesn't hide itself. It sleeps in the
+  kernel between two scrapes: no polling.
+- Between scrapes only a histogram's observation per sequence, batch or step costs anything: the rest is read from the
+  heartbeat's row at the scrape. A counter is there from the start; a gauge once the process has said it.
+- It never stops a role. Where port 0 isn't available, the process continues without metrics and says so; a port that
   somebody chose and that is taken is a ConfigError, before any work.
-- Callers that are silent, slow or too many are handled as on every server of ours (pipeline/http/server.py). Nobody
-  is asked for a key: the numbers hold no text of anyone.
+- Callers that are silent, slow or too many are handled as on every server of ours (pipeline/http/server.py). Nobody is
+  asked for a key: the numbers hold nobody's text.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline import __version__
 from pipeline.config.types import MetricsConfig
 from pipeline.errors import ConfigError
-from pipeline.http.asgi import ASGIApp, Receive, Scope, Send
 from pipeline.http.server import serve_on
 from pipeline.logs import get_logger
 from pipeline.status.heartbeat import Heartbeat

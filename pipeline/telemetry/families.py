@@ -1,4 +1,4 @@
-"""The frozen table of every metric that Prometheus can read from Sluice.
+"""The frozen table of every metric that Prometheus can read from Sluice, and the objects made from it.
 
 - A rename or a removal is a deprecation: dashboards and alerts of others depend on these names.
 - Base units: `_seconds`, `_bytes`, `_ratio`; a counter ends in `_total`, and nothing else does.

@@ -1,4 +1,12 @@
-"""How messages become bytes: msgpack by msgspec, tagged with kind and schema."""
+"""Bytes to values and back: messages as msgpack, and everything else that others wrote, decoded totally.
+
+- A message carries its `kind` and `schema`; a newer schema is `UnknownSchema`, never a guess.
+- Redis and a run's directory may hold anything: another release's data, a torn write, a hand edit. Whatever the bytes,
+  a reader returns a value within bounds or raises MessageError, which says what it read, where, and what to do. The
+  caller loses that one entry and continues; `Unreadable` counts skipped entries and logs each of them once.
+- Integers have at most 64 bits, JSON nests at most `MAX_DEPTH` levels, and text is Unicode: a lone surrogate (from an
+  escape in JSON or YAML, or from arguments that aren't UTF-8) fits no tokenizer and no wire.
+"""
 
 from __future__ import annotations
 

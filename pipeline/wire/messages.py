@@ -1,8 +1,9 @@
-"""The wire: every type that crosses a process border, one page.
+"""Every message that crosses a process boundary.
 
-- msgpack (wire.py); each message carries its `kind` and `schema`; a newer schema is `UnknownSchema`, never a guess.
 - Parallel per-token arrays are length-checked at construction; an empty array means "not stamped".
 - Each field says who stamps it: [P]roducer, [W]orker, [C]onsumer, [T]rainer, [Q]ueue scripts.
+- An agent rollout is one sequence of the run from its opening to its end, and then as many as its history has ends. A
+  turn names the turn that it follows: a caller may rewrite or branch the history, and nothing of it is lost.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi import FastAPI, Request
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipeline.http.asgi import Receive, Scope, Send
 from pipeline.http.server import Connection
 from tests.served import Served, served
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Response
 from mcp.server import MCPServer
+from starlette.types import Receive, Scope, Send
 
 from pipeline.errors import RequestError
 from pipeline.http.addresses import AllowedHosts
-from pipeline.http.asgi import Receive, Scope, Send
 from producers.agents.tools import ToolBox, tool
 from producers.agents.tools.mcp import mcp_tools
 from tests.integration.http.names import Names
