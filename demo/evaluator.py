@@ -19,9 +19,8 @@ from typing import Any
 
 from demo.tasks import DemoTask, load_task
 from pipeline.errors import WeightsError
-from workers.generation.engine import GenerationEngine
-from workers.generation.options import GenerationOptions, ModelLoadConfig
-from workers.generation.requests import TextGenerationRequest
+from workers.engine.generation_engine import GenerationEngine
+from workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
 
 _EVERY_S = 3.0  # leaves the cores to the pipeline
 

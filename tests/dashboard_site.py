@@ -37,7 +37,7 @@ from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config
 from tests.served import served
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 _PLENTY = Credit(10_000, 10_000, 1)
 _START_S = 90.0

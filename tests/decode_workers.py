@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pipeline.config.types import Config
 from tests.roles import role_of
 from workers.decode_worker import DecodeWorker
-from workers.generation.contracts import Backend
+from workers.engine.contracts import Backend
 from workers.job_prompts import JobPrompts
 
 _END_S = 20.0

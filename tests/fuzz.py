@@ -57,8 +57,8 @@ from tests.damage import HEARTBEAT
 from tests.factories import decode_job, sequence_result, training_sample
 from tests.rollout_state import head, turn
 from tests.tiny_tokenizer import tiny_codec
-from workers.generate.answers import Answer
-from workers.generate.part_file import header_line, recover
+from workers.offline.answers import Answer
+from workers.offline.sinks import header_line, recover
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CONTEXT = TaskContext(tiny_codec("bytes"), RolloutMatchingConfig(task="exact_answer"))

@@ -28,7 +28,7 @@ from tests import mutants
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve
 from tests.served import served
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 _AT_ONCE = 16
 _ANSWER_S = 60

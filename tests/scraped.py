@@ -32,7 +32,7 @@ from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config
 from tests.trainers import train_step
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 from workers.scorer.scorer import serve_scores
 
 JOBS = 4

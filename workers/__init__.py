@@ -1,5 +1,5 @@
 """Decode jobs in, one result per sequence out.
 
-queue ──claim──▶ DecodeWorker ──SequenceRequest──▶ Backend (workers/generation) ──▶ commit ──▶ result stream
+queue ──claim──▶ DecodeWorker ──SequenceRequest──▶ Backend (workers/engine) ──▶ commit ──▶ result stream
                     ▲   └─ LeaseKeeper renews from a thread        weights_watch pulls new versions
 """

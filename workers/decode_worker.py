@@ -31,8 +31,8 @@ from pipeline.queue import Claim, Claimed, Finished, LeasedWorker, Piece, func, 
 from pipeline.run.role import Role
 from pipeline.wire.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from workers.generation.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.guard.signal import triggers
+from workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.guard.repeat import triggers
 from workers.job_prompts import JobPrompt, JobPrompts
 from workers.slots import HeldJob, HeldJobs
 from workers.weights_watch import WeightsWatch

@@ -17,9 +17,9 @@ from pipeline.errors import DeadlineExceeded, EngineError, RequestError
 from pipeline.prompts.admission import Limits, admit_prompt
 from pipeline.thread_pool import ThreadPool
 from pipeline.wire.messages import DecodeJob
-from workers.generation.contracts import EngineFacts
-from workers.generation.limits import fit_prompt
-from workers.generation.prompts import Prompts
+from workers.engine.contracts import EngineFacts
+from workers.engine.limits import fit_prompt
+from workers.engine.prompts import Prompts
 from workers.images.store import ImageStore
 
 _RENDERERS = 2  # the engine needs the other cores

@@ -10,7 +10,7 @@ from pipeline.config.types import Config
 from pipeline.logs import get_logger
 from pipeline.run.gpu import use_free_gpu
 from pipeline.run.role import Role, default_name, role_process
-from workers.generation.contracts import EngineFacts
+from workers.engine.contracts import EngineFacts
 
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
@@ -25,7 +25,7 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
 async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
     from workers.decode_worker import DecodeWorker
-    from workers.generation.backends import make_backend
+    from workers.engine.backends import make_backend
     from workers.job_prompts import JobPrompts
 
     config = role.config

@@ -18,7 +18,7 @@ from pipeline.logs import get_logger
 from pipeline.run.role import Role
 from pipeline.weights.versions import WeightsRegistry, verify
 from pipeline.wire.messages import WeightVersion
-from workers.generation.contracts import Backend, WeightsProbe
+from workers.engine.contracts import Backend, WeightsProbe
 
 _HALF_LENIENCE = 4  # half precision alone must not end a worker; another model would be off by much more
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.engine.load import Ask
 from pipeline.config.types import ModelConfig
 from pipeline.wire.messages import SamplingParams
-from workers.generation.contracts import Backend, SequenceRequest
+from workers.engine.contracts import Backend, SequenceRequest
 
 
 class Ours:
@@ -42,7 +42,7 @@ def request_of(index: int, ask: Ask) -> SequenceRequest:
 
 def hf_backend(model: Path, max_batch: int) -> Backend:
     """Not started."""
-    from workers.generation.backends.hf import HfBackend
+    from workers.engine.hf import HfBackend
 
     return HfBackend(ModelConfig(path=str(model), dtype="float32"), max_batch=max_batch)
 
@@ -50,7 +50,7 @@ def hf_backend(model: Path, max_batch: int) -> Backend:
 def vllm_backend(model: Path, max_batch: int) -> Backend:
     """Not started."""
     from pipeline.config.types import VllmEngineOptions
-    from workers.generation.backends.vllm import VllmBackend
+    from workers.engine.vllm import VllmBackend
 
     options = VllmEngineOptions(enforce_eager=enforce_eager())
     return VllmBackend(ModelConfig(path=str(model), dtype="float32"), max_batch=max_batch, options=options)

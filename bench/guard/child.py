@@ -20,8 +20,8 @@ import msgspec
 from bench.guard.work import Done, Work
 from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from pipeline.wire.messages import SamplingParams
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import SequenceOutput, SequenceRequest
+from workers.engine.contracts import SequenceOutput, SequenceRequest
+from workers.engine.hf import HfBackend
 from workers.guard.watch import GuardCost
 
 _INTERVAL_S = 0.25
@@ -34,7 +34,7 @@ def make_backend(name: str, model: Path, max_batch: int, thresholds: RepeatTermi
         return HfBackend(settings, max_batch=max_batch, repeat_terminate=thresholds)
     import torch
 
-    from workers.generation.backends.vllm import VllmBackend
+    from workers.engine.vllm import VllmBackend
 
     options = VllmEngineOptions(enforce_eager=not torch.cuda.is_available())  # compiling outlasts the run on a CPU
     return VllmBackend(settings, max_batch=max_batch, options=options, repeat_terminate=thresholds)

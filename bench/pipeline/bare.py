@@ -18,7 +18,7 @@ from bench.pipeline.plan import Plan
 from bench.pipeline.stats import Sample
 from bench.processes import Fleet
 from pipeline.config import Config, load_config
-from workers.generation.contracts import Backend, SequenceRequest
+from workers.engine.contracts import Backend, SequenceRequest
 
 _DEADLINE_S = 600.0
 
@@ -56,7 +56,7 @@ class BareEngines:
 
 async def _serve(config: Config, worker: int, workers: int, digits: bool) -> None:
     """The child's side."""
-    from workers.generation.backends import make_backend
+    from workers.engine.backends import make_backend
     from workers.job_prompts import JobPrompts
 
     backend = make_backend(config.model, config.worker)

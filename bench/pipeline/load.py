@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from bench.pipeline.plan import RUN
 from pipeline.queue import job_id_for, seed_for
 from pipeline.wire.messages import DecodeJob, Message, SamplingParams
-from workers.generation.contracts import SequenceRequest
+from workers.engine.contracts import SequenceRequest
 
 SHORTEST, LONGEST = 32, 128
 _STRIDE = 37  # coprime to the span of lengths, so neighbours differ much

@@ -25,8 +25,8 @@ from bench.proximal.work import CostWork, Failed, Ready, ServeWork, ShareWork, T
 from pipeline.config import load_config
 from pipeline.config.types import ModelConfig, VllmEngineOptions, WorkerConfig
 from pipeline.errors import first_cause
-from workers.generation.backends import make_backend
-from workers.generation.contracts import Backend
+from workers.engine.backends import make_backend
+from workers.engine.contracts import Backend
 
 THREADS = 1
 

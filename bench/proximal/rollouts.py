@@ -22,7 +22,7 @@ from pipeline.queue import Claim
 from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult
 from pipeline.wire.tokens import TokenArray
 from workers.decode_worker import request_for, result_of
-from workers.generation.contracts import Backend, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceSoFar
 from workers.job_prompts import JobPrompt
 
 _SHORTEST = 8  # tokens

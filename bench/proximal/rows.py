@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.errors import DeadlineExceeded, SluiceError
 from pipeline.wire.messages import SamplingParams
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
 PROMPT_IDS = 256  # the byte tokens
 _WAIT_S = 120.0

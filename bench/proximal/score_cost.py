@@ -26,7 +26,7 @@ from bench.proximal.plan import Sizes
 from bench.proximal.rows import requests, running
 from bench.proximal.versions import Variants
 from pipeline.errors import SluiceError
-from workers.generation.contracts import Backend, SequenceOutput
+from workers.engine.contracts import Backend, SequenceOutput
 
 STEPS = {"scored": 1, "recompute": 2}
 KINDS = (*STEPS, "none")

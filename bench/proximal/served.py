@@ -12,7 +12,7 @@ from bench.proximal.work import Ready, Seen
 from pipeline.config import Config
 from pipeline.run.role import role_process
 from workers.decode_worker import DecodeWorker
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 from workers.job_prompts import JobPrompts
 
 

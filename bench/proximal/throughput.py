@@ -20,7 +20,7 @@ from bench.proximal.rows import requests, running
 from bench.proximal.versions import COUNT, Variants
 from pipeline.weights.versions import verify, write_version
 from pipeline.wire.messages import WeightVersion
-from workers.generation.contracts import Backend
+from workers.engine.contracts import Backend
 from workers.weights_watch import probe_of
 
 _TOLERANCE = 1e-2  # nats a probe token

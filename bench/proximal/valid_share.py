@@ -32,7 +32,7 @@ from pipeline.queue.scores import Scores
 from pipeline.run.role import Role, role_process
 from pipeline.wire.keys import Keys
 from pipeline.wire.messages import SequenceResult, TrainingSample
-from workers.generation.contracts import Backend
+from workers.engine.contracts import Backend
 
 _TOLERANCE = 1e-2  # nats; engine, scorer and trainer pack their fp32 passes differently
 _COUNTS = ("scored", "recomputed", "missing_proximal", "stale", "foreign")

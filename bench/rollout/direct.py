@@ -10,8 +10,8 @@ from dataclasses import replace
 from pipeline.config import load_config
 from pipeline.errors import SluiceError
 from pipeline.wire.messages import SamplingParams
-from workers.generation.backends import make_backend
-from workers.generation.contracts import Backend, SequenceRequest, SequenceSoFar
+from workers.engine.backends import make_backend
+from workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
 
 
 class Direct:

@@ -14,7 +14,7 @@ from pipeline.config.types import Config
 from pipeline.errors import EngineError
 from pipeline.run.role import default_name, role_process
 from workers.decode_worker import DecodeWorker
-from workers.generation.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
+from workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from workers.job_prompts import JobPrompts
 
 ANSWER = "7"

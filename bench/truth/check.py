@@ -19,8 +19,8 @@ from pipeline.config.types import ModelConfig, TrainerConfig
 from pipeline.errors import EngineError, ModelError
 from pipeline.wire.messages import SamplingParams, TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from workers.engine.hf import HfBackend
 
 MakeBackend = Callable[[Path, int], Backend]
 _BATCH = 4

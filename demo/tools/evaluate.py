@@ -20,10 +20,9 @@ from pipeline.prompts.chat_template import ChatTemplateOptions
 from pipeline.prompts.turn_tokens import Renderer
 from producers.agents.tools import ToolBox, load_tools
 from producers.gateway.tool_calls import Hermes, assistant_message
-from workers.generation.engine import GenerationEngine
-from workers.generation.options import GenerationOptions, ModelLoadConfig
-from workers.generation.requests import TextGenerationRequest
-from workers.generation.tokenizer import load_tokenizer
+from workers.engine.generation_engine import GenerationEngine
+from workers.engine.model_files import load_tokenizer
+from workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
 
 MAX_TURNS = 4
 MAX_NEW_TOKENS = 24  # of one turn

@@ -16,8 +16,8 @@ from pipeline.wire.messages import SequenceResult, decode
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
-from workers.generation.backends import make_backend
-from workers.generation.contracts import SequenceOutput, SequenceRequest
+from workers.engine.backends import make_backend
+from workers.engine.contracts import SequenceOutput, SequenceRequest
 
 pytestmark = pytest.mark.chaos
 JOBS = 24

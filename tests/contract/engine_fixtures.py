@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config.types import ModelConfig
 from pipeline.wire.messages import SamplingParams
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from workers.engine.hf import HfBackend
 
 
 @contextlib.contextmanager

@@ -18,10 +18,9 @@ from tests.contract.engine_fixtures import started
 from tests.contract.vllm_fixtures import vllm_options
 from tests.loop_models import LoopModel, save_loop_model
 from tests.tiny_models import build_tokenizer
-from workers.generation.backends import make_backend
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.routed import RoutedBackend
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest
+from workers.engine.backends import RoutedBackend, make_backend
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from workers.engine.hf import HfBackend
 from workers.guard.repeat import RepeatTrigger
 from workers.guard.rules import GuardRules
 

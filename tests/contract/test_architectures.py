@@ -23,10 +23,10 @@ from tests.command import call
 from tests.contract.engine_fixtures import request as ask
 from tests.contract.engine_fixtures import run
 from tests.faulty_models import save_faulty
-from workers.generation.backends.hf import HfBackend, passes
-from workers.generation.backends.hf.model import load_model
-from workers.generation.backends.hf.scoring import token_logprobs
-from workers.generation.contracts import WeightsProbe
+from workers.engine.contracts import WeightsProbe
+from workers.engine.hf import HfBackend, passes
+from workers.engine.hf.model import load_model
+from workers.engine.hf.passes import token_logprobs
 from workers.scorer.model import VersionedModel
 
 SIZES = Sizes(prompts=4, alone=0, longest_prompt=20, new_tokens=6, row_tokens=64)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from tests.contract.engine_fixtures import request
-from workers.generation.contracts import Backend, SequenceOutput, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 

@@ -23,8 +23,8 @@ from tests.contract.engine_fixtures import (
     started,
 )
 from tests.tiny_models import CONTEXT, save_tiny_model
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import Backend, SequenceRequest
+from workers.engine.contracts import Backend, SequenceRequest
+from workers.engine.hf import HfBackend
 
 PROMPT = list(b"the abc of it")
 

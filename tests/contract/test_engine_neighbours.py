@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.engine_fixtures import ragged_prompts, request, run
 from tests.contract.near_ties import assert_same_unless_near_tie
-from workers.generation.contracts import Backend
+from workers.engine.contracts import Backend
 
 ROUNDING = 1e-5  # nats; measured here: 6e-6 on hf, 3e-6 on vllm
 

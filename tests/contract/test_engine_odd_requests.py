@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.errors import EngineError, RequestError
 from tests.contract.engine_fixtures import request
-from workers.generation import GenerationOptions, TextGenerationRequest
-from workers.generation.contracts import Backend, SequenceRequest, SequenceSoFar
+from workers.engine import GenerationOptions, TextGenerationRequest
+from workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 

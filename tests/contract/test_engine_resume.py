@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import RequestError
 from tests.contract.engine_fixtures import request, run
-from workers.generation.contracts import Backend, SequenceOutput, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 SAMPLINGS = {

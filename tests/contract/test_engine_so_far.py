@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipeline.wire.tokens import Runs
 from tests.contract.engine_fixtures import request, run
-from workers.generation.contracts import Backend, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 

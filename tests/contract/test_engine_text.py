@@ -13,12 +13,11 @@ from pipeline.errors import ModelError, RequestError
 from pipeline.prompts.chat_template import render
 from tests.contract.engine_fixtures import request, run
 from tests.tiny_models import build_tokenizer
-from workers.generation.contracts import Backend
-from workers.generation.engine import GenerationEngine
-from workers.generation.options import GenerationOptions, ModelLoadConfig
-from workers.generation.requests import TextGenerationRequest
-from workers.generation.stop_policy import StopStrings, end_reasons, text_decoder, truncate
-from workers.generation.tokenizer import load_tokenizer
+from workers.engine.contracts import Backend
+from workers.engine.generation_engine import GenerationEngine
+from workers.engine.model_files import load_tokenizer
+from workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from workers.engine.running import StopStrings, end_reasons, text_decoder, truncate
 
 PROMPT = list(b"the abc of it")
 TOKENIZER: Any = build_tokenizer()

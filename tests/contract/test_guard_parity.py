@@ -12,9 +12,9 @@ import pytest
 from tests.contract.engine_fixtures import ragged_prompts, request
 from tests.contract.guard_fixtures import decoded, ending, guarded_ending, guarded_engine
 from tests.loop_models import LoopModel
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.routed import RoutedBackend
-from workers.generation.contracts import Backend, SequenceRequest
+from workers.engine.backends import RoutedBackend
+from workers.engine.contracts import Backend, SequenceRequest
+from workers.engine.hf import HfBackend
 
 LIMIT = 64
 HOT = 3.8  # the best logit is 30 above the others: at this temperature one token in eleven leaves its chain

@@ -14,8 +14,8 @@ from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import ARMED, BLOCK, RUN, decoded, ending, guarded_engine, looping
 from tests.loop_models import LoopModel, save_loop_model
 from tests.merged_tokenizers import qwen_like
-from workers.generation.backends.routed import RoutedBackend
-from workers.generation.contracts import SequenceSoFar
+from workers.engine.backends import RoutedBackend
+from workers.engine.contracts import SequenceSoFar
 from workers.guard.probe import breaking_tokens
 from workers.guard.repeat import RepeatTrigger
 

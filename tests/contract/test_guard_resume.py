@@ -18,8 +18,8 @@ from tests.contract.guard_fixtures import (
     looping,
 )
 from tests.loop_models import LoopModel
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.hf import HfBackend
 from workers.guard.repeat import RepeatTrigger
 
 LIMIT = 70

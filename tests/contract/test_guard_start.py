@@ -17,9 +17,8 @@ from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, vllm_options
 from tests.loop_models import in_lower_case, without_end
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends import make_backend
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.routed import RoutedBackend
+from workers.engine.backends import RoutedBackend, make_backend
+from workers.engine.hf import HfBackend
 from workers.guard.probe import prove_guard
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=12, max_consecutive_token_repeats=8)

@@ -15,7 +15,7 @@ from pipeline.errors import RequestError
 from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import request, run, started
 from tests.contract.versions import Updates, Versions, assert_right, decode_amid, own_weights_again, random_prompt
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
 __all__ = ["own_weights_again"]
 PROMPT = list(b"the abc of it")

@@ -15,8 +15,8 @@ from tests.contract.engine_fixtures import started
 from tests.contract.versions import TOLERANCE, Updates, Versions
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.contracts import SequenceOutput, SequenceRequest
-from workers.generation.prompts import Prompts
+from workers.engine.contracts import SequenceOutput, SequenceRequest
+from workers.engine.prompts import Prompts
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 

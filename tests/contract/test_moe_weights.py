@@ -18,9 +18,9 @@ from pipeline.config.types import ModelConfig
 from pipeline.errors import WeightsError
 from tests.contract.engine_fixtures import reference, reference_logprobs, request, run, started
 from tests.contract.vllm_fixtures import started_vllm
-from workers.generation.backends.vllm import VllmBackend
-from workers.generation.backends.vllm.checkpoint import Checkpoint
-from workers.generation.contracts import Backend, WeightsProbe
+from workers.engine.contracts import Backend, WeightsProbe
+from workers.engine.vllm import VllmBackend
+from workers.engine.vllm.checkpoint import Checkpoint
 
 PROMPT = list(b"the abc of experts")
 EXPERT = "model.layers.0.mlp.experts.1.gate_proj.weight"

@@ -10,7 +10,7 @@ import pytest
 from tests.contract.engine_fixtures import run
 from tests.contract.test_midflight import PROMPT, endless, versions
 from tests.contract.versions import TOLERANCE, Versions, decode_amid, own_weights_again
-from workers.generation.contracts import Backend, SequenceOutput, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 
 __all__ = ["own_weights_again", "versions"]
 LONG = 200

@@ -13,10 +13,10 @@ from pipeline.config.types import ModelConfig
 from pipeline.errors import EngineError, RequestError
 from tests.contract.engine_fixtures import request
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.routed import RoutedBackend
-from workers.generation.contracts import SequenceRequest
-from workers.generation.prompts import Prompts
+from workers.engine.backends import RoutedBackend
+from workers.engine.contracts import SequenceRequest
+from workers.engine.hf import HfBackend
+from workers.engine.prompts import Prompts
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 

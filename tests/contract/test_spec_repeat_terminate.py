@@ -25,9 +25,8 @@ from tests.contract.guard_fixtures import CONFIG, decoded, ending, guarded_endin
 from tests.factories import sequence_result
 from tests.loop_models import LoopModel
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends import make_backend
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.routed import RoutedBackend
+from workers.engine.backends import RoutedBackend, make_backend
+from workers.engine.hf import HfBackend
 from workers.guard.rules import GuardRules
 
 

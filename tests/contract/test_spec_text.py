@@ -14,15 +14,15 @@ from pipeline.errors import EngineError, ModelError, RequestError
 from pipeline.prompts.chat_template import ChatTemplateOptions, render
 from tests.contract.engine_fixtures import ragged_prompts
 from tests.tiny_models import CONTEXT, build_tokenizer, save_tiny_model
-from workers.generation import (
+from workers.engine import (
     GenerationEngine,
     GenerationOptions,
     ModelLoadConfig,
     TextGenerationRequest,
     VlmGenerationRequest,
 )
-from workers.generation import engine as engine_module
-from workers.generation.tokenizer import load_tokenizer
+from workers.engine import generation_engine as engine_module
+from workers.engine.model_files import load_tokenizer
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the abc of it"}]
 TOKENIZER: Any = build_tokenizer()

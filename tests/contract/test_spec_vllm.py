@@ -14,10 +14,10 @@ from structlog.testing import capture_logs
 from pipeline.errors import EngineError
 from tests.contract.vllm_fixtures import vlm_options
 from tests.tiny_vlms import picture, save_tiny_llava
-from workers.generation import GenerationEngine, GenerationOptions, ModelLoadConfig
-from workers.generation.plugins import GenerationPlugin
-from workers.generation.plugins.base import Hook
-from workers.generation.requests import GenerationResult, TextGenerationRequest, VlmGenerationRequest
+from workers.engine import GenerationEngine, GenerationOptions, ModelLoadConfig
+from workers.engine.plugins import GenerationPlugin
+from workers.engine.plugins.base import Hook
+from workers.engine.requests import GenerationResult, TextGenerationRequest, VlmGenerationRequest
 
 SHORT = GenerationOptions(max_new_tokens=10, eos_token_ids=())
 TEXTS = [

@@ -19,8 +19,8 @@ import pytest
 from pipeline.errors import EngineError
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, make_vllm
-from workers.generation.backends.vllm import VllmBackend
-from workers.generation.contracts import SequenceOutput, SequenceSoFar
+from workers.engine.contracts import SequenceOutput, SequenceSoFar
+from workers.engine.vllm import VllmBackend
 
 ROOT = Path(__file__).parents[2]
 OWNER = """

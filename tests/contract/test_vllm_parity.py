@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.contract.engine_fixtures import ragged_prompts, request, run
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.vllm import VllmBackend
-from workers.generation.contracts import SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.contracts import SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.hf import HfBackend
+from workers.engine.vllm import VllmBackend
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -20,9 +20,8 @@ from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngine
 from pipeline.errors import ConfigError, EngineError, ModelError, SluiceError
 from tests.contract.vllm_fixtures import cores, make_vllm, vllm_options
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.vllm import VllmBackend
-from workers.generation.backends.vllm.logs import EngineLog
-from workers.generation.backends.vllm.starting import start_engine
+from workers.engine.vllm import VllmBackend
+from workers.engine.vllm.startup import EngineLog, start_engine
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pipeline.errors import WeightsError
 from tests.contract.engine_fixtures import reference, reference_logprobs, request, run
 from tests.contract.vllm_fixtures import started_vllm
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.vllm import VllmBackend
+from workers.engine.vllm import VllmBackend
 
 PROMPT = list(b"the abc of it")
 

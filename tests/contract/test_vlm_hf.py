@@ -19,14 +19,14 @@ from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import decode_all, run, started
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import VLM_CONTEXT, picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.hf.images import PreparedImages
-from workers.generation.backends.hf.loop import Decoder
-from workers.generation.backends.hf.model import load_model
-from workers.generation.backends.hf.rows import Row
-from workers.generation.contracts import SequenceRequest, SequenceSoFar
-from workers.generation.preprocess import VisionProcessor
-from workers.generation.prompts import Prompts
+from workers.engine.contracts import SequenceRequest, SequenceSoFar
+from workers.engine.hf import HfBackend
+from workers.engine.hf.decoder import Decoder
+from workers.engine.hf.model import load_model
+from workers.engine.hf.rows import Row
+from workers.engine.hf.vision import PreparedImages
+from workers.engine.preprocess import VisionProcessor
+from workers.engine.prompts import Prompts
 
 MAKERS = {"llava": save_tiny_llava, "qwen": save_tiny_qwen_vl}
 PICTURES = [picture(20, 20), picture(90, 33, 1), picture(200, 140, 2), picture(30, 64, 3)]

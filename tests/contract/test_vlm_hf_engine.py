@@ -16,11 +16,16 @@ from pipeline.errors import EngineError
 from tests.contract.vlm_plain import PlainVlm
 from tests.pictures import png, progressive_jpeg
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.engine import GenerationEngine
-from workers.generation.options import GenerationOptions, ModelLoadConfig, VlmPreprocessOptions
-from workers.generation.plugins import GenerationPlugin
-from workers.generation.plugins.base import Hook, RequestType
-from workers.generation.requests import TextGenerationRequest, VlmGenerationRequest
+from workers.engine.generation_engine import GenerationEngine
+from workers.engine.plugins import GenerationPlugin
+from workers.engine.plugins.base import Hook, RequestType
+from workers.engine.requests import (
+    GenerationOptions,
+    ModelLoadConfig,
+    TextGenerationRequest,
+    VlmGenerationRequest,
+    VlmPreprocessOptions,
+)
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 SHORT = GenerationOptions(max_new_tokens=12, eos_token_ids=())

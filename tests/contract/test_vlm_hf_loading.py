@@ -17,10 +17,10 @@ from pipeline.wire.messages import SamplingParams
 from tests.contract.engine_fixtures import request, run, started
 from tests.tiny_models import build_tokenizer, save_tiny_model
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.hf.model import load_model
-from workers.generation.contracts import SequenceOutput, SequenceRequest
-from workers.generation.prompts import Prompts
+from workers.engine.contracts import SequenceOutput, SequenceRequest
+from workers.engine.hf import HfBackend
+from workers.engine.hf.model import load_model
+from workers.engine.prompts import Prompts
 
 PICTURE = picture(200, 140)
 MAKERS = [save_tiny_llava, save_tiny_qwen_vl]

@@ -22,11 +22,11 @@ from tests.contract.versions import Updates, Versions
 from tests.contract.vllm_fixtures import vlm_options
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import VLM_CONTEXT, picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.backends.hf import HfBackend
-from workers.generation.backends.vllm import VllmBackend
-from workers.generation.backends.vllm.images import Vision
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.generation.prompts import Prompts
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.hf import HfBackend
+from workers.engine.prompts import Prompts
+from workers.engine.vllm import VllmBackend
+from workers.engine.vllm.vision import Vision
 
 PICTURES = [picture(20, 20), picture(90, 33, 1), picture(200, 140, 2), picture(30, 64, 3)]
 SAMPLINGS: list[dict[str, Any]] = [

@@ -15,7 +15,7 @@ from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight import PROMPT, endless
 from tests.contract.versions import Updates, Versions, assert_right
 from tests.contract.vllm_fixtures import started_vllm
-from workers.generation.contracts import Backend, SequenceOutput, WeightsProbe
+from workers.engine.contracts import Backend, SequenceOutput, WeightsProbe
 
 STARTS = {"hf": started, "vllm": started_vllm}
 PROBE = tuple(b"probe of weights")

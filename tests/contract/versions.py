@@ -14,7 +14,7 @@ import torch
 
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.tiny_models import save_tiny_model
-from workers.generation.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
 TOLERANCE = 1e-4  # nats, fp32
 WAIT_S = 60.0

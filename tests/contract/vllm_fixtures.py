@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.types import ModelConfig, VllmEngineOptions
-from workers.generation.backends.vllm import VllmBackend
+from workers.engine.vllm import VllmBackend
 
 KV_CACHE_GB = 0.0008
 

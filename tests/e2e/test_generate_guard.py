@@ -12,9 +12,8 @@ from pipeline.cli import main as cli
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import EngineError
 from tests.loop_models import LoopModel, save_loop_model
-from workers.generation import GenerationEngine, GenerationOptions, ModelLoadConfig, TextGenerationRequest
-from workers.guard.replay import replay
-from workers.guard.thresholds import make_trials
+from workers.engine import GenerationEngine, GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from workers.guard.replay import make_trials, replay
 
 RULES = ("min_new_tokens=12", "max_consecutive_token_repeats=8", "ngram_size=6", "ngram_repeats=3")
 LIMIT = 60

@@ -25,7 +25,7 @@ from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 PLENTY = Credit(10_000, 10_000, 1)
 _ROUNDED_S = 0.001  # timings have four digits

@@ -27,8 +27,8 @@ from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from workers.decode_worker import DecodeWorker
-from workers.generation.backends.hf import HfBackend
-from workers.generation.contracts import EngineFacts
+from workers.engine.contracts import EngineFacts
+from workers.engine.hf import HfBackend
 from workers.job_prompts import JobPrompt, JobPrompts
 from workers.weights_watch import WeightsWatch
 

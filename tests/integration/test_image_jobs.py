@@ -25,8 +25,8 @@ from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import LLAVA_IMAGE_TOKENS, picture, save_tiny_llava
 from workers.decode_worker import DecodeWorker
-from workers.generation.backends.hf import HfBackend
-from workers.generation.prompts import Prompts
+from workers.engine.hf import HfBackend
+from workers.engine.prompts import Prompts
 from workers.job_prompts import JobPrompts
 
 __all__ = ["site"]

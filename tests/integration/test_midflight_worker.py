@@ -29,7 +29,7 @@ from tests.integration.test_decode_worker import enqueue, over, results, working
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from workers.decode_worker import DecodeWorker
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 from workers.job_prompts import JobPrompts
 from workers.weights_watch import WeightsWatch
 

@@ -22,7 +22,7 @@ from tests.decode_workers import working
 from tests.integration.test_decode_worker import changed
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 LONG = SamplingParams(temperature=0.0, max_new_tokens=48)  # greedy does not end by itself here
 

@@ -15,7 +15,7 @@ from producers.agents.trial import GROUP
 from producers.cli import try_
 from producers.gateway.tool_calls import Call, Parsed
 from tests.tiny_models import CONTEXT, save_tiny_model
-from workers.generation.local import open_engine
+from workers.engine.local import open_engine
 
 SETTINGS = ("rollout_server.tool_latency_ms=[0, 0]",)
 CALLS = f"gateway.tool_parser={__name__}:always_calls"

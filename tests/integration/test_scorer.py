@@ -26,7 +26,7 @@ from tests.e2e.processes import BIN, Process, environment, launch
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import CONTEXT, save_tiny_model
 from tests.tiny_vlms import save_tiny_llava
-from workers.generation.tokenizer import load_tokenizer
+from workers.engine.model_files import load_tokenizer
 from workers.scorer.model import VersionedModel
 from workers.scorer.scorer import Scorer, serve_scores
 

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.wire.messages import SamplingParams
-from workers.generation.backends.hf.sampler import SamplingTable, sample
-from workers.generation.noise import stream_keys, uniforms
-from workers.generation.transforms import keep_top_k, keep_top_p, penalise
+from workers.engine.sampling import SamplingTable, keep_top_k, keep_top_p, penalise, sample, stream_keys, uniforms
 
 logit_rows = st.lists(st.integers(-40, 40), min_size=2, max_size=12, unique=True).map(
     lambda row: [value / 4 for value in row]

@@ -18,7 +18,7 @@ from pipeline.config.types import Config
 from tests import fuzz
 from tests.fuzz_http import everywhere
 from tests.integration.rollout.conftest import Serve
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,8 +7,9 @@
      vLLM, V1 runner and Model Runner V2: Watch by slot ──────┘      (ours: a reserved id, read back with its rule)
 ```
 
-- `repeat`, `object_keys` and `rules` are pure and torch-free; `token_bytes` reads what each id of a tokenizer writes.
-- `hf`, `vllm_v1` and `vllm_v2` are the adapters of the engines.
-- `vllm:RepeatTerminate` is what a stock `vllm serve --logits-processors` loads; `settings` reads its environment.
-- `probe` proves after every start that the guard which is loaded fires.
+- `repeat`, `object_keys` and `rules` are pure and torch-free; `settings` reads and checks the subtree.
+- `watch` follows one sequence and forces its end; `requests` is what a vLLM request tells the guard; `vllm_runners` are
+  the adapters to vLLM's two model runners.
+- `vllm:RepeatTerminate` is what a stock `vllm serve --logits-processors` loads.
+- `probe` proves after every start that the guard which is loaded fires; `replay` tries thresholds on decoded rows.
 """

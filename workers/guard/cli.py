@@ -43,14 +43,14 @@ def replay(
 
     Example: `sluice guard replay answers.jsonl --set min_new_tokens=64 --vary ngram_size=16,32,64`
     """
-    from workers.guard import replay_view
+    from workers.guard.replay import as_json as json_text
+    from workers.guard.replay import as_text, make_trials
     from workers.guard.replay import replay as run
-    from workers.guard.thresholds import make_trials
 
     found = run(results, make_trials(config, overrides, vary, model), skip_malformed=on_malformed == "skip")
     for row in found.malformed:
         say(f"warning: left out: {row.error()}", file=sys.stderr)
     if not any(trial.endings for trial in found.trials):
         say(f"warning: {results} has no sequences to replay", file=sys.stderr)
-    say(escaped_json(replay_view.as_json(found)) if as_json else replay_view.as_text(found))
+    say(escaped_json(json_text(found)) if as_json else as_text(found))
     return 0

@@ -17,7 +17,7 @@ from workers.guard.repeat import RepeatTrigger, Rule
 from workers.guard.rules import GuardRules
 
 if TYPE_CHECKING:
-    from workers.generation.contracts import Backend
+    from workers.engine.contracts import Backend
 
 _RUN = 3  # tokens of the probe
 _LOWERED = RepeatTerminateConfig(
@@ -42,7 +42,7 @@ async def prove_guard(backend: Backend, config: RepeatTerminateConfig) -> None:
 
 
 async def _prove_decode(backend: Backend, where: str) -> None:
-    from workers.generation.contracts import SequenceRequest
+    from workers.engine.contracts import SequenceRequest
 
     facts = backend.facts
     token = next(token for token in range(facts.vocab_size) if token not in facts.eos_token_ids)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.config.types import RepeatTerminateConfig
 from workers.guard.object_keys import ObjectKeys
@@ -117,3 +117,9 @@ class RepeatGuard:
         if self._run >= self._consecutive:
             return RepeatTrigger("consecutive", self.length)
         return RepeatTrigger("ngram" if self._same >= self._needed else "any_period", self.length)
+
+
+def triggers(trigger: RepeatTrigger | None, *, active: bool) -> dict[str, Any]:
+    """`repeat_terminate` 0|1, `active` 0|1 (a guard watched the sequence); with 1 also `rule` and `at_token`."""
+    why = {} if trigger is None else {"rule": trigger.rule, "at_token": trigger.at_token}
+    return {"repeat_terminate": int(trigger is not None), "active": int(active), **why}

@@ -1,4 +1,4 @@
-"""What other thresholds would have cut of sequences that were decoded already; no model, torch-free.
+"""`sluice guard replay`: what thresholds would have cut of sequences that were decoded already; without a model.
 
 - Each row's own tokens go through the very guard of the engines. A row is cut where it triggers before its last token;
   what comes after that does not count.
@@ -11,16 +11,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from pipeline.errors import DataError
+from pipeline.config import load_config
+from pipeline.config.load import parse_yaml
+from pipeline.config.types import RepeatTerminateConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.json_out import json_line
 from pipeline.prompts.rows import Malformed, is_parquet, read_rows
 from pipeline.wire.messages import FinishReason
 from workers.guard.repeat import Rule
 from workers.guard.rules import GuardRules
+from workers.guard.settings import subtree
 
 CUT_BEFORE: FinishReason = "repeat_terminated"
 HEALTHY: FinishReason = "stop"
@@ -156,3 +162,156 @@ def _rows(path: Path) -> Iterable[ReplayRow | Malformed]:
 def _example(row: ReplayRow, rule: Rule, at_token: int, num_tokens: int) -> Example:
     ids: dict[str, Any] = {"id": row.id, "row": row.row, "index": row.index, "finish_reason": row.finish_reason}
     return Example(**ids, rule=rule, at_token=at_token, num_tokens=num_tokens)
+
+
+_PLACES = ("custom.extra.rollout_matching.repeat_terminate.", "rollout_matching.repeat_terminate.", "repeat_terminate.")
+_MOST = 64  # trials
+
+
+def make_trials(
+    config: Path | None, overrides: Sequence[str] = (), vary: Sequence[str] = (), model: str | None = None
+) -> list[Trial]:
+    """One trial for each combination of the values to vary. Keys are bare or with their whole path.
+
+    `model`: the directory whose tokenizer says what `object_key_prefix` is; None: the configuration's. Raises
+    ConfigError, and ModelError where a tokenizer is needed and missing.
+    """
+    loaded = load_config(config)
+    tree: dict[str, Any] = msgspec.to_builtins(loaded.rollout_matching.repeat_terminate)
+    for item in overrides:
+        tree |= _pair(item, "--set")
+    tree["enabled"] = True  # whether the run itself has a guard does not matter here
+    choices = [[_pair(f"{item.partition('=')[0]}={one}", "--vary") for one in _values(item)] for item in vary]
+    combinations = list(product(*choices))
+    if len(combinations) > _MOST:
+        raise ConfigError(f"--vary: {len(combinations)} combinations; at most {_MOST} are compared at a time")
+    directory, tokenizer = model or loaded.model.path, None
+    trials: list[Trial] = []
+    for changes in combinations:
+        changed = {key: value for change in changes for key, value in change.items()}
+        name = ", ".join(f"{key}={msgspec.json.encode(value).decode()}" for key, value in changed.items())
+        thresholds = subtree({**tree, **changed}, str(config or "defaults"))
+        if thresholds.max_object_keys is not None and tokenizer is None:
+            tokenizer = _tokenizer(directory)
+        trials.append(Trial(name, GuardRules.of(thresholds, tokenizer)))
+    return trials
+
+
+def _pair(item: str, option: str) -> dict[str, Any]:
+    """`key=value` as a mapping of one entry, the key bare. Raises ConfigError for no or an unknown key."""
+    key, sep, text = item.partition("=")
+    if not sep:
+        raise ConfigError(f"{option} {item!r}: write it as {option} key=value, e.g. {option} ngram_size=32")
+    bare = key.strip()
+    for place in _PLACES:
+        bare = bare.removeprefix(place)
+    pair = {bare: parse_yaml(text, f"{option} {item}")}
+    subtree({**msgspec.to_builtins(RepeatTerminateConfig()), **pair, "enabled": False}, f"{option} {item}")
+    return pair
+
+
+def _values(item: str) -> list[str]:
+    _, sep, text = item.partition("=")
+    values = [value.strip() for value in text.split(",")]
+    if not sep or not all(values):
+        raise ConfigError(f"--vary {item!r}: write it as --vary key=value,value, e.g. --vary ngram_size=16,32")
+    return values
+
+
+def _tokenizer(directory: str) -> Any:
+    if not directory:
+        raise ConfigError(
+            "max_object_keys counts object_key_prefix in the bytes that the model's tokens write: name the model's "
+            "directory, --model DIR"
+        )
+    from workers.engine.model_files import load_tokenizer  # slow to load
+
+    return load_tokenizer(directory)
+
+
+SCHEMA = 1
+_ORDER = ("length", "stop", "deadline", "cancelled")
+
+
+def as_json(found: Replay) -> str:
+    """One object; `share` is of the tokens of rows that no guard had cut before."""
+    shown = {
+        "file": found.path,
+        "errors": found.errors,
+        "malformed": [f"{row.where}: {row.problem}" for row in found.malformed],
+        "trials": [_plain(trial) for trial in found.trials],
+    }
+    return json_line(shown, SCHEMA).decode().rstrip()
+
+
+def as_text(found: Replay) -> str:
+    """For people: one line a trial where there are several, else all of the one."""
+    lines = [_detailed(found.trials[0])] if len(found.trials) == 1 else [_compared(found.trials)]
+    if found.errors:
+        lines.append(f"{found.errors} rows ended in an error and have no tokens")
+    return "\n".join(lines)
+
+
+def _plain(trial: Trial) -> dict[str, Any]:
+    total = trial.total()
+    return {
+        "name": trial.name,
+        "thresholds": trial.rules.config,
+        "total": total,
+        "share": round(_share(total), 4),
+        "cut_by_rule": trial.by_rule,
+        "healthy_cut": trial.of(HEALTHY).cut,
+        "endings": trial.endings,
+        "examples": {"healthy": trial.healthy, "others": trial.others},
+    }
+
+
+def _compared(trials: Sequence[Trial]) -> str:
+    head = ["thresholds", "cut", "tokens saved", "share", "healthy rows cut"]
+    rows = [head]
+    for trial in trials:
+        total, healthy = trial.total(), trial.of(HEALTHY)
+        cells = [f"{total.cut:,} of {total.rows:,}", f"{total.tokens_saved:,}", f"{_share(total):.1%}"]
+        rows.append([trial.name, *cells, f"{healthy.cut:,} of {healthy.rows:,}"])
+    return _columns(rows)
+
+
+def _detailed(trial: Trial) -> str:
+    head = ["ended by", "rows", "would be cut", "tokens", "tokens saved", "share"]
+    rows = [head, *(_ending(name, trial.of(name)) for name in _ORDER if name in trial.endings)]
+    lines = [_columns([*rows, _ending("all", trial.total())])]
+    if trial.by_rule:
+        lines.append("rules: " + ", ".join(f"{rule} {count:,}" for rule, count in sorted(trial.by_rule.items())))
+    before = trial.of(CUT_BEFORE)
+    if before.rows:
+        lines.append(
+            f"{before.rows:,} rows were cut by a guard already: these thresholds cut {before.cut:,} of them, "
+            f"{before.tokens_saved:,} tokens earlier; of the others nothing is known beyond their cut"
+        )
+    if trial.healthy:
+        lines.append(f"healthy rows that would be cut ({trial.of(HEALTHY).cut:,} of {trial.of(HEALTHY).rows:,}):")
+        lines += [_example_line(one) for one in trial.healthy]
+    if trial.others:
+        lines += ["other rows that would be cut, the first:", *(_example_line(one) for one in trial.others)]
+    return "\n".join(lines)
+
+
+def _ending(name: str, ending: Ending) -> list[str]:
+    numbers = (ending.rows, ending.cut, ending.tokens, ending.tokens_saved)
+    return [name, *(f"{number:,}" for number in numbers), f"{_share(ending):.1%}"]
+
+
+def _example_line(one: Example) -> str:
+    name = f"row {one.row}" if one.id is None else f"{one.id} (row {one.row})"
+    return f"  {name}, index {one.index}: {one.rule} after {one.at_token:,} of {one.num_tokens:,} tokens"
+
+
+def _share(ending: Ending) -> float:
+    return ending.tokens_saved / ending.tokens if ending.tokens else 0.0
+
+
+def _columns(rows: list[list[str]]) -> str:
+    """The first column to the left, numbers to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join(lines)

@@ -19,14 +19,11 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Interface
 
 from pipeline.errors import ConfigError, GuardRefused
-from workers.generation.model_files import eos_token_ids
+from workers.engine.model_files import eos_token_ids
 from workers.guard import settings
-from workers.guard.arguments import ADDITIONAL, EXTRA, GuardArguments
-from workers.guard.interface import check_interfaces
-from workers.guard.requests import GuardRequests
+from workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments, GuardRequests
 from workers.guard.rules import GuardRules
-from workers.guard.vllm_v1 import V1Rows
-from workers.guard.vllm_v2 import V2Slots
+from workers.guard.vllm_runners import V1Rows, V2Slots, check_interfaces
 
 _log = init_logger("vllm.sluice.repeat_terminate")
 

@@ -1,9 +1,17 @@
-"""One guarded sequence of a running batch, and what guarding costs; shared by the adapters, torch-free."""
+"""One guarded sequence of a running batch, the row that is forced to end, and what guarding costs.
+
+Shared by the adapters. In our own decode loop `triggered` says which rows end with their next token; `force` makes it
+so, and is the one thing that any adapter does to an engine's numbers.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
 
 from workers.guard.repeat import RepeatGuard, RepeatTrigger
 
@@ -57,3 +65,35 @@ class GuardCost:
         cost = replace(self)
         self.spent_ns = self.elapsed_ns = self.steps = self.tokens = self._last = 0
         return cost
+
+
+class Guarded(Protocol):
+    """A row of the batch."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """None: not guarded."""
+        ...
+
+
+def triggered(rows: Sequence[Guarded], cost: GuardCost) -> dict[int, RepeatTrigger]:
+    """Index → trigger of the rows whose next token ends them."""
+    began, found = time.perf_counter_ns(), dict[int, RepeatTrigger]()
+    for index, row in enumerate(rows):
+        watch = row.watch
+        if watch is not None and (trigger := watch.look()) is not None:
+            found[index] = trigger
+    cost.step(began, len(rows))
+    return found
+
+
+def force(logits: torch.Tensor, tokens: Mapping[int, int]) -> torch.Tensor:
+    """Row r of `logits` (rows, vocab) becomes -inf but for 0 at `tokens[r]`, in place; all other rows stay as they are.
+
+    `tokens` must not be empty. Returns `logits`.
+    """
+    rows = torch.tensor(list(tokens), device=logits.device)
+    chosen = torch.tensor(list(tokens.values()), device=logits.device)
+    logits[rows] = float("-inf")
+    logits[rows, chosen] = 0.0
+    return logits

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +26,8 @@ from PIL import Image
 from pipeline.config.types import ImagesConfig
 from pipeline.errors import EngineError, RequestError
 from workers.images.decode_process import LENGTH, MAX_HEADER, PIXELS
-from workers.images.pixels import check_encoded
+from workers.images.paths import read_anywhere
+from workers.images.pixels import check_encoded, plain_image
 
 _START_S = 60.0
 _END_S = 10.0  # for the kernel to end a process that was killed
@@ -282,3 +284,19 @@ def _environment() -> dict[str, str]:
     """No keys and tokens of the parent's: the process reads files that strangers made."""
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def load_image(source: Any, where: str, decoders: Decoders) -> Image.Image:
+    """RGB. The caller's own files are read from anywhere; size, format and decoding have the limits of jobs.
+
+    An open `PIL.Image.Image` is the caller's own object, and is decoded here. Blocks; raises RequestError.
+    """
+    where, limits = f"{where}: the image", decoders.limits
+    if isinstance(source, Image.Image):
+        return plain_image(source, limits, where)
+    if isinstance(source, str | Path):
+        where = f"{where} {source}"
+        source = read_anywhere(source, int(limits.max_mb * 2**20), where)
+    if not isinstance(source, bytes):
+        raise RequestError(f"{where} is a {type(source).__name__}; give a path, bytes or a PIL image")
+    return decoders.decode(source, where)

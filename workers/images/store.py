@@ -9,6 +9,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import re
+from collections import OrderedDict
 from collections.abc import Hashable
 from types import TracebackType
 
@@ -18,10 +21,7 @@ from PIL import Image
 from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
 from pipeline.wire.messages import ImageRef
-from workers.images.cache import ImageCache
 from workers.images.decoders import Decoders
-from workers.images.digests import check_digest, normal_digest
-from workers.images.names import describe
 from workers.images.paths import Found, Roots
 from workers.images.urls import UrlFetcher
 
@@ -158,3 +158,96 @@ def _note_error(flight: _Flight) -> None:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+BYTES_PER_PIXEL = 4  # Pillow keeps RGB in 32 bits
+
+
+class ImageCache:
+    """Bounded by the bytes of the pixels; an image larger than the whole is not kept."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._images: OrderedDict[Hashable, Image.Image] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def get(self, key: Hashable) -> Image.Image | None:
+        """The image, now the most recently used."""
+        image = self._images.get(key)
+        if image is not None:
+            self._images.move_to_end(key)
+        return image
+
+    def put(self, key: Hashable, image: Image.Image) -> None:
+        """Keep the image, and drop others until the bound holds."""
+        self._drop(key)
+        if _cost(image) > self._max_bytes:
+            return
+        self._images[key] = image
+        self.num_bytes += _cost(image)
+        while self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._images)))
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._images.clear()
+        self.num_bytes = 0
+
+    def _drop(self, key: Hashable) -> None:
+        image = self._images.pop(key, None)
+        if image is not None:
+            self.num_bytes -= _cost(image)
+
+
+def _cost(image: Image.Image) -> int:
+    return image.width * image.height * BYTES_PER_PIXEL
+
+
+def normal_digest(text: str, where: str) -> str:
+    """64 lower-case hexadecimal digits; "sha256:" in front is accepted. Raises RequestError."""
+    digest = text.lower().removeprefix("sha256:")
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise RequestError(f"{where}: its sha256 must be 64 hexadecimal digits, with or without 'sha256:' in front")
+    return digest
+
+
+def check_digest(data: bytes, expected: str | None, where: str) -> None:
+    """Raise RequestError unless the bytes are those that were asked for; None asks for nothing."""
+    if expected is None:
+        return
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise RequestError(
+            f"{where}: its bytes have sha256 {found}, the job asks for {expected}; "
+            "correct the reference or restore the image"
+        )
+
+
+_SHOWN = 200  # characters of a name
+
+
+def describe(ref: ImageRef) -> str:
+    """For example "image 'a/b.png'" or "image http://host/b.png?… (sha256 0123456789ab…)"."""
+    sources = [repr(_short(ref.path))] if ref.path else []
+    if ref.url:
+        sources.append(show_url(ref.url))
+    digest = f"sha256 {_short(ref.sha256, 19)}" if ref.sha256 else ""
+    if not sources:
+        return f"image {digest or 'without a source'}"
+    return f"image {' or '.join(sources)}" + (f" ({digest})" if digest else "")
+
+
+def show_url(url: str) -> str:
+    """The URL without user, password and query, which may be credentials; printable whatever it holds."""
+    address, query, _ = url.partition("?")
+    scheme, colon, rest = address.partition("://")
+    authority, slash, path = rest.partition("/")
+    shown = f"{scheme}{colon}{authority.rpartition('@')[2]}{slash}{path.partition('#')[0]}{query and '?…'}"
+    return _short(shown).encode("unicode_escape").decode() if not shown.isprintable() else _short(shown)
+
+
+def _short(text: str, limit: int = _SHOWN) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -19,12 +19,12 @@ from pipeline.queue.scores import refusal
 from pipeline.weights.versions import verify
 from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from pipeline.wire.tokens import FloatArray
-from workers.generation.backends.hf.model import load_model
-from workers.generation.backends.hf.proof import prove
-from workers.generation.backends.hf.scoring import token_logprobs
-from workers.generation.backends.hf.swap import Weights
-from workers.generation.contracts import EngineFacts
-from workers.generation.limits import check_token_ids
+from workers.engine.contracts import EngineFacts
+from workers.engine.hf.model import load_model
+from workers.engine.hf.passes import token_logprobs
+from workers.engine.hf.proof import prove
+from workers.engine.hf.weights import Weights
+from workers.engine.limits import check_token_ids
 from workers.weights_watch import probe_of
 
 

@@ -23,7 +23,7 @@ from tests.factories import decode_job
 from tests.integration.arq.serving import answer, counts, letters, reaches, until
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 FIELDS: dict[str, Any] = {
     "n": 2,

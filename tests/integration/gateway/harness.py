@@ -16,7 +16,7 @@ from pipeline.wire.messages import Message, SequenceResult, decode
 from producers.gateway.server import run_gateway
 from tests.roles import eventually, role_of
 from workers.decode_worker import DecodeWorker
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 from workers.job_prompts import JobPrompts
 
 USER = {"role": "user", "content": "hello"}

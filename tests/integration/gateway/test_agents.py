@@ -34,7 +34,7 @@ from tests.integration.gateway.agents import (
 from tests.integration.gateway.harness import Gateway, published, serving, user
 from tests.roles import eventually, run_config
 from tests.tool_models import tool_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 TWO_CALLS = CALLING[0]
 SETTINGS = RolloutServerConfig(tool_latency_ms=(0, 5))

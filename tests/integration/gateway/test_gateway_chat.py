@@ -20,7 +20,7 @@ from tests.contract.engine_fixtures import started
 from tests.integration.gateway.harness import USER, in_hand, kept, published, said, serving, user
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

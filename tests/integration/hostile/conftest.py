@@ -15,7 +15,7 @@ from tests.image_site import site
 from tests.integration.rollout.conftest import serve, tokenizer_dirs, tools_tokenizer
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 __all__ = ["serve", "site", "tokenizer_dirs", "tools_tokenizer"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.config.types import Config
 from tests.fuzz_http import everywhere
 from tests.integration.rollout.conftest import Serve
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 
 async def test_no_body_ends_a_server_or_the_worker_behind_it(

@@ -28,7 +28,7 @@ from pipeline.config.types import Config, GatewayConfig
 from tests.image_site import Site
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = 8  # of each operation and mode

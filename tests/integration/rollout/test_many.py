@@ -20,7 +20,7 @@ from tests.integration.gateway.agents import CALLING, assert_completed, assert_t
 from tests.integration.gateway.harness import published, serving
 from tests.roles import run_config
 from tests.tool_models import tool_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 COUNT = 200
 OPERATIONS = ("add", "subtract", "multiply", "divide")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.engine_fixtures import started
 from tests.tiny_models import save_tiny_model
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 
 @pytest.fixture(scope="package")

@@ -22,7 +22,7 @@ from producers.submit import produce
 from tests.decode_workers import working
 from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled
 from tests.roles import eventually, role_of
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 
 async def test_every_worker_on_an_old_version(

@@ -33,7 +33,7 @@ from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consumi
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually, role_of
 from tests.trainers import train_step
-from workers.generation.backends.hf import HfBackend
+from workers.engine.hf import HfBackend
 
 
 @pytest.fixture(scope="module")

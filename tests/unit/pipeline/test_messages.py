@@ -26,7 +26,7 @@ from pipeline.wire.messages import (
 )
 from pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result, training_sample
-from workers.generate.settings import make_settings
+from workers.offline.settings import make_settings
 
 MESSAGES: list[Wire] = [
     decode_job("r:1", n=3, truth=[{"desc": "x"}]),

@@ -15,8 +15,8 @@ from pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams
 from producers.gateway.infer import read_call
 from producers.http.strict_json import decode
 from producers.source import Row
-from workers.generate.prompt_file import PromptRow
-from workers.generate.settings import make_settings
+from workers.offline.prompt_file import PromptRow
+from workers.offline.settings import make_settings
 
 BAD = "ab\ud800c"
 

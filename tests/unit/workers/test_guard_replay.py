@@ -11,10 +11,8 @@ import pytest
 from pipeline.cli import main as cli
 from pipeline.errors import ConfigError, DataError, ModelError
 from tests.tiny_models import build_tokenizer
-from workers.generate.answers import Answer
-from workers.generate.in_order import write_in_order
-from workers.guard.replay import Replay, replay
-from workers.guard.thresholds import make_trials
+from workers.guard.replay import Replay, make_trials, replay
+from workers.offline.answers import Answer, write_in_order
 
 LOOP = [1, 2, 3, 4, *[5, 6] * 8]  # 20 tokens; an ngram of 2 blocks of 4 is there after 12
 HEALTHY = [*range(10, 18), 0]

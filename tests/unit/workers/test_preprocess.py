@@ -13,8 +13,8 @@ from pipeline.config.types import ModelConfig
 from pipeline.errors import ModelError, RequestError
 from tests.tiny_models import build_tokenizer
 from tests.tiny_vlms import QWEN_TOKEN_EDGE, picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.options import VlmPreprocessOptions
-from workers.generation.preprocess import VisionProcessor, load_processor, normalise_tokenizer
+from workers.engine.preprocess import VisionProcessor, load_processor, normalise_tokenizer
+from workers.engine.requests import VlmPreprocessOptions
 
 SIZES = [(20, 20), (90, 33), (640, 480), (33, 200)]
 

@@ -14,7 +14,7 @@ from pipeline.prompts.chat_template import ChatTemplateOptions
 from producers.tokenizer import load_renderer
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.prompts import Prompts
+from workers.engine.prompts import Prompts
 
 IMAGE_PARTS: list[dict[str, Any]] = [
     {"type": "image"},

@@ -13,9 +13,9 @@ from pipeline.config.types import ModelConfig
 from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava, save_tiny_qwen_vl
-from workers.generation.backends.hf import passes
-from workers.generation.backends.hf.model import LoadedModel, load_model
-from workers.generation.backends.hf.scoring import token_logprobs
+from workers.engine.hf import passes
+from workers.engine.hf.model import LoadedModel, load_model
+from workers.engine.hf.passes import token_logprobs
 
 EXACT = 1e-5
 

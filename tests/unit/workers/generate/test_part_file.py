@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from workers.generate.answers import Answer
-from workers.generate.numbers import number_of
-from workers.generate.part_file import PartFile, header_line, recover
+from workers.offline.answers import Answer, number_of
+from workers.offline.sinks import PartFile, header_line, recover
 
 RUN = {"input": "abc", "temperature": 0.5, "stop": ["x"]}
 ORDER = [(2, 0), (0, 1), (1, 0), (0, 0), (2, 1), (1, 1)]  # of ending

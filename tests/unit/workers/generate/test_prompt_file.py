@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.errors import DataError
 from pipeline.prompts.rows import Malformed
-from workers.generate.prompt_file import PromptRow, Scan, open_prompts
-from workers.generation.requests import TextGenerationRequest, VlmGenerationRequest
+from workers.engine.requests import TextGenerationRequest, VlmGenerationRequest
+from workers.offline.prompt_file import PromptRow, Scan, open_prompts
 
 ASKED = [{"role": "user", "content": "hi"}]
 

@@ -9,11 +9,10 @@ import pytest
 
 from pipeline.config.types import RepeatTerminateConfig
 from pipeline.errors import ConfigError, ModelError
-from workers.generate.model_digest import model_digest
-from workers.generate.named_plugins import check_fit, make_plugins
-from workers.generate.numbers import MAX_N, MAX_ROWS, number_of, row_and_index
-from workers.generate.settings import GenerateSettings, make_settings
-from workers.generation.plugins import GenerationPlugin
+from workers.engine.plugins import GenerationPlugin
+from workers.offline.answers import MAX_N, MAX_ROWS, number_of, row_and_index
+from workers.offline.run import model_digest
+from workers.offline.settings import GenerateSettings, check_fit, make_plugins, make_settings
 
 GUARD = "rollout_matching.repeat_terminate"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.merged_tokenizers import FAMILIES
-from workers.guard.token_bytes import token_bytes
+from workers.guard.object_keys import token_bytes
 
 
 def _mistral_file(name: str) -> str:

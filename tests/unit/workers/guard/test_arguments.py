@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.arguments import EXTRA, GuardArguments
 from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import GuardRequests
+from workers.guard.requests import EXTRA, GuardArguments, GuardRequests
 from workers.guard.rules import GuardRules
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EngineError
-from workers.guard.interface import check_interfaces, check_v1, check_v2
+from workers.guard.vllm_runners import check_interfaces, check_v1, check_v2
 
 pytestmark = pytest.mark.vllm
 

@@ -23,10 +23,9 @@ from tests.unit.workers.guard.python_tokenizers import (
     mistral_tekken,
     sentencepiece_in_python,
 )
-from workers.guard.object_keys import ObjectKeys
+from workers.guard.object_keys import ObjectKeys, token_bytes
 from workers.guard.repeat import RepeatTrigger
 from workers.guard.rules import GuardRules
-from workers.guard.token_bytes import token_bytes
 
 PREFIX = '"object_'
 SPACED = ["qwen_like", "whole_lines", "llama_like", "unigram"]

@@ -10,9 +10,8 @@ import pytest
 
 from pipeline.config.types import RepeatTerminateConfig
 from workers.guard import requests
-from workers.guard.arguments import EXTRA, GuardArguments
 from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import GuardRequests
+from workers.guard.requests import EXTRA, GuardArguments, GuardRequests
 from workers.guard.rules import GuardRules
 
 RULES = GuardRules(RepeatTerminateConfig(enabled=True, min_new_tokens=0, max_consecutive_token_repeats=5))

@@ -14,9 +14,9 @@ from pipeline.errors import ConfigError, EngineError
 from tests.loop_models import LoopModel, in_lower_case, save_loop_model
 from tests.merged_tokenizers import qwen_like
 from tests.unit.workers.guard.slots import Request, changed_rows, context, request_state
-from workers.guard.arguments import ADDITIONAL, EXTRA, GuardArguments
 from workers.guard.object_keys import ObjectKeys
 from workers.guard.repeat import RepeatTrigger
+from workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments
 from workers.guard.rules import GuardRules
 from workers.guard.settings import JSON, SWITCH
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.arguments import GuardArguments
 from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import GuardRequests
+from workers.guard.requests import GuardArguments, GuardRequests
 from workers.guard.rules import GuardRules
-from workers.guard.vllm_v1 import V1Rows
+from workers.guard.vllm_runners import V1Rows
 
 pytestmark = pytest.mark.vllm
 

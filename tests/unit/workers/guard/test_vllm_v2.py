@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from pipeline.config.types import RepeatTerminateConfig
 from tests.unit.workers.guard.slots import MAX_REQS, VOCAB, Request, changed_rows, context, request_state
-from workers.guard.arguments import GuardArguments
 from workers.guard.object_keys import ObjectKeys
 from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import GuardRequests
+from workers.guard.requests import GuardArguments, GuardRequests
 from workers.guard.rules import GuardRules
-from workers.guard.vllm_v2 import V2Slots
+from workers.guard.vllm_runners import V2Slots
 
 pytestmark = pytest.mark.vllm
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.hf import triggered
 from workers.guard.repeat import RepeatGuard, RepeatTrigger
-from workers.guard.watch import GuardCost, Watch
+from workers.guard.watch import GuardCost, Watch, triggered
 
 CONFIG = RepeatTerminateConfig(enabled=True, min_new_tokens=0, max_consecutive_token_repeats=3, ngram_size=2)
 

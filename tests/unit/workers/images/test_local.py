@@ -16,8 +16,7 @@ from PIL import Image
 from pipeline.config.types import ImagesConfig
 from pipeline.errors import RequestError
 from tests.pictures import encoded
-from workers.images.decoders import Decoders
-from workers.images.local import load_image
+from workers.images.decoders import Decoders, load_image
 
 
 @pytest.fixture(scope="module")

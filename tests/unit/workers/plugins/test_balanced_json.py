@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.errors import EngineError
 from tests.unit.workers.plugins.vocabularies import KINDS, grown, spell, tokenizer_of
-from workers.generation.plugins.balanced_json import BalancedJsonStop
-from workers.generation.plugins.base import check_plugins
+from workers.engine.plugins.balanced_json import BalancedJsonStop
+from workers.engine.plugins.base import check_plugins
 
 TEXTS = st.text(st.one_of(st.sampled_from('{}[]"\\/ua:,é東🙂\n'), st.characters(codec="utf-8")), max_size=8)
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS)

@@ -16,9 +16,8 @@ from consumers.tasks.codec import coord_token
 from pipeline.errors import EngineError
 from tests.unit.workers.plugins.repeats import num_repeats
 from tests.unit.workers.plugins.vocabularies import KINDS, grown, spell, tokenizer_of
-from workers.generation.plugins.base import check_plugins
-from workers.generation.plugins.closing_tokens import ClosingTokens
-from workers.generation.plugins.duplicate_objects import DuplicateObjectSuppression
+from workers.engine.plugins.base import check_plugins
+from workers.engine.plugins.duplicate_objects import ClosingTokens, DuplicateObjectSuppression
 
 LEAVES = st.one_of(st.integers(0, 30), st.booleans(), st.text(st.sampled_from('{}"\\ a東'), max_size=3))
 OBJECTS = st.dictionaries(

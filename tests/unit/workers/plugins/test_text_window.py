@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import EngineError
 from tests.unit.workers.plugins.vocabularies import KINDS, spell, tokenizer_of
-from workers.generation.plugins.text_window import Decode, TextWindow, decoder
+from workers.engine.plugins.base import Decode, TextWindow, decoder
 
 
 @settings(max_examples=60, deadline=None)

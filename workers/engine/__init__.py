@@ -1,0 +1,61 @@
+"""Prompts in, tokens with logprobs out; it decodes, and never parses, schedules or owns processes.
+
+```
+ queue worker ─ SequenceRequest ─▶ Backend (contracts) ◀─ GenerationEngine ─ offline batches, `sluice generate`
+                                     │  backends: by name, with a fallback
+              hf: DecodeThread ─ Decoder ─ DecodeCache        vllm: AsyncLLM, its core in another process
+                                     └────── RunningSequence ──────┘
+```
+- On the way in: `prompts` (messages to ids), `preprocess` (images), `limits` (what one engine can decode whole).
+- While it decodes: `running` (one sequence and its stop policy), `sampling`, `plugins`.
+- On disk: `model_files`, `weight_files`. Ways in without a queue: `generation_engine` and its `requests`, `local`.
+
+The names below are the offline engine's; they are imported when they are first asked for (torch is slow to load).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.config.types import VllmEngineOptions, VlmPreprocessOptions
+    from workers.engine.generation_engine import GenerationEngine
+    from workers.engine.plugins import GenerationPlugin
+    from workers.engine.requests import (
+        GenerationOptions,
+        GenerationResult,
+        ModelLoadConfig,
+        TextGenerationRequest,
+        VlmGenerationRequest,
+    )
+
+_HOMES = {
+    "GenerationEngine": "workers.engine.generation_engine",
+    "GenerationOptions": "workers.engine.requests",
+    "GenerationPlugin": "workers.engine.plugins",
+    "GenerationResult": "workers.engine.requests",
+    "ModelLoadConfig": "workers.engine.requests",
+    "TextGenerationRequest": "workers.engine.requests",
+    "VllmEngineOptions": "pipeline.config.types",
+    "VlmGenerationRequest": "workers.engine.requests",
+    "VlmPreprocessOptions": "pipeline.config.types",
+}
+
+__all__ = [
+    "GenerationEngine",
+    "GenerationOptions",
+    "GenerationPlugin",
+    "GenerationResult",
+    "ModelLoadConfig",
+    "TextGenerationRequest",
+    "VllmEngineOptions",
+    "VlmGenerationRequest",
+    "VlmPreprocessOptions",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

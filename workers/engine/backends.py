@@ -1,0 +1,221 @@
+"""Backends by name, and a second one for what the first cannot decode, where the configuration names one.
+
+- What the configuration says is what runs; nothing changes silently. Every output of the second backend says so
+  (`fallback`), and its start is a line in the log.
+- The second backend is loaded with the first request that needs it, and with the weights of the moment. One that
+  cannot be loaded refuses its requests with the reason, and is not tried again.
+- Both have the same weights: if the second does not take new ones, it decodes what it has under the old ones and ends;
+  another one is loaded when it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
+from pipeline.errors import EngineError, ModelError, RequestError, TornWeights, WeightsError
+from pipeline.logs import get_logger
+from workers.engine.contracts import Backend, EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
+from workers.engine.hf import HfBackend
+from workers.guard.probe import prove_guard
+
+BACKENDS = ("hf", "vllm")
+
+
+def make_backend(
+    model: ModelConfig, worker: WorkerConfig, repeat_terminate: RepeatTerminateConfig | None = None
+) -> RoutedBackend:
+    """The configured backend with its fallback, not started; both with the repeat guard if it is enabled."""
+    if worker.torch_threads:
+        torch.set_num_threads(worker.torch_threads)
+
+    def hf() -> Backend:
+        return HfBackend(
+            model,
+            max_batch=worker.max_batch,
+            repeat_terminate=repeat_terminate,
+            processed_logprobs=worker.logprobs_mode == "processed",
+        )
+
+    if worker.backend == "hf":
+        return RoutedBackend(hf(), None, repeat_terminate)
+    from workers.engine.vllm import VllmBackend
+
+    vllm = VllmBackend(model, max_batch=worker.max_batch, options=worker.vllm, repeat_terminate=repeat_terminate)
+    return RoutedBackend(vllm, hf if worker.fallback_backend == "hf" else None, repeat_terminate)
+
+
+class RoutedBackend:
+    """`primary`, and the backend that `make_fallback` makes for requests with an image where primary takes none."""
+
+    def __init__(
+        self,
+        primary: Backend,
+        make_fallback: Callable[[], Backend] | None = None,
+        repeat_terminate: RepeatTerminateConfig | None = None,
+    ) -> None:
+        self._primary, self._make = primary, make_fallback
+        self._guard = repeat_terminate or RepeatTerminateConfig()
+        self._fallback: Backend | None = None
+        self._leaving: dict[asyncio.Task[None], Backend] = {}  # fallbacks that end with their last sequence
+        self._decoding: Counter[Backend] = Counter()  # sequences on each fallback
+        self._ended = asyncio.Event()  # one of them
+        self._failed: str | None = None  # why there is no fallback
+        self._changing = asyncio.Lock()
+        self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of those that wait for the fallback
+        self._weights: tuple[Path, int, WeightsProbe | None] | None = None
+        self._closed = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Of the primary backend."""
+        return self._primary.facts
+
+    @property
+    def version(self) -> int:
+        """Weight version that is loaded now."""
+        return self._primary.version
+
+    async def start(self) -> None:
+        """Load the primary backend's model, and prove its repeat guard. Raises what both raise."""
+        await self._primary.start()
+        try:
+            await prove_guard(self._primary, self._guard)
+        except BaseException:
+            await self._primary.close()
+            raise
+
+    async def for_images(self) -> Backend:
+        """The backend that decodes prompts with an image. Raises EngineError if there is none."""
+        facts = self._primary.facts
+        if facts.supports_vlm:
+            return self._primary
+        if self._make is None:
+            other = ", choose the hf backend, or set fallback_backend: hf" if facts.name != "hf" else ""
+            raise EngineError(
+                f"the {facts.name} backend does not support images with the model {facts.model}; use a "
+                f"vision-language model that it can load{other}"
+            )
+        async with self._changing:
+            if self._closed or self._failed is not None:
+                raise EngineError(self._failed or "the engine is closed")
+            if self._fallback is None:
+                self._fallback = await self._start(self._make(), facts)
+        return self._fallback
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        """Decode one sequence; one with an image where images can be decoded."""
+        if request.probe_guard is not None:
+            raise RequestError(
+                f"{request.seq_key}: rules of the repeat guard belong to the engine; leave probe_guard out"
+            )
+        if request.image is None or self._primary.facts.supports_vlm:
+            return await self._primary.decode(request)
+        waits = (request.seq_key, asyncio.Event())
+        self._waiting.append(waits)
+        try:
+            chosen = await self.for_images()
+        except EngineError as error:
+            raise RequestError(f"{request.seq_key}: {error}") from error
+        finally:
+            self._waiting.remove(waits)
+        self._decoding[chosen] += 1
+        try:
+            decoding = asyncio.ensure_future(chosen.decode(request))
+            if waits[1].is_set():
+                await asyncio.sleep(0)  # it has to be there to be aborted
+                chosen.abort(request.seq_key)
+            return replace(await decoding, fallback=self._note(chosen))
+        finally:
+            self._decoding[chosen] -= 1
+            self._ended.set()
+
+    def abort(self, seq_key: str) -> None:
+        """End the sequences of this key on both, and those that wait for the fallback to be loaded."""
+        for key, aborted in self._waiting:
+            if key == seq_key:
+                aborted.set()
+        for backend in self._all():
+            backend.abort(seq_key)
+
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+        """Replace the weights of both."""
+        async with self._changing:
+            await self._primary.load_weights(directory, version, probe)
+            self._weights = (directory, version, probe)
+            if self._fallback is None:
+                return
+            try:
+                await self._fallback.load_weights(directory, version, probe)
+            except TornWeights:
+                raise
+            except (EngineError, WeightsError) as error:
+                get_logger().warning("the fallback backend is ended: it does not take the weights", error=str(error))
+                fallback, self._fallback = self._fallback, None
+                leaving = asyncio.ensure_future(self._close_when_idle(fallback))
+                self._leaving[leaving] = fallback
+                leaving.add_done_callback(self._leaving.pop)
+
+    async def score(self, token_ids: Sequence[int]) -> float:
+        """By the primary backend."""
+        return await self._primary.score(token_ids)
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """Of the primary backend."""
+        return await self._primary.try_guard(token_ids)
+
+    async def close(self) -> None:
+        """End both; a fallback that is being loaded is waited for."""
+        self._closed = True
+        async with self._changing:
+            backends = self._all()
+            for task in list(self._leaving):
+                task.cancel()
+            for backend in reversed(backends):
+                await backend.close()
+
+    def progress(self) -> float:
+        """The older of the two."""
+        return min(backend.progress() for backend in self._all())
+
+    def _all(self) -> list[Backend]:
+        return [self._primary, *([self._fallback] if self._fallback else []), *self._leaving.values()]
+
+    async def _close_when_idle(self, fallback: Backend) -> None:
+        while self._decoding[fallback]:
+            self._ended.clear()
+            await self._ended.wait()
+        await fallback.close()
+
+    def _note(self, used: Backend) -> dict[str, str]:
+        wanted, facts = self._primary.facts.name, used.facts
+        reason = f"{wanted} takes no images with this model"
+        return {"wanted": wanted, "used": facts.name, "version": facts.engine_version, "reason": reason}
+
+    async def _start(self, fallback: Backend, facts: EngineFacts) -> Backend:
+        try:
+            await fallback.start()
+            await prove_guard(fallback, self._guard)
+            if not fallback.facts.supports_vlm:
+                raise ModelError(f"{facts.model} is no vision-language model")
+            if self._weights is not None:
+                directory, version, probe = self._weights
+                # Its weights are those of the model's own directory: the change from those was not measured.
+                await fallback.load_weights(directory, version, probe and replace(probe, change=None))
+        except (EngineError, ModelError, WeightsError) as error:
+            failed = f"neither {facts.name} nor its fallback supports images here: {error}"
+            await fallback.close()
+            if not isinstance(error, WeightsError):  # files may be there again for the next request
+                self._failed = failed
+            raise EngineError(failed) from error
+        except BaseException:
+            await fallback.close()
+            raise
+        get_logger().warning("fallback backend loaded", wanted=facts.name, used=fallback.facts.name, model=facts.model)
+        return fallback

@@ -1,0 +1,289 @@
+"""The offline, batch-first way in: requests in, results out, over any backend.
+
+- It checks, renders, submits and collects; the backend batches and decodes.
+- What the engine cannot do at all (a plugin, images) is an error before any work. A request that cannot be decoded
+  becomes a result with `finish_reason` error; the others are answered.
+- Request i samples with a seed made of (options.seed, i), whatever is decoded beside it.
+- With `repeat_terminate.enabled` the repeat guard is loaded and proved at the start; it cannot be asked for later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Literal
+
+from pipeline.config.rules import check_guard
+from pipeline.config.types import (
+    ImagesConfig,
+    RepeatTerminateConfig,
+    VllmEngineOptions,
+    VlmPreprocessOptions,
+    WorkerConfig,
+)
+from pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
+from pipeline.prompts.admission import Limits, admit_prompt
+from pipeline.prompts.chat_template import ChatTemplateOptions
+from pipeline.thread_pool import ThreadPool
+from workers.engine.backends import BACKENDS, make_backend
+from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from workers.engine.limits import fit_prompt
+from workers.engine.plugins import GenerationPlugin, check_plugins
+from workers.engine.prompts import Prompts
+from workers.engine.requests import (
+    GenerationOptions,
+    GenerationRequest,
+    GenerationResult,
+    ModelLoadConfig,
+    TextGenerationRequest,
+    VlmGenerationRequest,
+)
+from workers.guard.repeat import triggers
+from workers.images.decoders import Decoders, load_image
+
+_RENDER_S = 120.0  # of one prompt
+_AHEAD = 2  # batches that are read from the requests before their answers are taken
+_Answer = tuple[int, GenerationResult]
+
+
+class GenerationEngine:
+    """One loaded model, for the length of a `with` block; not for use inside a running event loop.
+
+    >>> with GenerationEngine(ModelLoadConfig(model_name_or_path="models/policy")) as engine:  # doctest: +SKIP
+    ...     results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=64))
+    """
+
+    def __init__(
+        self,
+        model: ModelLoadConfig,
+        *,
+        backend: Literal["hf", "vllm"] = "hf",
+        fallback_backend: Literal["hf"] | None = None,
+        max_batch: int = 32,
+        torch_threads: int = 0,
+        chat: ChatTemplateOptions | None = None,
+        preprocess: VlmPreprocessOptions | None = None,
+        vllm: VllmEngineOptions | None = None,
+        repeat_terminate: RepeatTerminateConfig | None = None,
+        images: ImagesConfig | None = None,
+    ) -> None:
+        """Nothing is loaded yet. `max_batch` sequences are decoded at a time; 0 threads: torch's own choice.
+
+        Of `images` the limits hold; roots and hosts are for the queue.
+
+        Raises EngineError for an unknown backend, ModelError for a directory without a tokenizer, ConfigError for
+        thresholds that no guard can have. A guard that cannot be active is an error of the `with` statement.
+        """
+        if backend not in BACKENDS:
+            raise EngineError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+        if repeat_terminate is not None:
+            check_guard(repeat_terminate, "GenerationEngine")
+        config = model.config(preprocess)
+        worker = WorkerConfig(
+            backend=backend,
+            fallback_backend=fallback_backend,
+            max_batch=max_batch,
+            vllm=vllm or VllmEngineOptions(),
+            torch_threads=torch_threads,
+        )
+        self.backend = make_backend(config, worker, repeat_terminate)
+        self.prompts = Prompts(config, chat)
+        self._rendering = ThreadPool("render", 1)
+        self._decoders = Decoders(images)
+        self._max_batch = max_batch
+        self._runner = asyncio.Runner()
+        self._closed = False
+
+    def __enter__(self) -> GenerationEngine:
+        try:
+            self._runner.run(self.backend.start())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        self._rendering.close()
+        try:
+            self._decoders.close()
+        finally:
+            self._close_backend()
+
+    def _close_backend(self) -> None:
+        try:
+            self._runner.run(self.backend.close())
+        finally:
+            self._runner.close()  # ends the tasks of iterators that were left open
+
+    def generate_text_batch(
+        self,
+        requests: Sequence[TextGenerationRequest],
+        options: GenerationOptions | None = None,
+        plugins: Sequence[GenerationPlugin] = (),
+    ) -> list[GenerationResult]:
+        """One result per request, in order. Raises EngineError for a plugin that does not fit, or a failed engine."""
+        return self._batch(requests, options, plugins, image=False)
+
+    def generate_vlm_batch(
+        self,
+        requests: Sequence[VlmGenerationRequest],
+        options: GenerationOptions | None = None,
+        plugins: Sequence[GenerationPlugin] = (),
+    ) -> list[GenerationResult]:
+        """The same for prompts with an image. Raises EngineError as well if the backend takes no images."""
+        return self._batch(requests, options, plugins, image=True)
+
+    def answers(
+        self,
+        requests: Iterable[tuple[int, GenerationRequest]],
+        options: GenerationOptions | None = None,
+        plugins: Sequence[GenerationPlugin] = (),
+        *,
+        image: bool = False,
+    ) -> Iterator[_Answer]:
+        """(number, result) of each (number, request) as they end; requests are read a little ahead, never all.
+
+        The number makes the seed and comes back. Closing the iterator ends what still runs.
+        """
+        options = options or GenerationOptions()
+        target = self._checked(plugins, image=image)
+        source = iter(requests)
+        running, done = set[asyncio.Task[_Answer]](), set[asyncio.Task[_Answer]]()
+        loop = self._runner.get_loop()
+        try:
+            while True:
+                while len(running) < _AHEAD * self._max_batch and (item := next(source, None)) is not None:
+                    work = self._answer(target, *item, options, tuple(plugins))
+                    running.add(loop.create_task(work))
+                if not running:
+                    return
+                done, running = self._runner.run(_first_ended(running))
+                for task in done:
+                    yield task.result()
+        finally:
+            if not self._closed:
+                self._runner.run(_ended(running | done))
+
+    def _batch(
+        self,
+        requests: Sequence[GenerationRequest],
+        options: GenerationOptions | None,
+        plugins: Sequence[GenerationPlugin],
+        *,
+        image: bool,
+    ) -> list[GenerationResult]:
+        kind = VlmGenerationRequest if image else TextGenerationRequest
+        if (odd := next((one for one in requests if not isinstance(one, kind)), None)) is not None:
+            raise RequestError(f"a {type(odd).__name__} among {kind.__name__}s; each kind has a call of its own")
+        found = dict(self.answers(enumerate(requests), options, plugins, image=image))
+        return [found[number] for number in range(len(requests))]
+
+    def _checked(self, plugins: Sequence[GenerationPlugin], *, image: bool) -> Backend:
+        """Whose rules hold for these requests: the backend, or its fallback. Raises EngineError."""
+        facts = self.backend.facts
+        request_type: Literal["text", "vlm"] = "vlm" if image else "text"
+        check_plugins(plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
+        if not image:
+            return self.backend
+        target = self._runner.run(self.backend.for_images())
+        check_plugins(plugins, backend=target.facts.name, hooks=target.facts.hooks, request_type=request_type)
+        return target
+
+    async def _answer(
+        self,
+        target: Backend,
+        number: int,
+        request: GenerationRequest,
+        options: GenerationOptions,
+        plugins: tuple[GenerationPlugin, ...],
+    ) -> _Answer:
+        key = request.request_id or str(number)
+        sampling = options.sampling()
+        try:
+            admit_prompt(request.messages, None, Limits(target.facts.context_length), f"{key}: messages")
+            prompt, image = await self._prompt(key, request)
+            prompt, cut = (prompt, 0) if image is not None else fit_prompt(key, prompt, sampling, target.facts)
+            asked = SequenceRequest(
+                key,
+                tuple(prompt),
+                sampling,
+                # Wide steps between seeds: batches with neighbouring seeds share no random stream.
+                seed=(options.seed << 32) + number,
+                image=image,
+                plugins=plugins,
+                eos_token_ids=options.eos_token_ids,
+                pad_token_id=options.pad_token_id,
+            )
+            output = await self.backend.decode(asked)
+            return number, _result(key, output, cut, target, plugins)
+        except (RequestError, ModelError) as error:
+            return number, GenerationResult(
+                request_id=key, finish_reason="error", error=str(error), engine=target.facts
+            )
+
+    async def _prompt(self, key: str, request: GenerationRequest) -> tuple[list[int], object | None]:
+        """(token ids, image or None). Raises RequestError, ModelError."""
+        try:
+            return await self._rendered(request)
+        except DeadlineExceeded as error:
+            raise RequestError(f"{key}: {error}") from error
+        except SluiceError:
+            raise
+        except Exception as error:  # the model's own template, tokenizer or processor
+            raise RequestError(f"{key}: the prompt cannot be made: {error!r}") from error
+
+    async def _rendered(self, request: GenerationRequest) -> tuple[list[int], object | None]:
+        if isinstance(request, TextGenerationRequest):
+            given = request.prompt_token_ids
+            if given:
+                return self.prompts.without_image(given), None
+            return await self._beside(lambda: self.prompts.text(request.messages)), None
+        where = f"request {request.request_id!r}"
+        image = await asyncio.to_thread(load_image, request.images[0], where, self._decoders)
+        return await self._beside(lambda: self.prompts.vlm(request.messages)), image
+
+    async def _beside(self, work: Callable[[], list[int]]) -> list[int]:
+        return await self._rendering.run(work, timeout_s=_RENDER_S, what="rendering the prompt")
+
+
+def _result(
+    key: str, output: SequenceOutput, cut: int, target: Backend, plugins: Sequence[GenerationPlugin]
+) -> GenerationResult:
+    text = output.text
+    for plugin in plugins:
+        try:
+            text = plugin.clean_text(text)
+        except Exception as error:
+            raise RequestError(f"{key}: plugin {plugin.name!r} failed to clean the text: {error!r}") from error
+    return GenerationResult(
+        request_id=key,
+        text=text,
+        raw_text=output.raw_text,
+        prompt_token_ids=list(output.prompt_token_ids),
+        prompt_truncated=cut,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        versions=output.versions,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        response_mask=output.response_mask if output.trigger else [],
+        triggers=triggers(output.trigger, active=target.facts.repeat_terminate),
+        engine=target.facts,
+        fallback=output.fallback,
+    )
+
+
+async def _first_ended(
+    running: set[asyncio.Task[_Answer]],
+) -> tuple[set[asyncio.Task[_Answer]], set[asyncio.Task[_Answer]]]:
+    return await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _ended(running: set[asyncio.Task[_Answer]]) -> None:
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -1,0 +1,387 @@
+"""The Hugging Face engine: `contracts.Backend` over a thread that owns the model.
+
+Callers leave requests in an inbox; the thread admits, steps and answers.
+
+| waits | unblocked by |
+|---|---|
+| a decode request | room in the batch |
+| a weight load | the end of the current step |
+| a score | the end of the current step |
+| an abort | the end of the current step |
+| the thread, when idle | any request, or `stop` |
+
+- Only this thread touches model and tokenizer.
+- A cancelled future takes its sequence out within one step.
+- An error of the loop ends the thread and is the cause that every open future gets; later calls get it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig
+from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
+from workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
+from workers.engine.hf.decoder import Decoder, Ended
+from workers.engine.hf.model import LoadedModel, load_model
+from workers.engine.hf.proof import prove
+from workers.engine.hf.rows import Row
+from workers.engine.hf.vision import PreparedImages
+from workers.engine.hf.weights import Weights
+from workers.engine.preprocess import VisionInputs, VisionProcessor
+from workers.guard.rules import GuardRules
+from workers.guard.watch import GuardCost
+
+
+class HfBackend:
+    """One model in one thread, decoding up to `max_batch` sequences at a time.
+
+    Calls may come from any event loop. `version` is that of the weights in `config.path`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_batch: int = 32,
+        version: int = 0,
+        repeat_terminate: RepeatTerminateConfig | None = None,
+        processed_logprobs: bool = False,
+    ) -> None:
+        """`processed_logprobs`: at each sequence's own temperature."""
+        if max_batch < 1:
+            raise EngineError(f"max_batch must be >= 1, got {max_batch}")
+        load = partial(
+            load_model, config, repeat_terminate or RepeatTerminateConfig(), processed_logprobs=processed_logprobs
+        )
+        self._thread = DecodeThread(load, Path(config.path), max_batch, version)
+        self._facts: EngineFacts | None = None
+        self._images: PreparedImages | None = None
+        self._started = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the engine is. Raises EngineError before `start` has ended."""
+        if self._facts is None:
+            raise EngineError("the hf engine is not started; await start() first")
+        return self._facts
+
+    @property
+    def version(self) -> int:
+        """Weight version that is loaded now."""
+        return self._thread.version
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError; EngineError if it was started before."""
+        if self._started:
+            raise EngineError("the hf engine was started before; make a new backend")
+        self._started = True
+        self._thread.start()
+        facts = await asyncio.wrap_future(self._thread.ready)
+        if self._thread.processor is not None:
+            self._images = PreparedImages(self._thread.processor)
+        self._facts = facts
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        """Decode one sequence beside the others. Raises RequestError or EngineError."""
+        thread = self._running()
+        if request.image is None:
+            return await asyncio.wrap_future(thread.decode(request))
+        if self._images is None:
+            raise RequestError(
+                f"{request.seq_key}: the model {self.facts.model} takes no images; send text alone, or use a "
+                "vision-language model (model.variant auto or vlm)"
+            )
+        async with self._images.of(request) as prepared:
+            future = thread.decode(request, prepared.inputs)
+            if prepared.aborted:
+                thread.abort(request.seq_key)
+            return await asyncio.wrap_future(future)
+
+    def abort(self, seq_key: str) -> None:
+        """End the sequences of this key; their `decode` returns what they have."""
+        thread = self._running()
+        if self._images is not None:
+            self._images.abort(seq_key)
+        thread.abort(seq_key)
+
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+        """Swap the weights after the current step; see `contracts.Backend`. Raises WeightsError or TornWeights."""
+        await asyncio.wrap_future(self._running().load(Path(directory), version, probe))
+
+    async def score(self, token_ids: Sequence[int]) -> float:
+        """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
+        return await asyncio.wrap_future(self._running().score(token_ids))
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """Show the tokens to a fresh guard. Raises EngineError if none is loaded."""
+        rules = self._running().guard
+        if rules is None:
+            raise EngineError("the hf engine has no repeat guard; set repeat_terminate.enabled")
+        return GuardTrial(rules, rules.guard().push_all(token_ids))
+
+    async def guard_cost(self) -> GuardCost:
+        """Of all steps since the last call."""
+        return self._running().guard_cost.taken()
+
+    async def close(self) -> None:
+        """End the thread; running sequences get an EngineError."""
+        if self._images is not None:
+            self._images.close()
+        if self._started:
+            await asyncio.to_thread(self._thread.stop)
+
+    def progress(self) -> float:
+        """Monotonic seconds of the last step, or of now while idle."""
+        return self._thread.progress() if self._started else time.monotonic()
+
+    def _running(self) -> DecodeThread:
+        if self._facts is None:
+            raise EngineError("the hf engine is not started; await start() first")
+        return self._thread
+
+
+_STOP_S = 10.0
+_Job = tuple[Any, "Future[Any]"]
+
+
+class DecodeThread:
+    """Start it once; `ready` resolves to the engine's facts, or to why the model did not load."""
+
+    def __init__(self, load: Callable[[], LoadedModel], directory: Path, max_batch: int, version: int) -> None:
+        """`load` gives the model, with the weights of `directory`, which are `version`. Raises ModelError there."""
+        self.ready: Future[EngineFacts] = Future()
+        self.version = version
+        self.processor: VisionProcessor | None = None  # once the model is loaded, if it takes images
+        self.guard: GuardRules | None = None  # the same, if loops are ended
+        self.guard_cost = GuardCost()
+        self._load_model, self._directory = load, directory
+        self._max_batch = max_batch
+        self._wake = threading.Condition()
+        self._joins: deque[_Job] = deque()
+        self._loads: deque[_Job] = deque()
+        self._scores: deque[_Job] = deque()
+        self._aborted: set[str] = set()  # sequence keys
+        self._open: set[Future[Any]] = set()  # all that are not answered
+        self._futures: dict[int, Future[Any]] = {}  # id(row) -> who waits for it
+        self._stopping = False
+        self._ended: EngineError | None = None
+        self._weights: Weights | None = None
+        self._idle = self._loading = False
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="sluice-hf-decode", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load the model."""
+        self._thread.start()
+
+    def decode(self, request: SequenceRequest, vision: VisionInputs | None = None) -> Future[SequenceOutput]:
+        """Queue one sequence, with its image prepared if it has one; cancel the future to abort it."""
+        return self._submit(self._joins, (request, vision))
+
+    def load(self, directory: Path, version: int, probe: WeightsProbe | None) -> Future[None]:
+        """Queue a weight load; it comes after the current step."""
+        return self._submit(self._loads, (directory, version, probe))
+
+    def score(self, token_ids: Sequence[int]) -> Future[float]:
+        """Queue a score."""
+        return self._submit(self._scores, tuple(token_ids))
+
+    def abort(self, seq_key: str) -> None:
+        """End the sequences of this key with what they have; one that is not here is no error."""
+        with self._wake:
+            self._aborted.add(seq_key)
+            self._wake.notify()
+
+    def progress(self) -> float:
+        """Monotonic seconds of the last step; of now while idle, or amid a weight load, which has its own limit."""
+        return time.monotonic() if self._idle or self._loading else self._progress
+
+    def stop(self) -> None:
+        """End the thread after the current step; one that hangs is left behind after `_STOP_S`."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+
+    def _submit(self, queue: deque[_Job], what: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._ended is not None:
+                raise EngineError(str(self._ended)) from self._ended
+            self._open.add(future)
+            future.add_done_callback(self._open.discard)
+            queue.append((what, future))
+            self._wake.notify()
+        return future
+
+    def _run(self) -> None:
+        cause: Exception | None = None
+        try:
+            with torch.inference_mode():
+                model = self._load_model()
+                prove(model)
+                decoder = Decoder(model, self.version, self.guard_cost)
+                self.processor, self.guard = decoder.model.vision, decoder.model.guard
+                self._weights = Weights(decoder.model.module, self._directory, decoder.score)
+                self.ready.set_result(decoder.model.facts)
+                while self._wait(decoder):
+                    self._serve(decoder)
+        except Exception as error:
+            cause = error
+        finally:
+            self._end(cause)
+
+    def _wait(self, decoder: Decoder) -> bool:
+        """Block while there is nothing to do; False when asked to stop."""
+        with self._wake:
+            while not (self._stopping or decoder.rows or self._joins or self._loads or self._scores or self._aborted):
+                self._idle = True
+                self._wake.wait()
+            self._progress = time.monotonic()
+            self._idle = False
+            return not self._stopping
+
+    def _serve(self, decoder: Decoder) -> None:
+        self._drop_cancelled(decoder)
+        self._end_aborted(decoder)
+        while self._loads:
+            self._loading = True
+            self._load(decoder, *self._loads.popleft())
+            self._progress, self._loading = time.monotonic(), False
+        while self._scores:
+            self._score(decoder, *self._scores.popleft())
+        self._answer(decoder.join(self._admitted(decoder)))
+        if decoder.rows:
+            self._answer(decoder.step())
+
+    def _drop_cancelled(self, decoder: Decoder) -> None:
+        dropped = [row for row in decoder.rows if self._futures[id(row)].cancelled()]
+        decoder.drop(dropped)
+        for row in dropped:
+            del self._futures[id(row)]
+
+    def _end_aborted(self, decoder: Decoder) -> None:
+        """Answer aborted sequences, running and waiting, with what they have."""
+        with self._wake:
+            keys, self._aborted = self._aborted, set()
+            if not keys:
+                return
+            waiting = [job for job in self._joins if job[0][0].seq_key in keys]
+            stay = [job for job in self._joins if job[0][0].seq_key not in keys]
+            self._joins.clear()
+            self._joins.extend(stay)
+        running = [row for row in decoder.rows if row.request.seq_key in keys]
+        decoder.drop(running)
+        for row in [*running, *self._rows_of(decoder, waiting)]:
+            if row.finish_reason is None:
+                row.end("cancelled")
+            self._answer([(row, None)])
+
+    def _admitted(self, decoder: Decoder) -> list[Row]:
+        """Waiting requests that fit the batch, as rows; those that need no step are answered here."""
+        rows: list[Row] = []
+        while self._joins and (room := self._max_batch - len(decoder.rows) - len(rows)) > 0:
+            jobs = [self._joins.popleft() for _ in range(min(room, len(self._joins)))]
+            for row in self._rows_of(decoder, jobs):
+                if row.finish_reason is not None:
+                    self._answer([(row, None)])
+                else:
+                    rows.append(row)
+        return rows
+
+    def _rows_of(self, decoder: Decoder, jobs: Sequence[_Job]) -> list[Row]:
+        """A row for each request; a bad one is answered with its error."""
+        rows: list[Row] = []
+        for (request, vision), future in jobs:
+            if future.cancelled():
+                continue
+            try:
+                if self._weights is not None and self._weights.torn is not None:
+                    raise TornWeights(str(self._weights.torn))
+                model = decoder.model
+                row = Row(request, model.tokenizer, model.facts, vision, model.guard)
+            except SluiceError as error:
+                _fail(future, error)
+                continue
+            except Exception as error:  # of the tokenizer or a plugin: this request's, not the engine's
+                _fail(future, RequestError(f"{request.seq_key}: cannot be decoded: {error!r}"), error)
+                continue
+            self._futures[id(row)] = future
+            rows.append(row)
+        return rows
+
+    def _answer(self, ended: Sequence[Ended]) -> None:
+        for row, error in ended:
+            future = self._futures.pop(id(row))
+            if error is not None:
+                _fail(future, error)
+            else:
+                _resolve(future, row.output())
+
+    def _load(self, decoder: Decoder, what: tuple[Path, int, WeightsProbe | None], future: Future[None]) -> None:
+        if future.cancelled():
+            return
+        directory, version, probe = what
+        assert self._weights is not None
+        try:
+            self._weights.load(directory, probe)
+        except WeightsError as error:
+            if isinstance(error, TornWeights):
+                self._fail_rows(decoder, error)
+            _fail(future, error)
+            return
+        self.version = version
+        self._answer(decoder.swap(version))
+        _resolve(future, None)
+
+    def _fail_rows(self, decoder: Decoder, error: TornWeights) -> None:
+        rows = list(decoder.rows)
+        decoder.drop(rows)
+        for row in rows:
+            _fail(self._futures.pop(id(row)), TornWeights(str(error)), error)
+
+    def _score(self, decoder: Decoder, token_ids: tuple[int, ...], future: Future[float]) -> None:
+        try:
+            _resolve(future, decoder.score(token_ids))
+        except SluiceError as error:
+            _fail(future, error)
+
+    def _end(self, cause: Exception | None) -> None:
+        """No silent death: whoever waits, or comes later, learns why."""
+        if not self.ready.done():
+            self.ready.set_exception(cause or EngineError("the engine was closed while it loaded"))
+        what = "the hf engine is closed" if cause is None else f"the hf engine failed: {cause!r}"
+        with self._wake:
+            self._ended = EngineError(what)
+            self._ended.__cause__ = cause
+            self._idle = False
+        for future in self._open.copy():
+            _fail(future, EngineError(what), cause)
+
+
+def _resolve(future: Future[Any], value: Any) -> None:
+    try:
+        future.set_result(value)
+    except InvalidStateError:
+        return  # cancelled meanwhile: nobody waits for it
+
+
+def _fail(future: Future[Any], error: Exception, cause: Exception | None = None) -> None:
+    if cause is not None:
+        error.__cause__ = cause
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return  # cancelled meanwhile: nobody waits for it

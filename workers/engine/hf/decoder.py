@@ -1,0 +1,276 @@
+"""The steps of the decode loop, without threads: rows join, step together, and leave.
+
+- Rows of the batch, of the cache and of the sampling table have one order.
+- A row's first token comes from its prefill; a row that ends there never enters the batch.
+- Equal contexts are prefilled once. A prompt with an image is prefilled alone.
+- New weights: every running row is prefilled anew, as no cache may outlive its weights. The same pass scores the tokens
+  that the version before sampled: their proximal logprobs.
+- A row whose token cannot be taken (NaN, a plugin that fails) leaves with its error; the others continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.errors import EngineError, RequestError
+from workers.engine.hf.cache import DecodeCache, PrefillCache
+from workers.engine.hf.model import LoadedModel
+from workers.engine.hf.passes import forward, forward_scored
+from workers.engine.hf.rows import Row
+from workers.engine.hf.vision import prefill_image
+from workers.engine.limits import check_token_ids
+from workers.engine.sampling import SamplingTable, sample
+from workers.guard.watch import GuardCost, force, triggered
+
+Ended = tuple[Row, EngineError | None]
+"""A row that is out, and the error that ended it if any."""
+
+
+class Decoder:
+    """The running batch. Used from one thread, under `torch.inference_mode`."""
+
+    def __init__(self, model: LoadedModel, version: int, guard_cost: GuardCost | None = None) -> None:
+        self.model = model
+        self.version = version
+        self.rows: list[Row] = []
+        self._device = torch.device(model.facts.device)
+        self._guard_cost = guard_cost or GuardCost()
+        self._cache = DecodeCache(self._device)
+        self._table: SamplingTable | None = None
+        self._last = torch.zeros(0, dtype=torch.int64, device=self._device)  # (rows,): newest tokens
+
+    def join(self, rows: Sequence[Row]) -> list[Ended]:
+        """Prefill new rows and add them; those that ended at once, with the error that ended them if any."""
+        ended: list[Ended] = []
+        last: list[int] = []
+        for group in prefill_groups(rows):
+            ended += self._prefill(group, last)
+        if last:
+            self._last = torch.cat([self._last, torch.tensor(last, device=self._device)])
+            self._table = self._table_of(self.rows)
+        return ended
+
+    def step(self) -> list[Ended]:
+        """One token for every running row; the rows that ended, already taken out."""
+        if self._table is None:
+            self._table = self._table_of(self.rows)
+        mask, positions = self._cache.open_step()
+        logits = forward(self.model, self._last.unsqueeze(1), mask, positions, self._cache)[:, -1]
+        self._cache.close_step()
+        tokens, errors = self._sample(self.rows, logits, self._table)
+        self._last = tokens
+        self._table.advance(tokens)
+        leaving = [index for index, row in enumerate(self.rows) if row.finish_reason or index in errors]
+        ended = [(self.rows[index], errors.get(index)) for index in leaving]
+        if leaving:
+            self._remove(leaving)
+        return ended
+
+    def drop(self, rows: Sequence[Row]) -> None:
+        """Take running rows out; their tokens so far stay with them."""
+        gone = set(map(id, rows))
+        leaving = [index for index, row in enumerate(self.rows) if id(row) in gone]
+        if leaving:
+            self._remove(leaving)
+
+    def swap(self, version: int) -> list[Ended]:
+        """The model's weights are those of `version` by now: prefill all running rows; those that ended at once."""
+        rows, self.rows = self.rows, []
+        self.version = version
+        self._cache, self._table = DecodeCache(self._device), None
+        self._last = self._last[:0]
+        return self.join(rows)
+
+    def score(self, token_ids: Sequence[int]) -> float:
+        """Summed fp32 logprob (nats) of tokens 1.. given their prefix. Raises RequestError."""
+        if len(token_ids) < 2:
+            raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+        check_token_ids("score", token_ids, self.model.facts.vocab_size)
+        inputs = torch.tensor([list(token_ids)], device=self._device)
+        logits = self.model.module(input_ids=inputs, use_cache=False).logits[0, :-1].float()
+        return torch.log_softmax(logits, dim=-1).gather(1, inputs[0, 1:, None]).double().sum().item()
+
+    def _prefill(self, rows: Sequence[Row], last: list[int]) -> list[Ended]:
+        done, errors = prefill(self.model, rows, self.version)
+        rows = [row for index, row in enumerate(rows) if index not in errors]
+        ended: list[Ended] = [*errors.values()]
+        if done is None or not rows:
+            return ended
+        pick = [index for number, index in enumerate(done.pick) if number not in errors]
+        logits = done.logits[torch.tensor(pick, device=done.logits.device)]
+        tokens, failed = self._sample(rows, logits, self._table_of(rows))
+        stay = [index for index, row in enumerate(rows) if index not in failed and row.finish_reason is None]
+        if stay:
+            lengths = [len(rows[index].prompt) + len(rows[index].tokens) - 1 for index in stay]
+            self._cache.admit(done.cache, [pick[index] for index in stay], lengths, done.offset)
+            self.rows += [rows[index] for index in stay]
+            drawn = tokens.tolist()
+            last += [drawn[index] for index in stay]
+        gone = set(range(len(rows))) - set(stay)
+        return ended + [(rows[index], failed.get(index)) for index in sorted(gone)]
+
+    def _sample(
+        self, rows: Sequence[Row], logits: torch.Tensor, table: SamplingTable
+    ) -> tuple[torch.Tensor, dict[int, EngineError]]:
+        """One token for each row, taken by it: (tokens (rows,), errors by index)."""
+        errors: dict[int, EngineError] = {}
+        allowed = self._allowed(rows, logits, errors)
+        loops = triggered(rows, self._guard_cost) if self.model.guard else {}
+        if loops:
+            ends = {index: rows[index].eos[0] for index in loops}
+            allowed = force(logits.clone() if allowed is None else allowed, ends)
+        tokens, logprobs = sample(logits, table, allowed)
+        for index, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+            if index in errors:
+                continue
+            try:
+                if index in loops:
+                    row.end_loop(loops[index])
+                else:
+                    row.accept(token, logprob, self.version, logits[index])
+            except EngineError as error:
+                errors[index] = error
+        return tokens, errors
+
+    def _allowed(
+        self, rows: Sequence[Row], logits: torch.Tensor, errors: dict[int, EngineError]
+    ) -> torch.Tensor | None:
+        """The logits as the rows' plugins and requests change them, or None where none does."""
+        changed = [index for index, row in enumerate(rows) if row.hooks is not None or row.request.allowed_token_ids]
+        if not changed:
+            return None
+        allowed = logits.clone()
+        for index in changed:
+            row = rows[index]
+            if only := list(row.request.allowed_token_ids):
+                allowed[index] = float("-inf")
+                allowed[index, only] = logits[index, only]
+            if row.hooks is None:
+                continue
+            try:
+                allowed[index] = row.hooks.process(allowed[index])
+            except EngineError as error:
+                errors[index] = error
+        return allowed
+
+    def _remove(self, leaving: Sequence[int]) -> None:
+        moves = self._cache.drop(leaving)
+        remaining = len(self.rows) - len(leaving)
+        for source, target in moves:
+            self.rows[target] = self.rows[source]
+            self._last[target] = self._last[source]
+        del self.rows[remaining:]
+        self._last = self._last[:remaining]
+        self._table = None
+
+    def _table_of(self, rows: Sequence[Row]) -> SamplingTable:
+        return SamplingTable.of(
+            [row.request.sampling for row in rows],
+            [row.request.seed for row in rows],
+            [(row.prompt, row.tokens) for row in rows],
+            self.model.facts.vocab_size,
+            self._device,
+            processed=self.model.facts.logprobs_mode == "processed_logprobs",
+        )
+
+
+PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill pass; bounds its memory."""
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """What one pass gave; row i of the group is row `pick[i]` of it."""
+
+    cache: PrefillCache
+    logits: torch.Tensor  # float32 (contexts, vocab), after the last token
+    offset: int  # next position - length
+    pick: list[int]
+
+
+Errors = dict[int, tuple[Row, EngineError]]
+"""Rows of the group that cannot go on, by index."""
+
+
+def prefill(model: LoadedModel, rows: Sequence[Row], version: int) -> tuple[Prefilled | None, Errors]:
+    """One group of `prefill_groups` through the model, whose weights are `version`; scores are taken by the rows.
+
+    Nothing was made where every row has an error.
+    """
+    unscored = [row.unscored(version) for row in rows]
+    try:
+        done, scores, begin = _image_pass(model, rows, unscored) if rows[0].vision else _pass(model, rows, unscored)
+    except RequestError as error:
+        return None, {index: (row, error) for index, row in enumerate(rows)}
+    errors: Errors = {}
+    for index, (row, tokens) in enumerate(zip(rows, unscored, strict=True)):
+        try:
+            if tokens:
+                given, start = scores[done.pick[index]], begin[index]
+                row.score(version, tokens, [given[start + token] for token in tokens])
+        except EngineError as error:
+            errors[index] = (row, error)
+    return done, errors
+
+
+def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows of like length together, at most PREFILL_TOKENS padded tokens a group (or one row).
+
+    Rows with an image: those of one context and one image together.
+    """
+    group: list[Row] = []
+    images: dict[tuple[int, tuple[int, ...], float], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: len(row.context), reverse=True):
+        if row.vision is not None:
+            images.setdefault((id(row.vision), tuple(row.tokens), row.logprob_temperature), []).append(row)
+            continue
+        if group and len(group[0].context) * (len(group) + 1) > PREFILL_TOKENS:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+    yield from images.values()
+
+
+_Scores = list[list[float]]
+
+
+def _pass(
+    model: LoadedModel, rows: Sequence[Row], unscored: Sequence[list[int]]
+) -> tuple[Prefilled, _Scores, list[int]]:
+    """Text: (what it gave, scores per context, where in them token 0 of each row lies)."""
+    unique: dict[tuple[tuple[int, ...], float], int] = {}
+    pick = [unique.setdefault((tuple(row.context), row.logprob_temperature), len(unique)) for row in rows]
+    inputs, mask = _left_padded([context for context, _ in unique], rows[0].pad_token_id, model)
+    width, cache = inputs.shape[1], PrefillCache(model.module.config)
+    zeros = [width - len(row.tokens) for row in rows]  # column of token 0; contexts end at the last column
+    first = min((zero + tokens[0] for zero, tokens in zip(zeros, unscored, strict=True) if tokens), default=None)
+    positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
+    logits, scores = forward_scored(model, inputs, mask, positions, cache, first, [heat for _, heat in unique])
+    return Prefilled(cache, logits, 0, pick), scores.tolist(), [zero - (first or 0) for zero in zeros]
+
+
+def _image_pass(
+    model: LoadedModel, rows: Sequence[Row], unscored: Sequence[list[int]]
+) -> tuple[Prefilled, _Scores, list[int]]:
+    vision, cache = rows[0].vision, PrefillCache(model.module.config)
+    assert vision is not None
+    first = min((tokens[0] for tokens in unscored if tokens), default=None)
+    logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first, rows[0].logprob_temperature)
+    return Prefilled(cache, logits, offset, [0] * len(rows)), scores.tolist(), [-(first or 0)] * len(rows)
+
+
+def _left_padded(
+    contexts: Sequence[tuple[int, ...]], pad_token_id: int | None, model: LoadedModel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, mask), both (contexts, longest)."""
+    width, device = max(map(len, contexts)), torch.device(model.facts.device)
+    pad = model.pad_token_id if pad_token_id is None else pad_token_id
+    padded = [[pad] * (width - len(context)) + list(context) for context in contexts]
+    starts = torch.tensor([width - len(context) for context in contexts], device=device)
+    mask = torch.arange(width, device=device) >= starts.unsqueeze(1)
+    return torch.tensor(padded, device=device), mask

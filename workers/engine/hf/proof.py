@@ -1,0 +1,191 @@
+"""The proof at start that this engine's passes are right for the model that is loaded.
+
+    probe rows join, step and leave ─▶ their logprobs ─┐
+    the scorer's padded passes      ─▶ theirs         ─┴─▶ against plain passes: no cache, no mask, one sequence alone
+
+- Rows are shorter and longer than the model's window, and go beyond it while they decode.
+- Support is what this shows on this device with these kernels, not the name of the architecture.
+- Only the last tokens of a sequence are looked at: logits of a whole window would not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from pipeline.agreement import Agreement, Gaps, largest, window_of
+from pipeline.errors import EngineError, ModelError
+from pipeline.logs import get_logger
+from pipeline.wire.messages import SamplingParams
+from workers.engine.contracts import SequenceRequest
+from workers.engine.hf.decoder import Decoder
+from workers.engine.hf.model import LoadedModel
+from workers.engine.hf.passes import token_logprobs
+from workers.engine.hf.rows import Row
+
+_SEED = 20
+_STEPS = (6, 12, 3, 8)  # new tokens of the probe rows
+_TAIL = 24  # tokens at the end of each sequence that are compared
+_CACHED = 8  # of these, the ones that transformers decodes with its own cache
+_ALLOWED = 64
+_LONGEST = 16_384  # tokens; a longer window is proved up to here
+
+
+@dataclass(frozen=True)
+class DecodeProof:
+    """What the proof found, in nats."""
+
+    decoding: float  # largest difference of a decoded token's logprob from a plain pass
+    scoring: float  # the same of the scorer's passes
+    tolerance: float
+    holds: bool
+
+
+@torch.inference_mode()
+def prove(model: LoadedModel) -> DecodeProof:
+    """Raises ModelError where decoding or scoring gives other numbers than plain passes."""
+    try:
+        found = _proof(model)
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        raise ModelError(
+            f"{model.facts.model}: the proof that it is decoded rightly does not fit {model.facts.device} ({error}); "
+            "decoding would not either: take a larger device, or model.dtype bfloat16"
+        ) from error
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError, EngineError) as error:
+        raise ModelError(
+            f"{model.facts.model}: {type(model.module).__name__} cannot be decoded by the hf backend "
+            f"({type(error).__name__}: {error}); use worker.backend=vllm if vLLM knows it, or another model"
+        ) from error
+    if found.holds:
+        get_logger().info("decoding proved", architecture=type(model.module).__name__, nats=f"{found.decoding:.1e}")
+        return found
+    raise ModelError(
+        f"{model.facts.model}: decoding {type(model.module).__name__} on the hf backend does not give the logprobs of "
+        f"plain passes; the largest difference is {found.decoding:.2g} nats while it decodes and {found.scoring:.2g} "
+        f"where it scores (tolerance {found.tolerance:.0e}; {model.facts.dtype} on {model.facts.device}, "
+        f"{' '.join(model.facts.flags)}). Set model.attn_implementation to eager, to find a kernel that is at fault; "
+        "use worker.backend=vllm if vLLM knows this model; or take another one"
+    )
+
+
+def _proof(model: LoadedModel) -> DecodeProof:
+    rows = _decoded(replace(model, guard=None))
+    plain = [_Plain(model, [*row.prompt, *row.tokens]) for row in rows]
+    firsts = [max(1, len(one.token_ids) - _TAIL) for one in plain]
+    scored = token_logprobs(model, [one.token_ids for one in plain], firsts, sum(len(one.token_ids) for one in plain))
+    decoding = [_gaps(torch.tensor(row.logprobs), one.chosen) for row, one in zip(rows, plain, strict=True)]
+    choices = [one.below(row) for row, one in zip(rows, plain, strict=True)]
+    scoring = [_gaps(torch.tensor(found), one.chosen) for found, one in zip(scored, plain, strict=True)]
+    agreement = Agreement.of(
+        _noise(model, plain),
+        [one.chosen.cpu().double().numpy() for one in plain],
+        epsilon=torch.finfo(model.module.dtype).eps,
+        config=model.module.config.get_text_config(),
+    )
+    return DecodeProof(
+        decoding=largest(decoding),
+        scoring=largest(scoring),
+        tolerance=agreement.tolerance,
+        holds=all(agreement.holds(gaps) for gaps in (decoding, choices, scoring)),
+    )
+
+
+def _decoded(model: LoadedModel) -> list[Row]:
+    """Rows after they were decoded, joining and leaving a running batch."""
+    facts = model.facts
+    drawn = np.random.default_rng(_SEED)
+    most = min(max(2, facts.context_length - max(_STEPS)), _LONGEST)
+    window = window_of(model.module.config.get_text_config())
+    longest = min(most, window + _TAIL if window else _TAIL)
+    lengths = (min(3, most), longest, max(1, longest // 2), max(1, min(window - 3, most) if window > 3 else 5))
+    tokens = np.setdiff1d(np.arange(facts.vocab_size), facts.eos_token_ids)
+    allowed = tuple(drawn.choice(tokens, min(_ALLOWED, len(tokens)), replace=False).tolist())
+
+    def row(number: int) -> Row:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=_STEPS[number])
+        prompt = tuple(drawn.integers(0, facts.vocab_size, lengths[number]).tolist())
+        request = SequenceRequest(f"probe-{number}", prompt, sampling, allowed_token_ids=allowed)
+        return Row(request, model.tokenizer, facts)
+
+    decoder, rows = Decoder(model, 0), [row(number) for number in range(len(_STEPS))]
+    _raise_first(decoder.join(rows[:1]))
+    for _ in range(2):
+        _raise_first(decoder.step())
+    _raise_first(decoder.join(rows[1:3]))
+    for _ in range(3):
+        _raise_first(decoder.step())
+    _raise_first(decoder.join(rows[3:]))
+    while decoder.rows:
+        _raise_first(decoder.step())
+    return rows
+
+
+def _raise_first(ended: Sequence[tuple[Row, EngineError | None]]) -> None:
+    for _, error in ended:
+        if error is not None:
+            raise error
+
+
+class _Plain:
+    """One sequence by a plain pass: logprobs of its last tokens."""
+
+    def __init__(self, model: LoadedModel, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        self._tail = min(_TAIL, len(self.token_ids) - 1)
+        self._scores = _last_scores(model, [self.token_ids], self._tail)[0]
+        self.chosen = _of_tokens(self._scores, self.token_ids)  # (tail,)
+
+    def below(self, row: Row) -> Gaps:
+        """Nats that each sampled token lies below the best one that the row might take."""
+        count = len(row.tokens)
+        allowed = self._scores[-count:, list(row.request.allowed_token_ids)]
+        return _gaps(self.chosen[-count:], allowed.max(dim=1).values)
+
+
+def _last_scores(model: LoadedModel, batch: Sequence[Sequence[int]], tail: int) -> Tensor:
+    """Log-softmax float32 (rows, tail, vocab) of the last `tail` tokens of sequences of one length."""
+    inputs = torch.tensor([list(ids) for ids in batch], device=model.module.device)
+    kept: dict[str, Any] = {"logits_to_keep": tail + 1} if model.keeps_last_logits else {}
+    logits = model.module(input_ids=inputs, use_cache=False, **kept).logits
+    return torch.log_softmax(logits[:, -tail - 1 : -1].float(), dim=-1)
+
+
+def _of_tokens(scores: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """Of the last tokens, one for each row of `scores` (n, vocab)."""
+    last = torch.tensor(token_ids[-len(scores) :], device=scores.device)
+    return scores.gather(1, last.unsqueeze(1)).squeeze(1)
+
+
+def _gaps(ours: Tensor, plain: Tensor) -> Gaps:
+    """Of their common last tokens."""
+    count = min(len(ours), len(plain))
+    return (ours[-count:].cpu().double() - plain[-count:].cpu().double()).abs().numpy()
+
+
+def _noise(model: LoadedModel, plain: Sequence[_Plain]) -> Iterator[Gaps]:
+    """What the model's own passes differ among themselves: a plain pass alone and beside another sequence, and the
+    last tokens by transformers' own cache.
+    """
+    for one, other in zip(plain, [*plain[1:], plain[0]], strict=True):
+        fill = (other.token_ids * (1 + len(one.token_ids) // len(other.token_ids)))[: len(one.token_ids)]
+        beside = _last_scores(model, [one.token_ids, fill], len(one.chosen))[0]
+        yield _gaps(_of_tokens(beside, one.token_ids), one.chosen)
+        yield _gaps(_cached(model, one.token_ids), one.chosen)
+
+
+def _cached(model: LoadedModel, token_ids: Sequence[int]) -> Tensor:
+    """Logprobs of the last tokens, decoded one by one with transformers' own cache."""
+    module, last = model.module, min(_CACHED, len(token_ids) - 1)
+    inputs, cache = torch.tensor([list(token_ids)], device=module.device), DynamicCache(config=module.config)
+    given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    kept: dict[str, Any] = {"logits_to_keep": 1} if model.keeps_last_logits else {}
+    logits = [module(input_ids=inputs[:, :-last], **given, **kept).logits[:, -1]]
+    for column in range(inputs.shape[1] - last, inputs.shape[1] - 1):
+        logits.append(module(input_ids=inputs[:, column : column + 1], **given).logits[:, -1])
+    return _of_tokens(torch.log_softmax(torch.cat(logits).float(), dim=-1), token_ids)

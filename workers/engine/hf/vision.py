@@ -1,0 +1,166 @@
+"""Prompts with an image: made ready beside the decode thread, then prefilled in it.
+
+- Decode steps do not wait for an image, nor an image for decode steps.
+- One (prompt, image) is prepared once while any of its sequences is decoded: the same image object, not an equal one.
+- A sequence that is aborted meanwhile ends as soon as it gets to the decode thread.
+- Generated tokens are always looked up in the embedding, also one that equals the image token: after a resume they go
+  through the model in a pass of their own, without the image.
+- mRoPE models take positions (3, rows, length); all three are equal for text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from pipeline.errors import EngineError, RequestError, SluiceError
+from workers.engine.contracts import SequenceRequest
+from workers.engine.hf.model import LoadedModel
+from workers.engine.hf.passes import chosen, forward, forward_scored
+from workers.engine.preprocess import VisionInputs, VisionProcessor
+
+
+def prefill_image(
+    model: LoadedModel,
+    vision: VisionInputs,
+    tokens: Sequence[int],
+    cache: Cache,
+    first: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Fill the cache with the prompt and the tokens generated so far.
+
+    Returns (logits (1, vocab), logprobs of `tokens[first:]` (1, n), next position - length); `first` None: of none;
+    `temperature`: of these logprobs.
+    Raises RequestError if the model does not take what the processor made.
+    """
+    module, device = model.module, torch.device(model.facts.device)
+    inputs = torch.tensor([vision.token_ids], device=device)
+    length = inputs.shape[1]
+    tensors = {name: _placed(value, module) for name, value in vision.tensors.items()}
+    types = vision.token_types.to(device)
+    try:
+        positions, offset = _positions(model, inputs, types, tensors)
+        if "mm_token_type_ids" in inspect.signature(module.forward).parameters:
+            tensors["mm_token_type_ids"] = types
+        logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1, **tensors)
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise  # not the image's fault alone: the engine ends, and its jobs are decoded elsewhere
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise RequestError(
+            f"the model does not take the image as its processor made it ({type(error).__name__}: {error}); compare "
+            "the processor's files with the model's config.json, or send a smaller image"
+        ) from error
+    more = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
+    scores = chosen(logits, more[:, :1] if first == 0 else more[:, :0], [temperature])
+    logits = logits[:, -1]
+    if tokens:
+        mask = torch.ones(1, length + len(tokens), dtype=torch.bool, device=device)
+        positions = torch.arange(length, length + len(tokens), device=device).unsqueeze(0) + offset
+        rest = None if first is None or len(tokens) == 1 else max(first, 1)
+        logits, others = forward_scored(model, more, mask, positions, cache, rest, [temperature])
+        scores = torch.cat([scores, others], dim=1)
+    return logits, scores, offset
+
+
+def _positions(
+    model: LoadedModel, inputs: torch.Tensor, types: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, int]:
+    """Positions of the prompt, and next position - length after it."""
+    if model.rope_index is None:
+        return torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0), 0
+    known = inspect.signature(model.rope_index).parameters
+    given: dict[str, Any] = {"mm_token_type_ids": types, **tensors}
+    positions, delta = model.rope_index(inputs, **{name: value for name, value in given.items() if name in known})
+    return positions, int(delta)
+
+
+def _placed(value: torch.Tensor, module: Any) -> torch.Tensor:
+    return value.to(module.device, module.dtype) if value.is_floating_point() else value.to(module.device)
+
+
+_THREADS = 2
+_Key = tuple[tuple[int, ...], int]  # prompt, identity of the image
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    future: Future[VisionInputs]
+    users: list[PreparedImage] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class PreparedImage:
+    """One sequence's inputs; `aborted` becomes True if `abort` was called for its key."""
+
+    seq_key: str
+    inputs: VisionInputs | None = None
+    aborted: bool = False
+
+
+class PreparedImages:
+    """Calls may come from any event loop."""
+
+    def __init__(self, processor: VisionProcessor) -> None:
+        self._processor = processor
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sluice-hf-images")
+        self._lock = threading.Lock()
+        self._shared: dict[_Key, _Shared] = {}
+
+    @asynccontextmanager
+    async def of(self, request: SequenceRequest) -> AsyncIterator[PreparedImage]:
+        """The inputs of this request, kept until the block ends. Raises RequestError, EngineError."""
+        key = (request.prompt_token_ids, id(request.image))
+        mine = PreparedImage(request.seq_key)
+        shared = self._join(key, request, mine)
+        try:
+            # Shielded: one sequence that is cancelled leaves the work to the others.
+            mine.inputs = await self._made(shared, request)
+            yield mine
+        finally:
+            with self._lock:
+                shared.users.remove(mine)
+                if not shared.users:
+                    del self._shared[key]
+                    shared.future.cancel()
+
+    async def _made(self, shared: _Shared, request: SequenceRequest) -> VisionInputs:
+        """Shielded: one sequence that is cancelled leaves the work to the others."""
+        try:
+            return await asyncio.shield(asyncio.wrap_future(shared.future))
+        except SluiceError:
+            raise
+        except Exception as error:  # of a processor that somebody wrote for this model
+            raise RequestError(f"{request.seq_key}: the image cannot be processed: {error!r}") from error
+
+    def abort(self, seq_key: str) -> None:
+        """Mark the sequences of this key."""
+        with self._lock:
+            for shared in self._shared.values():
+                for user in shared.users:
+                    user.aborted = user.aborted or user.seq_key == seq_key
+
+    def close(self) -> None:
+        """Take no more; what has begun is finished."""
+        self._pool.shutdown(wait=False)
+
+    def _join(self, key: _Key, request: SequenceRequest, mine: PreparedImage) -> _Shared:
+        with self._lock:
+            shared = self._shared.get(key)
+            if shared is None:
+                try:
+                    future = self._pool.submit(self._processor.prepare, request.prompt_token_ids, request.image)
+                except RuntimeError as error:
+                    raise EngineError("the hf engine is closed") from error
+                shared = self._shared[key] = _Shared(future)
+            shared.users.append(mine)
+            return shared

@@ -1,0 +1,86 @@
+"""New weights into a model that is in use, or the old ones back; through transformers' own conversions.
+
+check files ─▶ score the probe (old weights) ─▶ copy ─▶ score the probe ─▶ new version
+     │                                             └─ fails ─▶ copy the old ones ─▶ score the probe ─▶ old version
+     └─ fails: nothing was touched                                                        └─ fails: torn
+
+Everything is checked from the file headers before the first byte is copied; float tensors are cast to the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from pipeline.errors import RequestError, TornWeights, WeightsError
+from workers.engine.contracts import WeightsProbe
+from workers.engine.weight_files import Layout, open_weights
+
+
+class Weights:
+    """Which directory the module's weights are from; `score` is the module's own."""
+
+    def __init__(self, module: torch.nn.Module, directory: Path, score: Callable[[Sequence[int]], float]) -> None:
+        self._module, self._directory, self._score = module, directory, score
+        self.torn: TornWeights | None = None  # why they are neither the old ones nor the new
+
+    def load(self, directory: Path, probe: WeightsProbe | None) -> None:
+        """Raises WeightsError with the old weights in place, TornWeights with neither."""
+        before = None if probe is None or self.torn else self._before(probe)
+        try:
+            load_weights(self._module, directory)
+            self._prove(directory, probe, before)
+        except TornWeights as error:
+            self._restore(error, probe, before)
+            raise WeightsError(f"{error}; the weights of {self._directory} were loaded back") from error
+        self._directory, self.torn = directory, None
+
+    def _before(self, probe: WeightsProbe) -> float:
+        try:
+            return self._score(probe.token_ids)
+        except RequestError as error:
+            raise WeightsError(f"this engine cannot score the probe of the new weights: {error}") from error
+
+    def _prove(self, directory: Path, probe: WeightsProbe | None, before: float | None) -> None:
+        if probe and (refusal := probe.refusal(directory, before, self._score(probe.token_ids))):
+            raise TornWeights(refusal)
+
+    def _restore(self, cause: TornWeights, probe: WeightsProbe | None, before: float | None) -> None:
+        if self.torn is not None:
+            raise cause
+        try:
+            load_weights(self._module, self._directory)
+        except WeightsError as error:
+            self.torn = TornWeights(f"{cause}; the old weights cannot be loaded back either: {error}")
+            raise self.torn from error
+        if probe is not None and before is not None:
+            score = self._score(probe.token_ids)
+            if not abs(score - before) <= probe.tolerance:
+                self.torn = TornWeights(f"{cause}; loaded back, {self._directory} scores {score:.4f}, not {before:.4f}")
+                raise self.torn
+
+
+def load_weights(module: torch.nn.Module, directory: Path) -> None:
+    """Copy the directory's tensors into the module, and look at each that it arrived.
+
+    Raises WeightsError with the module untouched, or TornWeights once a byte may have been copied.
+    """
+    with ExitStack() as stack:
+        sources = open_weights(directory, stack)
+        layout = Layout(module)
+        pieces = layout.check(directory, sources)
+        try:
+            for piece in pieces:
+                for name, value in piece.tensors(module, lambda source: sources[source].get_tensor(source)).items():
+                    target = layout.own[name]
+                    target.copy_(value)
+                    if not torch.equal(target, value.to(target)):  # NaN is refused
+                        raise TornWeights(f"{directory}: {name} is not what was copied into it; load a version again")
+        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+            raise TornWeights(
+                f"{directory}: copying the weights failed halfway: {error}; load a version again"
+            ) from error

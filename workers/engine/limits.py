@@ -1,0 +1,96 @@
+"""What one engine can decode whole; checked before any work.
+
+The rule for length: prompt + max_new_tokens must fit the context. Nothing is shortened unless the request says so
+(`truncate_prompt`), and then from the left, and the result says by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.errors import RequestError
+from pipeline.wire.messages import SamplingParams
+from workers.engine.contracts import EngineFacts, SequenceRequest
+
+
+def fit_prompt(
+    where: str, prompt: Sequence[int], sampling: SamplingParams, facts: EngineFacts
+) -> tuple[list[int], int]:
+    """(prompt, number of tokens cut from its left); cuts only with `truncate_prompt`.
+
+    Raises RequestError when `max_new_tokens` leaves no room for a prompt.
+    """
+    if not sampling.truncate_prompt:
+        return list(prompt), 0
+    room = facts.context_length - sampling.max_new_tokens
+    if room < 1:
+        raise RequestError(
+            f"{where}: max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{facts.context_length}; use at most {facts.context_length - 1}"
+        )
+    cut = max(0, len(prompt) - room)
+    return list(prompt[cut:]), cut
+
+
+def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence[int]) -> None:
+    """Raise RequestError unless the engine can decode `prompt`, the request's as the model will see it, whole."""
+    key, limit, wanted = request.seq_key, facts.context_length, request.sampling.max_new_tokens
+    if len(prompt) >= limit:
+        raise RequestError(
+            f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it, or set truncate_prompt "
+            "(which cuts text alone, never a prompt with an image)"
+        )
+    room = limit - len(prompt)
+    if wanted > room:
+        raise RequestError(
+            f"{key}: max_new_tokens {wanted} does not fit the context of {limit} "
+            f"after a prompt of {len(prompt)} tokens; use at most {room}"
+        )
+    check_token_ids(key, prompt, facts.vocab_size)
+    check_token_ids(f"{key}: stop_token_ids", request.sampling.stop_token_ids, facts.vocab_size)
+    check_token_ids(f"{key}: eos_token_ids", request.eos_token_ids or (), facts.vocab_size)
+    check_token_ids(
+        f"{key}: pad_token_id", () if request.pad_token_id is None else (request.pad_token_id,), facts.vocab_size
+    )
+    check_token_ids(f"{key}: allowed_token_ids", request.allowed_token_ids, facts.vocab_size)
+    if facts.repeat_terminate and request.eos_token_ids is not None and not request.eos_token_ids:
+        raise RequestError(
+            f"{key}: no end-of-sequence id (ignore_eos) together with repeat_terminate, which ends loops by one; "
+            "leave eos_token_ids out, or switch the guard off"
+        )
+    sampling = request.sampling
+    if facts.logprobs_mode != "raw_logprobs" and (
+        sampling.top_p < 1 or sampling.top_k or sampling.repetition_penalty != 1
+    ):
+        raise RequestError(
+            f"{key}: with {facts.logprobs_mode} a temperature may be set, and no top_p, top_k or repetition_penalty: "
+            "under other weights a token that they leave out has no logprob; leave them out, or use raw logprobs"
+        )
+    if "" in request.sampling.stop:
+        raise RequestError(f"{key}: an empty stop string would end every sequence at once; remove it")
+    if request.so_far is not None:
+        _check_so_far(request, facts)
+
+
+def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError for what is no id of 0 .. vocab_size - 1."""
+    if not token_ids:
+        return
+    if (odd := next((token for token in token_ids if not isinstance(token, int)), None)) is not None:
+        raise RequestError(f"{where}: a token id is a whole number, not {odd!r}")
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(f"{where}: token id {bad} is outside the model's vocabulary 0..{vocab_size - 1}")
+
+
+def _check_so_far(request: SequenceRequest, facts: EngineFacts) -> None:
+    so_far = request.so_far
+    assert so_far is not None
+    lengths = (len(so_far.token_ids), len(so_far.logprobs), len(so_far.versions))
+    if so_far.offset != 0 or len(set(lengths)) != 1:
+        raise RequestError(
+            f"{request.seq_key}: to go on, a sequence is needed from token 0, with as many tokens as logprobs and "
+            f"versions; got offset {so_far.offset} and lengths {lengths}"
+        )
+    check_token_ids(f"{request.seq_key}: so_far", so_far.token_ids, facts.vocab_size)

@@ -1,0 +1,34 @@
+"""Generation-time controls that a caller may add: none is on by default, and none interprets what is generated.
+
+    GenerationPlugin ──check_plugins (before any work)──▶ backend: hooks of each sequence ──▶ text ──clean_text──▶
+
+The shipped plugins are imported when they are first asked for (they need torch and transformers).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from workers.engine.plugins.base import GenerationPlugin, TextWindow, check_plugins, decoder
+
+if TYPE_CHECKING:
+    from workers.engine.plugins.balanced_json import BalancedJsonStop
+    from workers.engine.plugins.duplicate_objects import DuplicateObjectSuppression
+
+_HOMES = {"BalancedJsonStop": "balanced_json", "DuplicateObjectSuppression": "duplicate_objects"}
+
+__all__ = [
+    "BalancedJsonStop",
+    "DuplicateObjectSuppression",
+    "GenerationPlugin",
+    "TextWindow",
+    "check_plugins",
+    "decoder",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,134 @@
+"""What a plugin declares, and the check that it fits before anything is decoded; torch-free.
+
+- A plugin says where it works (backends, request types) and which hooks it uses; nothing is tried out.
+- Hooks are asked for anew for each sequence: what they return may hold state, and is called for that sequence alone,
+  without padding: `input_ids` (1, prompt + generated) int64 and `scores` (1, vocabulary) fp32, as in transformers.
+- A logits processor changes what is sampled; the reported logprobs stay those of the untouched logits.
+
+`TextWindow` gives a plugin the generated text piece by piece, at a constant cost per token:
+
+- The pieces, one after the other, are the text; an unfinished character at the end is kept back, nothing before it.
+- Only the tokens since the last whole character are decoded again, with those before them as left context: many
+  tokenizers drop the space of a first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Literal
+
+from pipeline.errors import EngineError
+
+Hook = Literal["stopping_criteria", "logits_processor"]
+RequestType = Literal["text", "vlm"]
+
+
+class GenerationPlugin:
+    """Base of plugins; override what `hooks` names, and `clean_text` if the text is to be trimmed."""
+
+    name: ClassVar[str] = ""
+    backends: ClassVar[frozenset[str]] = frozenset({"hf", "vllm"})
+    request_types: ClassVar[frozenset[RequestType]] = frozenset({"text", "vlm"})
+    hooks: ClassVar[frozenset[Hook]] = frozenset()
+
+    def stopping_criteria(self, prompt_len: int, tokenizer: Any) -> Sequence[Any]:
+        """`transformers.StoppingCriteria` objects for one sequence; `prompt_len` tokens are the unpadded prompt."""
+        return ()
+
+    def logits_processors(self, prompt_len: int, tokenizer: Any) -> Sequence[Any]:
+        """`transformers.LogitsProcessor` objects for one sequence."""
+        return ()
+
+    def clean_text(self, text: str) -> str:
+        """The cleaned text, after stop strings were cut and white space stripped."""
+        return text
+
+
+def check_plugins(
+    plugins: Iterable[GenerationPlugin], *, backend: str, hooks: frozenset[Hook], request_type: RequestType
+) -> None:
+    """Raise EngineError for a plugin that `backend`, which calls `hooks`, or this type of request cannot serve."""
+    for plugin in plugins:
+        name = plugin.name or type(plugin).__name__
+        if backend not in plugin.backends:
+            raise EngineError(
+                f"plugin {name!r} works on {', '.join(sorted(plugin.backends))}, and the backend is {backend!r}; "
+                "choose that backend or leave the plugin out"
+            )
+        if missing := sorted(plugin.hooks - hooks):
+            raise EngineError(
+                f"plugin {name!r} needs the hooks {', '.join(missing)}, which the {backend!r} backend does not call; "
+                "use the hf backend or leave the plugin out"
+            )
+        if request_type not in plugin.request_types:
+            raise EngineError(
+                f"plugin {name!r} is for {', '.join(sorted(plugin.request_types))} requests, and these are "
+                f"{request_type}; leave it out"
+            )
+
+
+Decode = Callable[[Sequence[int]], str]
+
+_BROKEN = "\ufffd"
+_MAX_HELD_TOKENS = 64
+"""Tokens in a row that end inside a character before what they hold is given out as it is: broken bytes."""
+
+
+def decoder(tokenizer: Any, *, special_tokens: bool) -> Decode:
+    """Token ids -> text, with or without special tokens, and with no white space tidied up."""
+    backend, skip = getattr(tokenizer, "backend_tokenizer", None), not special_tokens
+    if backend is not None:
+        return lambda token_ids: backend.decode(token_ids, skip_special_tokens=skip)
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+class TextWindow:
+    """Takes the `input_ids` of a hook and gives the text that is new in them; the prompt never counts."""
+
+    __slots__ = ("_decode", "_num_context", "_num_given", "_num_taken", "_window")
+
+    def __init__(self, prompt_len: int, decode: Decode) -> None:
+        self._decode = decode
+        self._num_taken = prompt_len
+        self._window: list[int] = []  # left context, then what may end inside a character
+        self._num_context = 0
+        self._num_given = 0  # characters of the window's text
+
+    def take(self, input_ids: Any) -> str:
+        """The new text of `input_ids` (1, prompt + generated) int64.
+
+        Raises EngineError if these are not the ids of the same sequence, gone on.
+        """
+        num_rows, num_ids = input_ids.shape
+        if num_rows != 1 or num_ids < self._num_taken:
+            raise EngineError(
+                f"a plugin's hook saw {self._num_taken} tokens of one sequence and was then called with {num_rows} x "
+                f"{num_ids}; hooks hold the state of a sequence: ask the plugin for new ones for each"
+            )
+        new = input_ids[0, self._num_taken :].tolist()
+        self._num_taken = num_ids
+        return "".join(map(self.push, new))
+
+    def push(self, token: int) -> str:
+        """Take the next token; the text that it finishes."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        overdue = len(self._window) - self._num_context >= _MAX_HELD_TOKENS
+        num_whole = len(text if overdue else text.rstrip(_BROKEN))
+        piece = text[self._num_given : num_whole]
+        self._num_given = max(self._num_given, num_whole)
+        if num_whole == len(text) and (piece or overdue):  # tokens without text are no left context
+            self._window = self._window[self._num_context :][-_MAX_HELD_TOKENS:]
+            self._num_context = len(self._window)
+            self._num_given = len(self._decode(self._window))
+        return piece
+
+    def pending(self) -> str:
+        """What is kept back, as it reads if no token goes on with it: U+FFFD, or nothing."""
+        if len(self._window) == self._num_context:
+            return ""
+        return self._decode(self._window)[self._num_given :]
+
+    def peek(self, token: int) -> str:
+        """The text after what was given out if `token` came next; may end with U+FFFD for an unfinished character."""
+        return self._decode([*self._window, token])[self._num_given :]

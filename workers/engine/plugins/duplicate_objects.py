@@ -1,0 +1,263 @@
+"""Keeps a sequence from writing a JSON object that it has already written.
+
+    text ─▶ ObjectLog: objects so far, each with its siblings ─┐
+    vocabulary ─▶ ClosingTokens: tokens that can close one ────┴─▶ few tokens are tried, those that repeat get -inf
+
+- Siblings are the objects directly inside the same array or object; top-level values have none.
+- Objects are compared as text without the white space between their parts; inside strings every character counts,
+  and so do the order of keys and the spelling of numbers and escapes.
+- `ClosingTokens` is made once per tokenizer. Its keys are texts without white space, so that they are found whatever
+  white space a token holds; a key may hold tokens that do not fit, so what is found is tried before it counts.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Container, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import LogitsProcessor
+
+from pipeline.errors import EngineError
+from workers.engine.plugins.base import GenerationPlugin, TextWindow, decoder
+from workers.engine.plugins.json_scanner import JsonScanner, squeeze
+
+
+class DuplicateObjectSuppression(GenerationPlugin):
+    """Forbids the tokens that would complete a JSON object equal to an earlier sibling, and no others.
+
+    - Guaranteed: no two complete objects directly inside the same array, or as values of the same object, have equal
+      text, white space outside of strings aside. Exempt are sequences of `num_given_up` and what `max_objects` forgot.
+    - Objects that differ in one character of a string, number or key, or in the order of keys, are different, and
+      neither is held back; no meaning is read into them. Top-level values are not compared with one another, nor are
+      objects in different arrays or objects. Special tokens count as text.
+    - Only the token with the closing brace is forbidden: the model may still go on with the object in another way.
+    - Work per token: its characters, one comparison for each earlier sibling that begins as the open object does, and
+      a trial of each distinct text with which a token can end one of them. The vocabulary is read once per tokenizer,
+      which takes some 0.4 s for 150,000 tokens.
+    - Where every token that may still be sampled is forbidden the scores stay as they are, and `num_given_up` grows.
+    """
+
+    name = "duplicate_objects"
+    backends = frozenset({"hf"})
+    hooks = frozenset({"logits_processor"})
+
+    def __init__(self, max_objects: int | None = None) -> None:
+        """`max_objects`: objects remembered of each array or object, the newest; None = all.
+
+        Raises EngineError if it is below 1.
+        """
+        if max_objects is not None and max_objects < 1:
+            raise EngineError(f"plugin {self.name!r}: max_objects={max_objects}; give 1 or more, or None for all")
+        self.max_objects = max_objects
+        self.num_given_up = 0  # steps of all sequences that had no other token
+
+    def logits_processors(self, prompt_len: int, tokenizer: Any) -> Sequence[LogitsProcessor]:
+        window = TextWindow(prompt_len, decoder(tokenizer, special_tokens=True))
+        closing = ClosingTokens.of(tokenizer)
+        return [_NoRepeatedObject(self, window, ObjectLog(self.max_objects, closing.objects), closing)]
+
+
+class _NoRepeatedObject(LogitsProcessor):
+    """Reads each token once."""
+
+    def __init__(
+        self, plugin: DuplicateObjectSuppression, window: TextWindow, log: ObjectLog, closing: ClosingTokens
+    ) -> None:
+        self._plugin = plugin
+        self._window = window
+        self._log = log
+        self._closing = closing
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (1, vocab) with -inf for the tokens that repeat an object, given `input_ids` (1, prompt + generated).
+
+        The given scores are not changed.
+        """
+        self._log.feed(self._window.take(input_ids))
+        forbidden = sorted({token for token in self._forbidden() if token < scores.shape[-1]})
+        if not forbidden:
+            return scores
+        left = scores.index_fill(-1, torch.tensor(forbidden, device=scores.device), float("-inf"))
+        if bool(torch.isneginf(left).all()):
+            self._plugin.num_given_up += 1
+            return scores
+        return left
+
+    def _forbidden(self) -> Iterator[int]:
+        pending = self._window.pending()
+        for tokens in self._suspects(pending):
+            for text, token_ids in tokens.items():
+                if self._log.repeats_with(pending + text):
+                    yield from token_ids
+        yield from (t for t in self._closing.unclear if self._log.repeats_with(self._window.peek(t)))
+
+    def _suspects(self, pending: str) -> Iterator[Tokens]:
+        """Tokens, by text, among which are all that repeat an object."""
+        yield self._closing.repeats
+        rests = self._log.unfinished(len(pending) + self._closing.max_chars)
+        for rest in {squeeze(rest.removeprefix(pending)) for rest in rests}:
+            yield self._closing.ends.get(rest, {})
+        for key in self._log.watched():
+            yield self._closing.objects[key]
+
+
+Tokens = dict[str, list[int]]  # text of a token up to one of its closing braces -> tokens that begin with it
+
+_BROKEN = "\ufffd"
+_cache: WeakKeyDictionary[Any, ClosingTokens] = WeakKeyDictionary()
+
+
+class ClosingTokens:
+    """Decodes the whole vocabulary once: some 0.4 s for 150,000 tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.ends: dict[str, Tokens] = {}  # by what they write up to a closing brace
+        self.objects: dict[str, Tokens] = {}  # by an object that may be whole in the token
+        self.repeats: Tokens = {}  # by all their text: may close an object and then write another
+        self.unclear: list[int] = []  # text depends on the token before
+        self.max_chars = 0  # of the texts up to a closing brace
+        decode = decoder(tokenizer, special_tokens=True)
+        context = tokenizer.encode("a", add_special_tokens=False)[-1:]  # keeps a leading space
+        before = len(decode(context))
+        for token in sorted(set(tokenizer.get_vocab().values())):
+            text = decode([*context, token])[before:]
+            if "}" in text:
+                self._add(token, text)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> ClosingTokens:
+        """Those of the tokenizer, made at the first call."""
+        if tokenizer not in _cache:
+            _cache[tokenizer] = cls(tokenizer)
+        return _cache[tokenizer]
+
+    def _add(self, token: int, text: str) -> None:
+        last = text.rfind("}")
+        self.max_chars = max(self.max_chars, last + 1)
+        if _BROKEN in text[:last]:
+            self.unclear.append(token)
+            return
+        if "{" in text[text.find("}") : last]:
+            self.repeats.setdefault(text, []).append(token)
+        for end in (at for at, char in enumerate(text) if char == "}"):
+            head = text[: end + 1]
+            _put(self.ends, squeeze(head), head, token)
+            for start in (at for at, char in enumerate(head) if char == "{"):
+                _put(self.objects, squeeze(head[start:]), head, token)
+
+
+def _put(index: dict[str, Tokens], key: str, head: str, token: int) -> None:
+    index.setdefault(key, {}).setdefault(head, []).append(token)
+
+
+_STRUCTURE = '{}[]:,"'
+
+
+@dataclass(slots=True)
+class _Frame:
+    """An open bracket."""
+
+    start: int  # in the text of the open value
+    objects: MutableMapping[str, None] = field(default_factory=dict)  # complete ones directly inside
+    rivals: list[str] = field(default_factory=list)  # earlier siblings that agree with it so far
+    num_agreed: int = 0
+    watched: set[str] = field(default_factory=set)  # squeezed texts of `objects`, where they are watched for
+
+
+class ObjectLog:
+    """`max_objects`: complete objects that are remembered of each array or object, the newest; None = all.
+
+    `watch`: squeezed texts of objects that `watched` is to tell of.
+    """
+
+    def __init__(self, max_objects: int | None = None, watch: Container[str] = ()) -> None:
+        self._max_objects = max_objects
+        self._watch = watch
+        self._scanner = JsonScanner()
+        self._frames: list[_Frame] = []
+        self._trial = False  # forked off: the frames are another log's, and stay as they are
+        self._base: list[str] = []  # text of the value before this log was forked off; never changed
+        self._text: list[str] = []  # the rest of it
+        self._gap = False  # white space came last
+
+    def feed(self, text: str) -> bool:
+        """Take the next piece; whether an object closes in it that equals an earlier sibling."""
+        repeats = False
+        for char in text:
+            match self._scanner.push(char):
+                case "open":
+                    self._append(char)
+                    siblings = self._frames[-1].objects if char == "{" and self._frames and not self._trial else ()
+                    self._frames.append(_Frame(len(self._base) + len(self._text) - 1, rivals=list(siblings)))
+                case "close":
+                    self._append(char)
+                    repeats = self._close(char) or repeats
+                case "space":
+                    self._gap = True
+                case "text":
+                    self._append(char)
+                case "outside":
+                    pass
+        return repeats
+
+    def repeats_with(self, text: str) -> bool:
+        """What `feed` would say, without taking the text."""
+        trial = ObjectLog()
+        trial._scanner = self._scanner.fork()
+        trial._trial, trial._frames = True, self._frames.copy()
+        trial._base = self._text
+        trial._gap = self._gap
+        return trial.feed(text)
+
+    def unfinished(self, max_chars: int) -> Iterator[str]:
+        """What is missing of each earlier sibling that an open object agrees with, if at most `max_chars`."""
+        for frame in self._frames:
+            if not frame.rivals:
+                continue
+            new, at = self._from(frame.start + frame.num_agreed), frame.num_agreed
+            frame.rivals = [rival for rival in frame.rivals if rival.startswith(new, at)]
+            frame.num_agreed = at + len(new)
+            yield from (r[frame.num_agreed :] for r in frame.rivals if len(r) - frame.num_agreed <= max_chars)
+
+    def watched(self) -> set[str]:
+        """Which of the squeezed texts to watch for are complete objects of an open array or object."""
+        return {key for frame in self._frames for key in frame.watched}
+
+    def _append(self, char: str) -> None:
+        if self._gap:
+            before = (self._text or self._base)[-1]
+            if before not in _STRUCTURE and char not in _STRUCTURE:
+                self._text.append(" ")  # `1 2` is not `12`
+            self._gap = False
+        self._text.append(char)
+
+    def _close(self, char: str) -> bool:
+        frame = self._frames.pop()
+        if not self._frames:
+            self._base, self._text = [], []
+            return False
+        if char != "}":
+            return False
+        text, outer = self._from(frame.start), self._frames[-1]
+        if text in outer.objects:
+            return True
+        if self._trial:
+            outer = self._frames[-1] = _Frame(outer.start, ChainMap({}, outer.objects))
+        objects = outer.objects
+        objects[text] = None
+        if (key := squeeze(text)) in self._watch:
+            outer.watched.add(key)
+        if self._max_objects is not None and len(objects) > self._max_objects:
+            del objects[next(iter(objects))]
+        return False
+
+    def _from(self, start: int) -> str:
+        """The text of the open value from `start` on."""
+        num_base = len(self._base)
+        if start >= num_base:
+            return "".join(self._text[start - num_base :])
+        return "".join(self._base[start:]) + "".join(self._text)

@@ -1,0 +1,102 @@
+"""Prompts as token ids: by the tokenizer's chat template for text, by the processor's for a prompt with an image.
+
+Here a prompt that speaks of an image and comes without one is refused, for every engine and every way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from pipeline.config.types import ModelConfig
+from pipeline.errors import ModelError, RequestError
+from pipeline.prompts.chat_template import ChatTemplateOptions, check_token_ids, image_placeholders, render, render_text
+from pipeline.wire.messages import Message
+from workers.engine.model_files import load_tokenizer, model_config
+from workers.engine.preprocess import check_placeholders, image_token_id, load_processor
+
+_IMAGE_TYPES = ("image", "image_url")
+
+
+class Prompts:
+    """Owns the tokenizer of one engine, and the processor of a model that sees images."""
+
+    def __init__(self, model: ModelConfig, chat: ChatTemplateOptions | None = None) -> None:
+        """Raises ModelError for a directory without a tokenizer."""
+        self.tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self._model, self._chat = model, chat or ChatTemplateOptions()
+        self._placeholders = self._find_placeholders()
+
+    def text(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt token ids, shape (prompt_len,). Raises RequestError, ModelError."""
+        return self.without_image(render(self.tokenizer, messages, self._chat))
+
+    def without_image(self, token_ids: Sequence[int]) -> list[int]:
+        """The same ids. Raises RequestError if one of them is the placeholder of an image."""
+        check_token_ids(token_ids, self._placeholders)
+        return list(token_ids)
+
+    def vlm(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt token ids with one image placeholder, not yet expanded; nothing is fetched.
+
+        One message has an image part, of type image or image_url; what else the part says is for whoever fetches the
+        image. Raises RequestError, ModelError.
+        """
+        image_token = self._processor.image_token
+        template = self._processor.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        text = render_text(self.tokenizer, template, _with_image_part(messages, image_token), self._chat)
+        bos = self.tokenizer.bos_token
+        # As the processor does: its templates leave the first token to the tokenizer unless they write it themselves.
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+        check_placeholders(token_ids.count(image_token_id(self._processor)), image_token)
+        return token_ids
+
+    def _find_placeholders(self) -> dict[int, str]:
+        config = model_config(self._model.path)
+        if not image_placeholders(config, self.tokenizer):
+            return {}
+        try:
+            tokens = (str(self._processor.image_token),)
+        except ModelError:  # of a model whose texts alone are served, a processor is not needed
+            tokens = ()
+        return image_placeholders(config, self.tokenizer, *tokens)
+
+    @cached_property
+    def _processor(self) -> Any:
+        return load_processor(self._model.path, trust_remote_code=self._model.trust_remote_code)
+
+
+def _with_image_part(messages: Sequence[Message], image_token: str) -> list[Message]:
+    """The messages, their one image part as templates know it. Raises RequestError."""
+    plain: list[Message] = []
+    images = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            parts = [_part(part, image_token) for part in content]
+            images += sum(part["type"] == "image" for part in parts)
+            message = {**message, "content": parts}
+        elif isinstance(content, str):
+            _check_text(content, image_token)
+        plain.append(message)
+    if images != 1:
+        raise RequestError(f"the messages have {images} image parts; exactly one is supported, {{'type': 'image'}}")
+    return plain
+
+
+def _part(part: Any, image_token: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _IMAGE_TYPES:
+        return {"type": "image"}
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(f"a part of type {kind!r} in the messages; a part is of type text, with a text, or image")
+    _check_text(part["text"], image_token)
+    return dict(part)
+
+
+def _check_text(text: str, image_token: str) -> None:
+    if image_token in text:
+        raise RequestError(f"a text of the messages holds the image placeholder {image_token!r}; take it out")

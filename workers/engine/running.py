@@ -1,0 +1,272 @@
+"""One sequence while it is decoded: its tokens so far and what ends it; the same on every backend.
+
+The stop policy, the one place for it on every backend:
+
+- Order within one token: end-of-sequence ids and stop ids, then stop strings, then length.
+- A stop string that is one token acts as a stop id as well; every stop string is also searched in the text.
+- A sequence ends at the first token that completes a stop string; that token is kept, nothing after it.
+- Stop strings are searched in the text without special tokens, as the cleaned text will be.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pipeline.errors import EngineError
+from workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from workers.engine.limits import check_request
+from workers.guard.repeat import RepeatTrigger
+
+
+class RunningSequence:
+    """`tokens`, `logprobs` and `versions` have one length; they begin with the request's `so_far`.
+
+    A version of -1 is no version: nobody sampled that token.
+    """
+
+    __slots__ = (
+        "_ends",
+        "_limit",
+        "_proximal",
+        "_reported",
+        "_tokenizer",
+        "_watch",
+        "eos",
+        "finish_reason",
+        "logprob_temperature",
+        "logprobs",
+        "prompt",
+        "request",
+        "stop_reason",
+        "tokens",
+        "trigger",
+        "versions",
+    )
+
+    def __init__(
+        self, request: SequenceRequest, tokenizer: Any, facts: EngineFacts, prompt: Sequence[int] | None = None
+    ) -> None:
+        """`prompt` as the model sees it, where that is not the request's. Raises RequestError for a bad request.
+
+        May have ended at once, if `so_far` already holds a whole sequence.
+        """
+        self.prompt = list(request.prompt_token_ids if prompt is None else prompt)
+        check_request(request, facts, self.prompt)
+        sampling = request.sampling
+        self.request = request
+        processed = facts.logprobs_mode == "processed_logprobs"
+        self.logprob_temperature = (sampling.temperature or 1.0) if processed else 1.0
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish_reason: DecodeEnding | None = None
+        self.stop_reason: StopReason = None
+        self.trigger: RepeatTrigger | None = None
+        self._proximal: dict[int, tuple[float, int]] = {}  # token -> (logprob, under this version)
+        self._tokenizer = tokenizer
+        self._limit = sampling.max_new_tokens
+        self.eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
+        self._ends = end_reasons(tokenizer, self.eos, sampling.stop_token_ids, sampling.stop)
+        self._watch = StopStrings(sampling.stop, text_decoder(tokenizer)) if sampling.stop else None
+        self._replay()
+        self._reported = len(self.tokens)
+
+    @property
+    def context(self) -> list[int]:
+        """What a prefill has to see."""
+        return self.prompt + self.tokens
+
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Ids that end the sequence: end of sequence, stop ids, stop strings of one token."""
+        return list(self._ends)
+
+    @property
+    def watches_text(self) -> bool:
+        """Something besides ids and length can end it, so that it must be looked at token by token."""
+        return self._watch is not None
+
+    def push(self, token: int, logprob: float, version: int) -> bool:
+        """Take the next token; True if the sequence ends with it. Raises EngineError for a NaN."""
+        self._take(token, logprob, version)
+        request = self.request
+        if self.finish_reason is None:
+            if request.deadline_at is not None and time.monotonic() > request.deadline_at:
+                self.end("deadline")
+            elif request.report_every and len(self.tokens) - self._reported >= request.report_every:
+                self._report()
+        return self.finish_reason is not None
+
+    def unscored(self, version: int) -> list[int]:
+        """Tokens whose proximal logprob is the one under `version`, and that have none yet; rising."""
+        before = version - 1
+        if before < 0:
+            return []
+        return [at for at, sampled in enumerate(self.versions) if sampled == before and at not in self._proximal]
+
+    def score(self, version: int, at: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Proximal logprobs of the tokens `at`, which `unscored(version)` gave. Raises EngineError for a NaN."""
+        for token, logprob in zip(at, logprobs, strict=True):
+            self._check(logprob, token)
+            self._proximal[token] = logprob, version
+
+    def end(self, reason: DecodeEnding, detail: StopReason = None) -> None:
+        """End it here, from outside."""
+        self.finish_reason = reason
+        self.stop_reason = detail
+
+    def end_loop(self, trigger: RepeatTrigger) -> None:
+        """The repeat guard ends it: the first configured end of sequence follows, which nobody sampled."""
+        if trigger.at_token != len(self.tokens):
+            raise EngineError(
+                f"{self.request.seq_key}: the repeat guard saw {trigger.at_token} tokens, and there are "
+                f"{len(self.tokens)}; this is a fault of the engine's adapter"
+            )
+        self.tokens.append(self.eos[0])
+        self.logprobs.append(0.0)
+        self.versions.append(-1)
+        self.trigger = trigger
+        self.end("repeat_terminated")
+
+    def output(self) -> SequenceOutput:
+        """The result of a sequence that has ended. Raises EngineError for one that has not."""
+        if self.finish_reason is None:
+            raise EngineError(f"{self.request.seq_key}: asked for its output before it ended")
+        text, raw_text = final_texts(self._tokenizer, self.tokens, self.request.sampling.stop)
+        return SequenceOutput(
+            seq_key=self.request.seq_key,
+            prompt_token_ids=tuple(self.prompt),
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            text=text,
+            raw_text=raw_text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            trigger=self.trigger,
+            proximal_logprobs=self._proximal_logprobs(),
+            proximal_versions=self._proximal_versions(),
+        )
+
+    def _proximal_logprobs(self) -> list[float]:
+        known = self._proximal
+        return [known[at][0] if at in known else logprob for at, logprob in enumerate(self.logprobs)] if known else []
+
+    def _proximal_versions(self) -> list[int]:
+        known = self._proximal
+        return [known[at][1] if at in known else -1 for at in range(len(self.tokens))] if known else []
+
+    def _check(self, logprob: float, at: int) -> None:
+        if math.isnan(logprob):
+            raise EngineError(f"{self.request.seq_key}: the model gave NaN at token {at}; check its weights")
+
+    def _take(self, token: int, logprob: float, version: int) -> None:
+        self._check(logprob, len(self.tokens))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self._ends:
+            self.end("stop", self._ends[token])
+        elif self._watch is not None and (found := self._watch.push(token)) is not None:
+            self.end("stop", found)
+        elif len(self.tokens) >= self._limit:
+            self.end("length")
+
+    def _replay(self) -> None:
+        """Take what there is already; nothing after an ending."""
+        so_far = self.request.so_far
+        if so_far is None:
+            return
+        for token, logprob, version in zip(so_far.token_ids, so_far.logprobs, so_far.versions, strict=True):
+            self._take(token, logprob, version)
+            if self.finish_reason is not None:
+                return
+
+    def _report(self) -> None:
+        """Tell the caller what is new."""
+        at, self._reported = self._reported, len(self.tokens)
+        if self.request.report is None:
+            return
+        try:
+            self.request.report(SequenceSoFar(at, self.tokens[at:], self.logprobs[at:], self.versions[at:]))
+        except Exception as error:  # the caller's: it ends this sequence and no other
+            raise EngineError(f"{self.request.seq_key}: its report failed: {error!r}") from error
+
+
+StopReason = str | int | None
+DecodeText = Callable[[Sequence[int]], str]
+
+_MAX_HELD_TOKENS = 8
+"""Tokens after which an unfinished character counts as broken bytes; a character has at most 4 bytes."""
+
+
+def end_reasons(
+    tokenizer: Any, eos_token_ids: Iterable[int], stop_token_ids: Iterable[int], stop: Iterable[str]
+) -> dict[int, StopReason]:
+    """Token id -> the stop reason that it gives: None for end of sequence, the id, or the stop string."""
+    reasons: dict[int, StopReason] = {}
+    for string in stop:
+        token_ids = tokenizer.encode(string, add_special_tokens=False)
+        if len(token_ids) == 1 and string in tokenizer.decode(token_ids):  # else it is the unknown token
+            reasons[token_ids[0]] = string
+    reasons.update((token, token) for token in stop_token_ids)
+    reasons.update((token, None) for token in eos_token_ids if token not in reasons)
+    return reasons
+
+
+def text_decoder(tokenizer: Any) -> DecodeText:
+    """Token ids -> text without special tokens; the Rust tokenizer directly where there is one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return lambda token_ids: backend.decode(token_ids, skip_special_tokens=True)
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def truncate(text: str, stop: Iterable[str]) -> str:
+    """The text before its earliest stop string."""
+    return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]
+
+
+def final_texts(tokenizer: Any, token_ids: Sequence[int], stop: Iterable[str]) -> tuple[str, str]:
+    """(text, raw_text): cleaned, cut at the earliest stop string, stripped; whole with special tokens."""
+    text = truncate(tokenizer.decode(token_ids, skip_special_tokens=True), stop)
+    return text.strip(), tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class StopStrings:
+    """Finds the token that completes a stop string, at a constant cost per token.
+
+    Only tokens since the last whole character are decoded again; of older text just enough characters are
+    kept for a stop string that began there.
+    """
+
+    def __init__(self, stop: Sequence[str], decode: DecodeText) -> None:
+        self._stop = tuple(stop)
+        self._decode = decode
+        self._keep = max(map(len, stop)) - 1
+        self._tail = ""
+        self._window: list[int] = []  # tokens already shown, then those not yet shown
+        self._num_shown = 0
+        self._shown = ""
+
+    def push(self, token: int) -> str | None:
+        """Take the next token; the stop string that it completes (the earliest in the text), or None."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        held = len(self._window) - self._num_shown
+        goes_on = text.endswith("\ufffd") and held < _MAX_HELD_TOKENS  # its last character does, in the next token
+        recent = self._tail + (text.rstrip("\ufffd") if goes_on else text)[len(self._shown) :]
+        found = [(at, string) for string in self._stop if (at := recent.find(string)) >= 0]
+        if found:
+            return min(found)[1]
+        if goes_on:
+            return None
+        # The shown tokens stay as left context: many tokenizers drop the space of a first token.
+        self._window = self._window[self._num_shown :]
+        self._num_shown = len(self._window)
+        self._shown = self._decode(self._window)
+        self._tail = recent[-self._keep :] if self._keep else ""
+        return None

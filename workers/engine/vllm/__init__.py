@@ -1,0 +1,16 @@
+"""The vLLM backend: an embedded `AsyncLLM`, whose engine core is a process of its own.
+
+```
+ caller's loop                engine thread (loop of its own)                    core process (vLLM)
+ decode() ──▶ EngineThread ──▶ Sequences.decode ─ RunningSequence.push ◀─ tokens ─ scheduler, model
+    ▲                             │  gate: weight loads between sequences          SeededSampler: draws the tokens
+    └────── SequenceOutput ◀──────┘                                                owner: ends with its owner
+```
+
+- Importing this package imports no vLLM; `start` does.
+- Stop policy, random numbers and versions are ours, the same code as on the hf backend.
+"""
+
+from workers.engine.vllm.backend import VllmBackend
+
+__all__ = ["VllmBackend"]

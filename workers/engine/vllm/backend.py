@@ -1,0 +1,359 @@
+"""The vLLM engine: `contracts.Backend` over an event loop in a thread of its own.
+
+vLLM's client blocks while it starts and belongs to one loop; the worker's loop has heartbeats to send meanwhile.
+
+New weights into a running core, or the old ones back, with everything paused:
+
+score the probe (old weights) ─▶ load ─▶ reset caches ─▶ score the probe ─▶ new version
+                                   └─ fails ─▶ the same with the old ones ─▶ old version, or torn
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from pipeline.errors import ConfigError, EngineError, RequestError, TornWeights, WeightsError
+from workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
+from workers.engine.vllm.sequences import Sequences
+from workers.engine.vllm.startup import EngineLog, StartedEngine, start_engine
+from workers.guard.watch import GuardCost
+
+_STOP_S = 15.0
+_Result = TypeVar("_Result")
+
+
+class VllmBackend:
+    """One vLLM engine, decoding up to `max_batch` sequences at a time.
+
+    Calls may come from any event loop. `version` is that of the weights in `model.path`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        max_batch: int = 32,
+        options: VllmEngineOptions | None = None,
+        version: int = 0,
+        repeat_terminate: RepeatTerminateConfig | None = None,
+    ) -> None:
+        if max_batch < 1:
+            raise EngineError(f"max_batch must be >= 1, got {max_batch}")
+        guard = repeat_terminate or RepeatTerminateConfig()
+        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version, guard)
+        self._thread: LoopThread | None = None
+        self._closed = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the engine is. Raises EngineError before `start` has ended."""
+        return self._engine.facts
+
+    @property
+    def version(self) -> int:
+        """Weight version that is loaded now."""
+        return self._engine.version
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError, ConfigError or EngineError; EngineError if it was started before."""
+        if self._thread is not None or self._closed:
+            raise EngineError("the vllm engine was started before; make a new backend")
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("worker.backend is vllm, and vLLM is not installed: `make setup`, or the extra `vllm`")
+        self._thread = LoopThread("sluice-vllm")
+        try:
+            await asyncio.wrap_future(self._thread.submit(self._engine.start()))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        """Decode one sequence beside the others. Raises RequestError or EngineError."""
+        return await self._do(self._engine.decode(request))
+
+    def abort(self, seq_key: str) -> None:
+        """End the sequences of this key; their `decode` returns what they have."""
+        self._running().submit(self._engine.abort(seq_key))
+
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
+        """Swap the weights between two tokens; see `contracts.Backend`. Raises WeightsError or TornWeights."""
+        await self._do(self._engine.load_weights(Path(directory), version, probe))
+
+    async def score(self, token_ids: Sequence[int]) -> float:
+        """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
+        return await self._do(self._engine.score(token_ids))
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """Show the tokens to a fresh guard in the core. Raises EngineError if none is loaded."""
+        return await self._do(self._engine.try_guard(token_ids))
+
+    async def guard_cost(self) -> GuardCost:
+        """Of all steps of the core since the last call."""
+        return await self._do(self._engine.guard_cost())
+
+    async def close(self) -> None:
+        """End the engine and its processes; running sequences get an EngineError."""
+        if self._closed:
+            return
+        self._closed = True
+        thread = self._thread
+        if thread is not None:
+            closing = asyncio.wrap_future(thread.submit(self._engine.close()))
+            await asyncio.wait([closing], timeout=_STOP_S)
+            await asyncio.to_thread(thread.stop, _STOP_S)
+            if closing.done() and not closing.cancelled():
+                closing.result()
+
+    def progress(self) -> float:
+        """Monotonic seconds of the last output, or of now while idle."""
+        return self._engine.progress() if self._thread is not None else time.monotonic()
+
+    async def _do(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        try:
+            thread = self._running()
+        except EngineError:
+            work.close()
+            raise
+        return await asyncio.wrap_future(thread.submit(work))
+
+    def _running(self) -> LoopThread:
+        if self._closed:
+            raise EngineError("the vllm engine is closed")
+        if self._thread is None or not self._engine.started:
+            raise EngineError("the vllm engine is not started; await start() first")
+        return self._thread
+
+
+_CORE_STOP_S = 5.0
+
+
+class Engine:
+    """Its coroutines run on one loop; `facts`, `version`, `started` and `progress` may be read from any thread."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        options: VllmEngineOptions,
+        max_batch: int,
+        version: int,
+        repeat_terminate: RepeatTerminateConfig,
+    ) -> None:
+        self._settings = (model, options, max_batch, repeat_terminate)
+        self._log: EngineLog | None = None
+        self._version = version
+        self._engine: StartedEngine | None = None
+        self._sequences: Sequences | None = None
+        self._weights: CoreWeights | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` has ended well."""
+        return self._sequences is not None
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Raises EngineError before `start` has ended."""
+        if self._engine is None:
+            raise EngineError("the vllm engine is not started; await start() first")
+        return self._engine.facts
+
+    @property
+    def version(self) -> int:
+        """Weight version that is loaded now."""
+        return self._version
+
+    async def start(self) -> None:
+        """Blocks this loop until the model is there. Raises ModelError, ConfigError or EngineError."""
+        self._log = EngineLog()
+        self._engine = start_engine(*self._settings, self._log)
+        sequences = Sequences(self._engine, self._version, self._why_dead)
+        # vLLM asks its core once; from then on requests are sent without a wait.
+        await sequences.or_dead(self._engine.llm.get_supported_tasks())
+        self._weights = CoreWeights(self._engine, Path(self._settings[0].path), sequences)
+        self._sequences = sequences
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        """See `contracts.Backend`."""
+        return await self._tracked(self._running().decode(request))
+
+    async def abort(self, seq_key: str) -> None:
+        """See `contracts.Backend`."""
+        await self._running().abort(seq_key)
+
+    async def score(self, token_ids: Sequence[int]) -> float:
+        """See `contracts.Backend`."""
+        return await self._tracked(self._running().score(token_ids))
+
+    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
+        """See `contracts.Backend`."""
+        return await self._tracked(self._running().guard.attempt(token_ids))
+
+    async def guard_cost(self) -> GuardCost:
+        """Of all steps since the last call."""
+        return await self._tracked(self._running().guard.cost())
+
+    async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
+        """See `contracts.Backend`."""
+        await self._tracked(self._load(directory, version, probe))
+
+    async def close(self) -> None:
+        """End the core; whoever waits gets an EngineError."""
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._engine is not None:
+            self._engine.llm.shutdown(timeout=_CORE_STOP_S)
+        if self._log is not None:
+            self._log.close()
+
+    def progress(self) -> float:
+        """Monotonic seconds of the last output, or of now while idle or starting."""
+        return time.monotonic() if self._sequences is None else self._sequences.progress()
+
+    async def _load(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
+        assert self._weights is not None
+        names = await self._weights.checked(directory)
+        sequences = self._running()
+        async with sequences.paused():
+            await self._weights.load(directory, names, probe)
+            self._version = sequences.version = version
+
+    async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run it so that `close` can end it with an EngineError; its caller ends it by cancelling.
+
+        No task of its own: an abort that comes right behind must find the sequence.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closing:
+                raise EngineError("the vllm engine is closed") from None
+            raise
+        finally:
+            self._tasks.discard(task)
+
+    def _why_dead(self) -> str:
+        """Why the core is gone, as far as anyone can tell."""
+        if self._closing:
+            return "the vllm engine is closed"
+        assert self._engine is not None
+        assert self._log is not None
+        manager = self._engine.llm.engine_core.resources.engine_manager
+        codes = [process.exitcode for process in manager.processes if process.exitcode]
+        ended = [f"signal {-code}" if code < 0 else f"exit code {code}" for code in codes]
+        cause = self._log.last_cause() or "no reason given"
+        return f"the vllm engine core died ({', '.join(ended) or 'no exit code'}): {cause}"
+
+    def _running(self) -> Sequences:
+        if self._sequences is None:
+            raise EngineError("the vllm engine is not started; await start() first")
+        return self._sequences
+
+
+class CoreWeights:
+    """Which directory the core's weights are from."""
+
+    def __init__(self, engine: StartedEngine, directory: Path, sequences: Sequences) -> None:
+        self._engine, self._directory, self._sequences = engine, directory, sequences
+
+    async def checked(self, directory: Path) -> dict[str, str]:
+        """Name in the files -> the name for vLLM. Raises WeightsError for files that do not fill the model exactly."""
+        return await asyncio.to_thread(self._engine.checkpoint.names_for, directory)
+
+    async def load(self, directory: Path, names: dict[str, str], probe: WeightsProbe | None) -> None:
+        """Raises WeightsError with the old weights in place, TornWeights with neither."""
+        score, whole = self._sequences.score_in_pause, self._sequences.torn is None
+        before = await self._before(probe) if whole else None
+        self._sequences.torn = TornWeights(f"loading {directory} was broken off; load a version again")
+        try:
+            await self._copy(directory, names)
+            if probe and (refusal := probe.refusal(directory, before, await score(probe.token_ids))):
+                raise TornWeights(refusal)
+        except TornWeights as error:
+            await self._restore(error, probe, before, whole=whole)
+            raise WeightsError(f"{error}; the weights of {self._directory} were loaded back") from error
+        self._directory, self._sequences.torn = directory, None
+
+    async def _before(self, probe: WeightsProbe | None) -> float | None:
+        try:
+            return None if probe is None else await self._sequences.score_in_pause(probe.token_ids)
+        except RequestError as error:
+            raise WeightsError(f"this engine cannot score the probe of the new weights: {error}") from error
+
+    async def _restore(
+        self, cause: TornWeights, probe: WeightsProbe | None, before: float | None, *, whole: bool
+    ) -> None:
+        torn: TornWeights | None = None if whole else cause
+        try:
+            if whole:
+                await self._copy(self._directory, await self.checked(self._directory))
+        except WeightsError as error:
+            torn = TornWeights(f"{cause}; the old weights cannot be loaded back either: {error}")
+        if torn is None and probe is not None and before is not None:
+            score = await self._sequences.score_in_pause(probe.token_ids)
+            if not abs(score - before) <= probe.tolerance:
+                torn = TornWeights(f"{cause}; loaded back, {self._directory} scores {score:.4f}, not {before:.4f}")
+        self._sequences.torn = torn
+        if torn is not None:
+            raise torn
+
+    async def _copy(self, directory: Path, names: dict[str, str]) -> None:
+        llm, or_dead = self._engine.llm, self._sequences.or_dead
+        try:
+            await or_dead(llm.collective_rpc("sluice_load_weights", args=(str(directory), names)))
+            # What was computed with other weights must not be read.
+            forgotten = await or_dead(llm.reset_prefix_cache(reset_connector=True))
+            await or_dead(llm.reset_encoder_cache())
+        except Exception as error:  # vLLM hands on a worker's error as a bare Exception
+            if isinstance(error, EngineError):
+                raise
+            raise TornWeights(f"{directory}: loading the weights failed halfway: {error}") from error
+        if not forgotten:
+            raise TornWeights(f"{directory}: vLLM keeps cache that was computed with other weights")
+
+
+class LoopThread:
+    """Runs coroutines until `stop`; call it from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        """Start it; in the order of calls. Cancelling the future cancels the coroutine."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the loop with whatever it runs; False if the thread hangs."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()

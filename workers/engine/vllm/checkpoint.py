@@ -1,0 +1,88 @@
+"""What the files of this model must hold: vLLM itself starts, and serves, with linear weights that are missing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+
+from pipeline.config.types import ModelConfig
+from pipeline.errors import ModelError, WeightsError
+from workers.engine.model_files import has_vision
+from workers.engine.weight_files import Layout, Piece, open_weights, tied
+
+
+class Checkpoint:
+    """The names, shapes and ties of one model, by its configuration as transformers builds it (without memory)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        """Raises ModelError for a directory whose safetensors leave a part of the model unfilled."""
+        self._layout, self._unknown = _layout(model)
+        self._one_name: dict[str, str] = {}  # tensor of the model -> the first of the names that it has
+        self._start: dict[str, Piece] = {}  # tensor of the model -> what vLLM was started with for it
+        directory = Path(model.path)
+        if self._layout is None:
+            return
+        self._one_name = {name: names[0] for names in tied(self._layout.own) for name in names}
+        if not any(directory.glob("*.safetensors")):
+            return
+        try:
+            with ExitStack() as stack:
+                sources = open_weights(directory, stack)
+                pieces, unknown = self._layout.pieces(sources)
+                self._start = {self._one_name[piece.target]: piece for piece in reversed(pieces)}
+                if not unknown:  # a checkpoint with names of its own is left to vLLM, which renames
+                    self._check_start(model.path, self._layout.filled(directory, pieces, sources))
+        except WeightsError as error:
+            raise ModelError(str(error)) from error
+
+    def names_for(self, directory: Path) -> dict[str, str]:
+        """Name in the directory -> the name by which vLLM is to load it; one for each tensor.
+
+        Raises WeightsError unless the directory fills the model exactly, in the layout that vLLM was started with.
+        """
+        if self._layout is None:
+            raise WeightsError(f"{directory}: the weights cannot be checked against the model: {self._unknown}")
+        with ExitStack() as stack:
+            pieces = self._layout.check(directory, open_weights(directory, stack))
+        names: dict[str, str] = {}
+        done: set[str] = set()
+        for piece in pieces:
+            tensor = self._one_name[piece.target]
+            if tensor in done:
+                continue  # the same under another name
+            done.add(tensor)
+            start = self._start.get(tensor, piece)
+            if piece.sources.keys() == start.sources.keys():
+                names |= {name: name for name in piece.sources}
+            elif piece.converter is None and start.converter is None:
+                names[next(iter(piece.sources))] = next(iter(start.sources))
+            else:
+                raise WeightsError(
+                    f"{directory}: {next(iter(piece.sources))} is laid out otherwise than {next(iter(start.sources))}, "
+                    "with which vLLM was started; publish it as save_pretrained writes it"
+                )
+        return names
+
+    def _check_start(self, path: str, filled: set[str]) -> None:
+        for names in tied(self._layout.own if self._layout else {}):
+            if filled.isdisjoint(names):
+                raise ModelError(f"{path}: the weights do not fill the model, e.g. {names[0]}; export it again")
+
+
+def _layout(model: ModelConfig) -> tuple[Layout | None, str]:
+    """(layout, "") or (None, why there is none): vLLM knows models that transformers does not."""
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        sees = has_vision(msgspec.structs.replace(model, variant="auto"), config)
+        kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        with torch.device("meta"):
+            module: Any = kind.from_config(config, trust_remote_code=model.trust_remote_code)
+        module.tie_weights()
+        return Layout(module), ""
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, AttributeError) as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -1,0 +1,198 @@
+"""The random draws of the hf backend inside vLLM's sampler, as a start-up logits processor.
+
+- vLLM applies the repetition penalty and leaves temperature (1 for us), top-k and top-p alone; the processor applies
+  those, draws one token for each of our rows and leaves nothing else possible, so that vLLM's sampler picks it.
+- Being argmax-invariant it runs for batches with sampled rows only, after greedy rows have their token.
+- The position of a draw is `offset` plus the length of vLLM's list of output tokens, so a preempted, moved or
+  resumed sequence draws the same numbers; a draw for half a prefill is thrown away and costs nothing.
+- Raw logprobs were taken from the untouched logits before.
+- `apply` never raises for a request that `validate_params` let through: an error there ends the whole engine.
+
+The processor is also the first of our code that runs in the core, and sets it up:
+
+- The core ends with the process that owns it, however that one ends, and then removes the log that the owner kept.
+- Ctrl-C reaches the whole process group; the core leaves it to the owner, which drains and then ends the core.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo
+from vllm import SamplingParams as VllmSampling
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from workers.engine.sampling import keep_top_k, keep_top_p, stream_keys, uniforms
+from workers.engine.vllm.environment import OWNER
+
+EXTRA = "sluice"
+"""Our key in `SamplingParams.extra_args`."""
+
+
+@dataclass(slots=True)
+class Draw:
+    """What one sampled row needs."""
+
+    seed: int
+    offset: int  # tokens generated before this request began
+    temperature: float
+    top_k: int  # 0: off
+    top_p: float
+    generated: list[int]  # vLLM's own list, which grows
+
+    @classmethod
+    def of(cls, sampling: VllmSampling, generated: list[int]) -> Draw | None:
+        """None for a request that we do not sample."""
+        asked = (sampling.extra_args or {}).get(EXTRA)
+        if asked is None:
+            return None
+        return cls(generated=generated, **asked)
+
+
+class SeededSampler(LogitsProcessor):
+    """Draws tokens by (seed, position); one for each model runner."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        eager = vllm_config.model_config.enforce_eager and device.type == "cpu"
+        set_up_core(compiles=not eager)
+        self._rows: dict[int, Draw] = {}
+        self._table: _Table | None = None
+
+    @classmethod
+    def validate_params(cls, sampling_params: VllmSampling) -> None:
+        """Raises ValueError for arguments that no draw can be made of."""
+        try:
+            draw = Draw.of(sampling_params, [])
+        except TypeError as error:
+            raise ValueError(f"extra_args[{EXTRA!r}]: {error}") from error
+        if draw is not None and not (draw.temperature > 0 and draw.top_k >= 0 and 0 < draw.top_p <= 1):
+            raise ValueError(f"extra_args[{EXTRA!r}]: no such sampling: {draw}")
+
+    def is_argmax_invariant(self) -> bool:
+        """It never changes a greedy row."""
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the rows of the batch: removed, added, moved."""
+        if batch_update is None:
+            return
+        self._table = None
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, sampling, _, generated in batch_update.added:
+            draw = Draw.of(sampling, generated)
+            if draw is None:
+                self._rows.pop(index, None)
+            else:
+                self._rows[index] = draw
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+            if direction == MoveDirectionality.SWAP and replaced is not None:
+                self._rows[source] = replaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 logits (rows, vocab) with one finite entry in each of our rows."""
+        if not self._rows:
+            return logits
+        if self._table is None:
+            self._table = _Table.of(self._rows, logits.shape[1], logits.device)
+        table = self._table
+        tokens = table.draw(logits if table.whole == logits.shape[0] else logits[table.rows])
+        logits[table.rows] = float("-inf")
+        logits[table.rows, tokens] = 0.0
+        return logits
+
+
+@dataclass(slots=True)
+class _Table:
+    """The parameters of our rows as tensors; None where no row asks for the step."""
+
+    rows: torch.Tensor  # int64 (draws,)
+    whole: int  # number of rows if they are all of the batch, in order; else -1
+    draws: list[Draw]
+    keys: Any  # uint64 (draws,)
+    temperature: torch.Tensor | None  # float32 (draws, 1)
+    top_k: torch.Tensor | None  # int64 (draws, 1)
+    top_p: torch.Tensor | None  # float32 (draws, 1)
+
+    @classmethod
+    def of(cls, rows: dict[int, Draw], vocab: int, device: torch.device) -> _Table:
+        order = sorted(rows)
+        draws = [rows[index] for index in order]
+
+        def column(values: list[Any], off: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            if all(value == off for value in values):
+                return None
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        return cls(
+            rows=torch.tensor(order, device=device),
+            whole=len(order) if order == list(range(len(order))) else -1,
+            draws=draws,
+            keys=stream_keys([draw.seed for draw in draws]),
+            temperature=column([draw.temperature for draw in draws], 1.0),
+            top_k=column([min(draw.top_k or vocab, vocab) for draw in draws], vocab, torch.int64),
+            top_p=column([draw.top_p for draw in draws], 1.0),
+        )
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """int64 (draws,) from float32 logits (draws, vocab); the steps of `sampling.sample`."""
+        positions = np.array([draw.offset + len(draw.generated) for draw in self.draws], dtype=np.int64)
+        scores = logits if self.temperature is None else logits / self.temperature
+        if self.top_k is not None:
+            scores = keep_top_k(scores, self.top_k)
+        if self.top_p is not None:
+            scores = keep_top_p(scores, self.top_p)
+        # float64, as on the hf backend: float32 would move the borders between tokens of a large vocabulary.
+        bounds = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        points = torch.from_numpy(uniforms(self.keys, positions)).to(scores.device).unsqueeze(1)
+        drawn = torch.searchsorted(bounds, points * bounds[:, -1:], right=True).squeeze(1)
+        return drawn.clamp_(max=scores.shape[1] - 1)
+
+
+def set_up_core(*, compiles: bool) -> None:
+    """Call it in the core, or in its workers, whose parent is the core; does nothing in the owner."""
+    owner, _, log_folder = os.environ[OWNER].partition(":")
+    if int(owner) == os.getpid():
+        return
+    _end_with(int(owner), log_folder)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not compiles:
+        torch._dynamo.config.disable = True  # vLLM compiles some functions even where it is told not to
+
+
+def _end_with(owner: int, log_folder: str) -> None:
+    """Watch process `owner` from a thread; when it is gone, the core and this process are killed."""
+    parent = multiprocessing.parent_process()
+    core = parent.pid if parent is not None and parent.pid != owner else None
+    try:
+        handle = os.pidfd_open(owner)
+    except ProcessLookupError:
+        _end(core, log_folder)
+        return
+    threading.Thread(target=_watch, args=(handle, core, log_folder), name="sluice-owner", daemon=True).start()
+
+
+def _watch(handle: int, core: int | None, log_folder: str) -> None:
+    select.select([handle], [], [])
+    _end(core, log_folder)
+
+
+def _end(core: int | None, log_folder: str) -> None:
+    shutil.rmtree(log_folder, ignore_errors=True)
+    for process in (core, os.getpid()):
+        if process is not None:
+            os.kill(process, signal.SIGKILL)

@@ -1,0 +1,393 @@
+"""The running sequences of one engine, all on the engine's event loop.
+
+| waits | unblocked by |
+|---|---|
+| a decode | its tokens, its abort, a weight load, the core's death; before it is sent, its image, the end of a load |
+| a weight load | the core's answer to its aborts, the end of scores, or the core's death |
+| a score | its answer, or the core's death; before it is sent, the end of a weight load |
+
+- A sequence is sent any number of times: a weight load takes it out of the core, with the tokens that it has, and sends
+  the rest again. All tokens of one sending belong to one version.
+- What is sent again has its tokens as prompt: one prefill under the new weights that gives the proximal logprobs of the
+  old version's tokens as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, TypeVar
+
+from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
+from workers.engine.contracts import SequenceOutput, SequenceRequest
+from workers.engine.limits import check_token_ids
+from workers.engine.plugins.base import check_plugins
+from workers.engine.running import RunningSequence
+from workers.engine.vllm.guard import CoreGuard
+from workers.engine.vllm.startup import StartedEngine
+from workers.guard.requests import GuardArguments
+
+_Result = TypeVar("_Result")
+_LOOK_S = 0.5
+
+
+class Sequences:
+    """Decodes, aborts and scores; `why_dead` says why the core is gone."""
+
+    def __init__(self, engine: StartedEngine, version: int, why_dead: Callable[[], str]) -> None:
+        self.version = version
+        self.torn: TornWeights | None = None  # why the weights are neither the old ones nor the new
+        self._engine = engine
+        self._llm = engine.llm
+        self._why_dead = why_dead
+        self._entries = Entries(self._llm.abort, self.or_dead)
+        self._guard: CoreGuard | None = None
+        if engine.guard is not None:
+            self._guard = CoreGuard(engine.guard, engine.tokenizer, engine.facts.vocab_size, self._call)
+
+    @property
+    def guard(self) -> CoreGuard:
+        """Raises EngineError if none is loaded."""
+        if self._guard is None:
+            raise EngineError("the vllm engine has no repeat guard; set repeat_terminate.enabled")
+        return self._guard
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        """Decode one sequence. Raises RequestError or EngineError."""
+        facts = self._engine.facts
+        request_type = "text" if request.image is None else "vlm"
+        check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
+        async with self._entries.entered(request.seq_key, pausable=True) as entry:
+            prompt = await self._prompt(request)
+            sequence = self._begun(request, prompt["prompt_token_ids"])
+            await self._follow(sequence, entry, prompt)
+            if sequence.finish_reason is None:
+                sequence.end("cancelled")
+        return sequence.output()
+
+    async def abort(self, seq_key: str) -> None:
+        """End the sequences of this key; one that is not here is no error."""
+        await self._entries.abort(seq_key)
+
+    async def score(self, token_ids: Sequence[int]) -> float:
+        """Summed fp32 logprob of tokens 1.. . Raises EngineError."""
+        self._check_scored(token_ids)
+        async with self._entries.entered("") as entry:
+            await self._admitted(entry)
+            async with self._entries.sent(entry) as request_id:
+                return await self._score(token_ids, request_id)
+
+    async def score_in_pause(self, token_ids: Sequence[int]) -> float:
+        """The same for who holds the pause."""
+        self._check_scored(token_ids)
+        return await self._score(token_ids, "sluice-probe")
+
+    def _check_scored(self, token_ids: Sequence[int]) -> None:
+        facts = self._engine.facts
+        if len(token_ids) < 2:
+            raise RequestError(f"a score needs at least 2 tokens, got {len(token_ids)}")
+        check_token_ids("score", token_ids, facts.vocab_size)
+        if len(token_ids) >= facts.context_length:
+            raise RequestError(f"a score needs less than {facts.context_length} tokens, got {len(token_ids)}")
+
+    async def _score(self, token_ids: Sequence[int], request_id: str) -> float:
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
+        async with aclosing(self._outputs(prompt, vllm_scoring(), request_id)) as outputs:
+            async for output in outputs:
+                if scores := _prompt_scores(output):
+                    return sum(scores)
+        raise EngineError("vLLM gave no score")
+
+    def _begun(self, request: SequenceRequest, prompt: Sequence[int]) -> RunningSequence:
+        try:
+            return RunningSequence(request, self._engine.tokenizer, self._engine.facts, prompt)
+        except SluiceError:
+            raise
+        except Exception as error:  # of the tokenizer: this request's, not the engine's
+            raise RequestError(f"{request.seq_key}: cannot be decoded: {error!r}") from error
+
+    def paused(self) -> AbstractAsyncContextManager[None]:
+        """A time in which nothing runs: what does is taken out of the core, new ones wait."""
+        return self._entries.paused()
+
+    async def or_dead(self, awaitable: Awaitable[_Result]) -> _Result:
+        """Wait for it, but no longer than the core lives; vLLM itself would wait for ever. Raises EngineError."""
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+                if self._llm.errored:
+                    raise EngineError(self._why_dead())
+            return task.result()
+        finally:
+            task.cancel()
+
+    def progress(self) -> float:
+        """Monotonic seconds of the newest output, or of now while nothing runs."""
+        return self._entries.progress()
+
+    async def _admitted(self, entry: Entry) -> None:
+        """Return when it may be sent, or was aborted in a pause. Raises TornWeights."""
+        await self._entries.admitted(entry)
+        if self.torn is not None and not entry.aborted:
+            raise TornWeights(str(self.torn))
+
+    async def _prompt(self, request: SequenceRequest) -> Any:
+        """The prompt as vLLM takes it, an image expanded. Raises RequestError."""
+        if request.image is None:
+            return {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        vision = self._engine.vision
+        if vision is None:
+            raise RequestError(
+                f"{request.seq_key}: vLLM takes no images with {self._engine.facts.model}; send text alone, or use a "
+                "vision-language model (model.variant auto or vlm)"
+            )
+        try:
+            return await vision.expand(self._llm, request)
+        finally:
+            self._entries.beat()
+
+    async def _follow(self, sequence: RunningSequence, entry: Entry, prompt: Any) -> None:
+        """Send it and take its tokens until it ends."""
+        while sequence.finish_reason is None:
+            await self._admitted(entry)
+            if entry.aborted:
+                return
+            version = self.version
+            async with self._entries.sent(entry) as request_id:
+                await self._send(sequence, entry, prompt, request_id, version)
+                if entry.reserved is not None and sequence.finish_reason is None:
+                    await self._after_reserved(sequence, entry, request_id, version)
+
+    async def _after_reserved(self, sequence: RunningSequence, entry: Entry, request_id: str, version: int) -> None:
+        """vLLM ended it by the reserved id: ask the guard why. A model that chose that id by itself goes on."""
+        assert self._guard is not None
+        assert entry.reserved is not None
+        (token, logprob), entry.reserved = entry.reserved, None
+        trigger = await self._guard.why(request_id)
+        if trigger is not None:
+            sequence.end_loop(trigger)
+        else:
+            sequence.push(token, logprob, version)
+
+    async def _send(self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, version: int) -> None:
+        """One request to vLLM; a sequence that ends here before it ends there is aborted there."""
+        final, unscored = None, sequence.unscored(version)
+        guard = self._guard.arguments(sequence, request_id) if self._guard is not None else None
+        # The tokens so far come after the expansion: an image token among them is no placeholder.
+        prompt = {**prompt, "prompt_token_ids": sequence.context}
+        outputs = self._outputs(prompt, vllm_sampling(sequence, guard, scores=bool(unscored)), request_id)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if unscored and (scores := _prompt_scores(output)):
+                    begin = len(sequence.prompt) - 1
+                    sequence.score(version, unscored, [scores[begin + token] for token in unscored])
+                    unscored = []
+                completion = output.outputs[0]
+                final = completion.finish_reason
+                for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
+                    if guard is not None and token == guard.forced:
+                        entry.reserved = (token, logprob)
+                        return
+                    if sequence.push(token, logprob, version):
+                        return
+        if not (entry.aborted or entry.interrupted):
+            raise EngineError(
+                f"{entry.seq_key}: vLLM ended the sequence by itself ({final}) after {len(sequence.tokens)} tokens"
+            )
+
+    async def _outputs(self, prompt: Any, sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs, its errors as ours."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            async with aclosing(self._llm.generate(prompt, sampling, request_id)) as outputs:
+                async for output in outputs:
+                    self._entries.beat()
+                    yield output
+        except EngineDeadError as error:
+            raise EngineError(self._why_dead()) from error
+        except VLLMClientError as error:
+            raise RequestError(f"vLLM refuses the request: {error}") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed over one request: {error.__cause__!r}") from error
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        return await self.or_dead(self._llm.collective_rpc(method, args=args))
+
+
+def _prompt_scores(output: Any) -> list[float]:
+    """Logprobs of the prompt's tokens 1.. ; only the first output after the prefill's end has them."""
+    return output.prompt_logprobs.logprobs if output.prompt_logprobs else []
+
+
+_ids = itertools.count()
+
+
+class Entry:
+    """One call; `request_id` is None unless vLLM has it."""
+
+    __slots__ = ("aborted", "interrupted", "pausable", "request_id", "reserved", "seq_key")
+
+    def __init__(self, seq_key: str, *, pausable: bool) -> None:
+        self.seq_key = seq_key
+        self.pausable = pausable  # what it has is kept when it is taken out
+        self.request_id: str | None = None
+        self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id came
+        self.aborted = False
+        self.interrupted = False  # taken out of the core for a pause
+
+
+class Entries:
+    """All calls of one engine; `abort` takes requests out of the core, with what they have."""
+
+    def __init__(
+        self, abort: Callable[[list[str]], Awaitable[None]], or_dead: Callable[[Awaitable[None]], Awaitable[None]]
+    ) -> None:
+        """`or_dead` waits no longer than the core lives."""
+        self._abort, self._or_dead = abort, or_dead
+        self._entries: set[Entry] = set()
+        self._changed = asyncio.Condition()
+        self._paused = False
+        self._progress = time.monotonic()
+
+    def progress(self) -> float:
+        """Monotonic seconds of the newest `beat`; of now while nothing runs, or in a pause, which has its own limit."""
+        return self._progress if self._entries and not self._paused else time.monotonic()
+
+    def beat(self) -> None:
+        """The core gave something."""
+        self._progress = time.monotonic()
+
+    @contextlib.asynccontextmanager
+    async def entered(self, seq_key: str, *, pausable: bool = False) -> AsyncIterator[Entry]:
+        """An entry that an abort can find."""
+        if not self._entries:
+            self.beat()
+        entry = Entry(seq_key, pausable=pausable)
+        self._entries.add(entry)
+        try:
+            yield entry
+        finally:
+            self._entries.discard(entry)
+
+    async def admitted(self, entry: Entry) -> None:
+        """Return when it may be sent, or was aborted in a pause; send it without a wait."""
+        if self._paused:
+            async with self._changed:
+                await self._changed.wait_for(lambda: entry.aborted or not self._paused)
+
+    @contextlib.asynccontextmanager
+    async def sent(self, entry: Entry) -> AsyncIterator[str]:
+        """The time in which the core has it, under the id that this gives; a pause begins after it."""
+        entry.request_id, entry.interrupted = f"sluice-{next(_ids)}", False
+        try:
+            yield entry.request_id
+        finally:
+            entry.request_id = None
+            if self._paused:
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def abort(self, seq_key: str) -> None:
+        """End those of this key; one that is not here is no error."""
+        found = [entry for entry in self._entries if entry.seq_key == seq_key]
+        for entry in found:
+            entry.aborted = True
+        await self._take_out(found)
+        async with self._changed:
+            self._changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """A time in which the core has nothing: sequences are taken out of it, and nothing is sent."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._paused)
+            self._paused = True
+        try:
+            pausable = [entry for entry in self._entries if entry.pausable and entry.request_id is not None]
+            for entry in pausable:
+                entry.interrupted = True
+            await self._take_out(pausable)
+            await self._or_dead(self._nothing_sent())
+            yield
+        finally:
+            self._paused = False
+            self.beat()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _nothing_sent(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(entry.request_id is None for entry in self._entries))
+
+    async def _take_out(self, entries: list[Entry]) -> None:
+        sent = [entry.request_id for entry in entries if entry.request_id is not None]
+        if sent:
+            await self._abort(sent)
+
+
+_DELTA_TOKENS = 16
+"""Tokens that vLLM may hold back; bounds how late a deadline, a report and `progress` see them."""
+
+
+def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None, *, scores: bool = False) -> Any:
+    """`vllm.SamplingParams` for what is left of the sequence.
+
+    Ends by ids and length are found by vLLM as well, so that it stops in the same step; all else is found by us.
+    The repeat guard's reserved id is one of those. With `scores` the logprobs of the whole prompt come as well.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from workers.engine.vllm.processor import EXTRA
+
+    request, done = sequence.request, len(sequence.tokens)
+    sampling = request.sampling
+    sampled = sampling.temperature > 0
+    extra = {
+        "seed": request.seed % 2**64,
+        "offset": done,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
+    interval = 1 if sequence.watches_text else _DELTA_TOKENS
+    if request.report_every:
+        interval = min(interval, request.report_every)
+    return SamplingParams(
+        temperature=1.0 if sampled else 0.0,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=sampling.max_new_tokens - done,
+        stop_token_ids=[*sequence.end_token_ids, *([guard.forced] if guard else [])],
+        allowed_token_ids=list(request.allowed_token_ids) or None,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if scores else None,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=interval,
+        extra_args={**({EXTRA: extra} if sampled else {}), **(guard.plain() if guard else {})} or None,
+        skip_clone=True,
+    )
+
+
+def vllm_scoring() -> Any:
+    """`vllm.SamplingParams` for the logprobs of a prompt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

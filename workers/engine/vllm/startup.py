@@ -1,0 +1,319 @@
+"""From a model directory to a running `AsyncLLM`; what goes wrong comes out as ModelError with its cause.
+
+- vLLM logs errors to stderr and everything to a file, in which the cause of a dead core is found.
+- vLLM waits for its core without a deadline. How long a start may take nobody knows (a large model loads for minutes),
+  so what counts is a standstill: the new processes neither compute nor read for `limit_s`. Seen in practice where the
+  core is forked from a process with threads: it inherits a lock that nobody will release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import psutil
+import torch
+
+from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from pipeline.errors import ConfigError, EngineError, ModelError
+from pipeline.logs import get_logger
+from workers.engine.contracts import EngineFacts
+from workers.engine.model_files import check_directory, eos_token_ids, load_tokenizer
+from workers.engine.vllm.checkpoint import Checkpoint
+from workers.engine.vllm.environment import START_METHOD, engine_environment, prepare_cpu, start_methods
+from workers.engine.vllm.vision import Vision
+from workers.guard.rules import GuardRules, check_end
+from workers.guard.vllm_runners import check_interfaces
+
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit|Interrupt)): (.+)$")
+_SYMPTOMS = {"EngineDeadError", "CancelledError"}
+"""What others see of a dead core, no cause of it."""
+_MAX_BYTES = 1 << 20
+
+
+class EngineLog:
+    """The log of one engine, in a folder of its own until `close`."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="sluice-vllm-"))
+        self._file = self._folder / "engine.log"
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self._folder
+
+    def write_config(self) -> Path:
+        """A `dictConfig` file for vLLM: records go to the file, and to stderr from VLLM_LOGGING_LEVEL on."""
+        handlers = {
+            "file": {"class": "logging.FileHandler", "filename": str(self._file), "formatter": "plain"},
+            "stderr": {
+                "class": "logging.StreamHandler",
+                "formatter": "plain",
+                "level": os.environ["VLLM_LOGGING_LEVEL"].upper(),
+            },
+        }
+        config = {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"plain": {"format": "%(asctime)s %(levelname)s vllm[%(process)d] %(name)s: %(message)s"}},
+            "handlers": handlers,
+            "loggers": {"vllm": {"handlers": list(handlers), "level": "INFO", "propagate": False}},
+        }
+        path = self._folder / "logging.json"
+        path.write_text(json.dumps(config))
+        return path
+
+    def last_cause(self) -> str | None:
+        """The newest exception that vLLM logged, in one line, or None."""
+        if not self._file.is_file():
+            return None
+        with self._file.open("rb") as file:
+            file.seek(max(0, self._file.stat().st_size - _MAX_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        found = [match for line in lines if (match := _EXCEPTION.match(line)) and match[1] not in _SYMPTOMS]
+        return f"{found[-1][1]}: {found[-1][2]}" if found else None
+
+    def close(self) -> None:
+        """Remove it, and let go of the file in this process."""
+        logger = logging.getLogger("vllm")
+        for handler in list(logger.handlers):
+            if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == self._folder:
+                logger.removeHandler(handler)
+                handler.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+LIMIT_S = 60.0
+_LOOK_S = 0.5
+_IDLE_CPU_S = 0.05
+"""What a process may use between two looks and still stand still: timers of libraries wake up now and then."""
+_DUMP_S = 1.0
+_DUMP = signal.SIGUSR2
+
+
+class StartWatch:
+    """Ends the processes that this one starts inside the `with`, if they stand still; then vLLM's own wait ends.
+
+    After the `with`, `stalled` says what was seen, or is None.
+    """
+
+    def __init__(self, folder: Path, limit_s: float = LIMIT_S) -> None:
+        """`folder` takes the stacks of a forked core that stands still."""
+        self._limit_s = limit_s
+        self._stacks = folder / "stacks.txt"
+        self._before: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sluice-vllm-start", daemon=True)
+        self.stalled: str | None = None
+
+    def __enter__(self) -> StartWatch:
+        self._before = {process.pid for process in _descendants()}
+        # A forked core inherits the handler with its open file.
+        self._file = self._stacks.open("w+")
+        faulthandler.register(_DUMP, self._file, all_threads=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        faulthandler.unregister(_DUMP)
+        self._file.close()
+
+    def _watch(self) -> None:
+        """In a thread of its own: the caller's is blocked in vLLM."""
+        work, moved_at = 0.0, time.monotonic()
+        while not self._over.wait(_LOOK_S):
+            new = [process for process in _descendants() if process.pid not in self._before]
+            now = sum(_work(process) for process in new)
+            # Fewer than before: one has ended, which is progress too.
+            if not new or now > work + _IDLE_CPU_S or now < work:
+                work, moved_at = now, time.monotonic()
+            elif time.monotonic() - moved_at > self._limit_s:
+                self._end(new)
+                return
+
+    def _end(self, processes: list[psutil.Process]) -> None:
+        self._dump(processes)
+        seen = self._stacks.read_text(errors="replace").strip()
+        self.stalled = f"its core stood still for {self._limit_s:g} s while it started" + (f":\n{seen}" if seen else "")
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _dump(self, processes: list[psutil.Process]) -> None:
+        """The stacks of those that inherited the handler; the others are killed anyhow."""
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, _DUMP)
+        end = time.monotonic() + _DUMP_S
+        while time.monotonic() < end and not self._over.wait(0.05):
+            if self._stacks.stat().st_size:
+                end = min(end, time.monotonic() + 0.2)
+
+
+def _descendants() -> Iterator[psutil.Process]:
+    yield from psutil.Process().children(recursive=True)
+
+
+def _work(process: psutil.Process) -> float:
+    """Seconds of processor time, and what was read, a second a gigabyte; 0 for one that is gone."""
+    try:
+        times = process.cpu_times()
+        return times.user + times.system + process.io_counters().read_chars / 1e9
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """A running engine and what it is."""
+
+    llm: Any  # vllm.v1.engine.async_llm.AsyncLLM
+    tokenizer: Any
+    facts: EngineFacts
+    checkpoint: Checkpoint
+    vision: Vision | None = None  # None: takes no images
+    guard: GuardRules | None = None  # None: loops run on
+
+
+def start_engine(
+    model: ModelConfig,
+    options: VllmEngineOptions,
+    max_batch: int,
+    repeat_terminate: RepeatTerminateConfig,
+    log: EngineLog,
+    stall_s: float = LIMIT_S,
+) -> StartedEngine:
+    """Start vLLM from within the event loop that is to serve it; blocks for seconds to minutes.
+
+    Raises ModelError, ConfigError, or EngineError if the core died without saying why, stood still for `stall_s`, or
+    the guard cannot be loaded.
+    """
+    check_directory(model.path)
+    if model.attn_implementation is not None:
+        raise ConfigError("model.attn_implementation is for the hf backend; use worker.vllm.extra.attention_backend")
+    vision = Vision.of(model, options)
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    checkpoint = Checkpoint(model)
+    guard = GuardRules.of(repeat_terminate, tokenizer) if repeat_terminate.enabled else None
+    chosen = os.environ.get(START_METHOD)
+    with engine_environment(log.folder):
+        from vllm.platforms import current_platform
+
+        from workers.engine.vllm.arguments import engine_arguments
+
+        if current_platform.is_cpu():
+            prepare_cpu(torch.get_num_threads())
+        if guard is not None:
+            check_interfaces()
+        arguments = engine_arguments(model, options, max_batch, log.write_config(), vision, guard)
+        try:
+            config = arguments.create_engine_config()
+        except (ValueError, OSError, RuntimeError, ImportError, KeyError, TypeError, NotImplementedError) as error:
+            hint = vision.hint(options) if vision is not None else ""
+            raise ModelError(
+                f"{model.path}: vLLM cannot run this model with these options: {_plain(error, log)}{hint}"
+            ) from error
+        if guard is not None:
+            check_end(model.path, eos_token_ids(_eos_sources(config.model_config, tokenizer)))
+        llm = _start_core(model.path, config, start_methods(chosen), log, stall_s)
+        vision = _taken(model, config, vision)
+        facts = _facts(model, config, tokenizer, supports_vlm=vision is not None, guarded=guard is not None)
+        return StartedEngine(llm, tokenizer, facts, checkpoint, vision, guard)
+
+
+def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, stall_s: float) -> Any:
+    """The `AsyncLLM`, by the first of the `methods` under which its core does not stand still while it starts."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    failed: Exception | None = None
+    seen = ""
+    for method in methods:
+        os.environ[START_METHOD] = method
+        with StartWatch(log.folder, stall_s) as watch:
+            try:
+                return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+                failed = error
+        if watch.stalled is None:
+            raise _start_error(path, failed, log) from failed
+        seen = watch.stalled
+        get_logger().warning("vLLM stood still at its start", model=path, start_method=method, seen=seen)
+    raise EngineError(f"{path}: vLLM did not start: {seen}") from failed
+
+
+def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | None:
+    """`vision` if vLLM takes images; where a model that sees is used for text alone, the log says why."""
+    sees = vision is not None or config.model_config.is_multimodal_model
+    taken = vision is not None and not vision.off and config.model_config.supports_multimodal_inputs
+    if sees and not taken:
+        reason = vision.off if vision is not None else ""
+        get_logger().warning("images off", model=model.path, reason=reason or "vLLM takes none with this model")
+    return vision if taken else None
+
+
+def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | EngineError:
+    """vLLM itself says only "Engine core initialization failed"; the cause is in the core's log."""
+    if (cause := log.last_cause()) is not None:
+        return ModelError(f"{path}: vLLM did not start: {cause}")
+    return EngineError(f"{path}: vLLM did not start, and its core gave no reason: {error}; set VLLM_LOGGING_LEVEL=INFO")
+
+
+def _plain(error: Exception, log: EngineLog) -> str:
+    """A pydantic error without its frame, anything else as it is; with what vLLM logged as its cause."""
+    text = str(error)
+    if hasattr(error, "errors"):
+        problems: list[dict[str, Any]] = cast(Any, error).errors()
+        text = "; ".join(problem["msg"] for problem in problems)
+    return ": ".join(part for part in (" ".join(text.split()) or type(error).__name__, log.last_cause()) if part)
+
+
+def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: bool, guarded: bool) -> EngineFacts:
+    import vllm
+
+    text = config.model_config
+    flags = [f"runner={'v2' if config.use_v2_model_runner else 'v1'}"]
+    if text.enforce_eager:
+        flags.append("eager")
+    if config.parallel_config.tensor_parallel_size > 1:
+        flags.append(f"tensor_parallel={config.parallel_config.tensor_parallel_size}")
+    return EngineFacts(
+        name="vllm",
+        engine_version=vllm.__version__,
+        device=str(config.device_config.device_type),
+        dtype=str(text.dtype).removeprefix("torch."),
+        model=model.path,
+        vocab_size=text.get_vocab_size(),
+        eos_token_ids=eos_token_ids(_eos_sources(config.model_config, tokenizer)),
+        context_length=text.max_model_len,
+        supports_vlm=supports_vlm,
+        repeat_terminate=guarded,
+        flags=tuple(flags),
+    )
+
+
+def _eos_sources(model: Any, tokenizer: Any) -> list[Any]:
+    """As on the hf backend."""
+    generation = model.try_get_generation_config().get("eos_token_id")
+    if generation is None:
+        # Where there is one, the id in the text part's config may be no more than its class's default.
+        generation = getattr(model.hf_text_config, "eos_token_id", None)
+    return [generation, getattr(model.hf_config, "eos_token_id", None), tokenizer.eos_token_id]

@@ -1,0 +1,104 @@
+"""Prompts with an image: whether this model takes them in vLLM, and how vLLM's own processor expands them.
+
+- What is asked for is decided before vLLM starts: images, or the language model alone; never silently the latter.
+- vLLM tells images apart by a hash of their pixels, in its caches of processed images, of encoded ones and of prefixes.
+- A processed image is sent whole with every request: one that is refused or aborted in between leaves vLLM's two
+  halves of its shared image cache alike.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+
+from pipeline.config.types import ModelConfig, VllmEngineOptions
+from pipeline.errors import ModelError, RequestError
+from workers.engine.contracts import SequenceRequest
+from workers.engine.model_files import has_vision
+from workers.engine.preprocess import check_placeholders, image_token_id, load_processor, pixel_budget
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """What is asked of a model with a vision part."""
+
+    arguments: dict[str, Any]  # of vLLM's engine
+    image_token: str = ""  # "": the language model alone
+    image_token_id: int = -1
+    off: str = ""  # why images are not taken; "" if they are
+
+    @classmethod
+    def of(cls, model: ModelConfig, options: VllmEngineOptions) -> Vision | None:
+        """None for a model without a vision part.
+
+        Raises ModelError for a processor that cannot be used, or a pixel budget that it would ignore.
+        """
+        if not _has_vision(model):
+            return None
+        arguments: dict[str, Any] = {"skip_tokenizer_init": False}
+        if off := _off(model, options):
+            if "language_model_only" not in options.extra:
+                arguments["language_model_only"] = True
+            return cls(arguments, off=off)
+        processor = load_processor(model.path, trust_remote_code=model.trust_remote_code)
+        if budget := pixel_budget(processor.image_processor, model.preprocess):
+            arguments["mm_processor_kwargs"] = budget
+        if "limit_mm_per_prompt" not in options.extra:
+            arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0, "audio": 0}
+        return cls(arguments, processor.image_token, image_token_id(processor))
+
+    def hint(self, options: VllmEngineOptions) -> str:
+        """What to do where vLLM cannot run the model; "" if the reason is not known."""
+        if importlib.util.find_spec("torchvision") is not None:
+            return ""
+        if "model_impl" in options.extra:
+            return "; vLLM's processors of most vision-language models need the package torchvision: install it"
+        return (
+            "; vLLM's own vision-language models need the package torchvision: install it, or set "
+            "worker.vllm.extra.model_impl: transformers"
+        )
+
+    async def expand(self, llm: Any, request: SequenceRequest) -> Any:
+        """`vllm.inputs.MultiModalInput` of this request, processed beside the event loop. Raises RequestError."""
+        key, image = request.seq_key, request.image
+        try:
+            check_placeholders(request.prompt_token_ids.count(self.image_token_id), self.image_token)
+        except RequestError as error:
+            raise RequestError(f"{key}: {error}") from error
+        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": image}}
+        try:
+            return await llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
+        except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+            cause = error.__cause__ or error  # vLLM's own message holds the whole image
+            raise RequestError(
+                f"{key}: the image ({image.width} x {image.height}) cannot be processed: "
+                f"{type(cause).__name__}: {cause}"
+            ) from error
+
+
+def _has_vision(model: ModelConfig) -> bool:
+    """Whether transformers knows this model to see images. Raises ModelError if it must and does not."""
+    try:
+        found: Any = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError):
+        found = None  # vLLM knows models that transformers does not, and says what is wrong with this one
+    return has_vision(model, found)
+
+
+def _off(model: ModelConfig, options: VllmEngineOptions) -> str:
+    """Why only text is asked for. Raises ModelError if the options contradict each other."""
+    limit = options.extra.get("limit_mm_per_prompt", {}).get("image", 1)
+    count = limit.get("count") if isinstance(limit, dict) else limit
+    reasons = {
+        "model.variant is text": model.variant == "text",
+        "worker.vllm.extra.language_model_only is set": bool(options.extra.get("language_model_only")),
+        "worker.vllm.extra.limit_mm_per_prompt allows no image": count == 0,
+    }
+    off = next((reason for reason, holds in reasons.items() if holds), "")
+    if off and model.variant == "vlm":
+        raise ModelError(f"{model.path}: model.variant is vlm, but {off}; change one of them")
+    return off

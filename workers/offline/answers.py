@@ -1,0 +1,185 @@
+"""The rows of the output, and the finished file: in the order of the input, whole or absent.
+
+- A sequence has one number for each (row, index), whatever the length of the file and `n` are. It makes the sequence's
+  seed, so a prompt's first answer with n = 4 is its answer with n = 1.
+- A process that is killed while it writes the finished file leaves the part file, and a hidden file beside it that the
+  next run replaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pipeline.errors import SluiceError
+from pipeline.files import fsync_directory
+from pipeline.prompts.rows import Malformed, is_parquet, parquet_module
+from pipeline.wire.messages import FinishReason
+from workers.engine.contracts import EngineFacts
+from workers.engine.requests import GenerationResult
+
+MINIMAL = ("id", "row", "index", "text", "finish_reason", "error", "num_new_tokens")
+
+
+class EngineNote(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine answered."""
+
+    backend: str
+    version: str
+    model: str
+    dtype: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence. `finish_reason` error: nothing was decoded, and `error` says why."""
+
+    id: str | int | None = None  # the prompt's own
+    row: int  # of the prompt in its file, from 0; blank lines are no rows
+    index: int = 0  # of the sequence among the n of its prompt
+    text: str = ""
+    raw_text: str = ""  # with special tokens, whole
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    triggers: dict[str, Any] = {}  # of the repeat guard, as in `GenerationResult`
+    error: str | None = None
+    token_ids: list[int] = []
+    response_mask: list[int] = []  # empty = all ones
+    logprobs: list[float] = []  # raw, nats
+    prompt_token_ids: list[int] = []
+    num_prompt_tokens: int = 0
+    num_new_tokens: int = 0
+    prompt_truncated: int = 0  # tokens cut from the prompt's left
+    metadata: dict[str, Any] = {}  # the prompt's own
+    engine: EngineNote | None = None  # None: no engine was asked
+    fallback: dict[str, str] | None = None  # wanted, used, reason: another backend answered
+
+    @classmethod
+    def of(cls, row: int, index: int, result: GenerationResult, *, id: str | int | None, metadata: Any) -> Answer:
+        """The answer of an engine."""
+        names = ("text", "raw_text", "finish_reason", "stop_reason", "triggers", "error", "token_ids", "logprobs")
+        more = ("response_mask", "prompt_token_ids", "num_prompt_tokens", "num_new_tokens", "prompt_truncated")
+        taken = {name: getattr(result, name) for name in (*names, *more)}
+        fallback = result.fallback or None
+        return cls(
+            id=id, row=row, index=index, metadata=metadata, engine=_note(result.engine), fallback=fallback, **taken
+        )
+
+    @classmethod
+    def refused(cls, row: int, index: int, malformed: Malformed) -> Answer:
+        """The answer to a row that could not be read."""
+        return cls(row=row, index=index, finish_reason="error", error=str(malformed.error()))
+
+    @classmethod
+    def failed(cls, row: int, index: int, error: SluiceError, *, id: str | int | None, metadata: Any) -> Answer:
+        """The answer to a row that no engine here can take."""
+        return cls(id=id, row=row, index=index, metadata=metadata, finish_reason="error", error=f"row {row}: {error}")
+
+    def line(self, fields: Literal["minimal", "all"]) -> bytes:
+        """JSON with its newline."""
+        chosen = self if fields == "all" else {name: getattr(self, name) for name in MINIMAL}
+        return msgspec.json.encode(chosen) + b"\n"
+
+
+def _note(facts: EngineFacts) -> EngineNote:
+    return EngineNote(backend=facts.name, version=facts.engine_version, model=facts.model, dtype=facts.dtype)
+
+
+_ROW_BITS = 24
+MAX_ROWS = 1 << _ROW_BITS
+MAX_N = 256  # sequences of one prompt; index and row together fill the 32 bits between two seeds
+
+
+def number_of(row: int, index: int) -> int:
+    """`row` counts from 0 in the file, `index` from 0 in the row."""
+    return (index << _ROW_BITS) | row
+
+
+def row_and_index(number: int) -> tuple[int, int]:
+    """The inverse of `number_of`."""
+    return number & (MAX_ROWS - 1), number >> _ROW_BITS
+
+
+_CHUNK = 512  # rows of one Parquet write
+
+
+def write_in_order(path: Path, lines: Iterable[bytes]) -> None:
+    """Replace `path` by these lines; Parquet by its name."""
+    with _aside(path) as aside:
+        if is_parquet(path):
+            _write_parquet(aside, iter(lines))
+        else:
+            with aside.open("wb") as stream:
+                stream.writelines(lines)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        yield aside
+        with aside.open("rb") as stream:
+            os.fsync(stream.fileno())
+        aside.replace(path)
+        fsync_directory(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _write_parquet(path: Path, lines: Iterator[bytes]) -> None:
+    chunk = [msgspec.json.decode(line) for line in islice(lines, _CHUNK)]
+    schema = _schema(minimal="token_ids" not in chunk[0] if chunk else False)
+    with parquet_module().ParquetWriter(path, schema) as writer:
+        while chunk:
+            writer.write_table(_table([_flat(row) for row in chunk], schema))
+            chunk = [msgspec.json.decode(line) for line in islice(lines, _CHUNK)]
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns have one type: ids and stop reasons become strings, metadata JSON."""
+    for name in ("id", "stop_reason"):
+        if row.get(name) is not None:
+            row[name] = str(row[name])
+    if "metadata" in row:
+        row["metadata"] = json.dumps(row["metadata"], ensure_ascii=False)
+    return row
+
+
+def _schema(*, minimal: bool) -> Any:
+    import pyarrow as pa
+
+    text, count, tokens = pa.string(), pa.int32(), pa.list_(pa.int32())
+    types = {
+        "id": text,
+        "row": count,
+        "index": count,
+        "text": text,
+        "raw_text": text,
+        "finish_reason": text,
+        "stop_reason": text,
+        "triggers": pa.struct([("repeat_terminate", count), ("active", count), ("rule", text), ("at_token", count)]),
+        "error": text,
+        "token_ids": tokens,
+        "response_mask": tokens,
+        "logprobs": pa.list_(pa.float32()),
+        "prompt_token_ids": tokens,
+        "num_prompt_tokens": count,
+        "num_new_tokens": count,
+        "prompt_truncated": count,
+        "metadata": text,
+        "engine": pa.struct([(name, text) for name in ("backend", "version", "model", "dtype")]),
+        "fallback": pa.struct([(name, text) for name in ("wanted", "used", "reason")]),
+    }
+    return pa.schema([(name, kind) for name, kind in types.items() if not minimal or name in MINIMAL])
+
+
+def _table(rows: list[dict[str, Any]], schema: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.Table.from_pylist(rows, schema=schema)

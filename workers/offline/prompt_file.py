@@ -1,0 +1,131 @@
+"""The rows of prompts: read once to count and check them, then again to decode them.
+
+- Nothing is loaded or decoded before the whole file was read once: a malformed row is found in the first second.
+- Standard input is copied to a temporary file first, so that it can be read twice.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import DataError
+from pipeline.prompts.rows import Malformed, check_messages, is_parquet, read_rows
+from pipeline.wire.messages import ImageRef
+from workers.engine.plugins.base import RequestType
+from workers.engine.requests import GenerationRequest, TextGenerationRequest, VlmGenerationRequest
+from workers.offline.answers import MAX_ROWS
+from workers.offline.settings import STANDARD
+
+
+class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt: exactly one of `messages`, `prompt` (a user message) and `prompt_token_ids` (taken as they are)."""
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    images: tuple[str | ImageRef, ...] = ()  # paths, from the input file's folder on
+    id: str | int | None = None
+    metadata: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("messages", "prompt", "prompt_token_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            what = " and ".join(given) or "none"
+            raise ValueError(f"give exactly one of `messages`, `prompt` and `prompt_token_ids`, got {what}")
+        if self.messages is not None:
+            check_messages(self.messages)
+        if not getattr(self, given[0]):
+            raise ValueError(f"`{given[0]}` is empty")
+        if len(self.images) > 1:
+            raise ValueError(f"`images` has {len(self.images)} entries; a prompt may have one image")
+        if self.images and self.prompt_token_ids is not None:
+            raise ValueError("`images` go with `messages` or `prompt`, not with `prompt_token_ids`")
+        for image in self.images:
+            reference = ImageRef.of(image) if isinstance(image, str) else image
+            if reference.path is None or reference.url or reference.sha256:
+                raise ValueError("`images` are paths here; URLs and digests are for jobs on the queue")
+
+    def request(self, where: str, folder: Path) -> GenerationRequest:
+        """The same for the engine; `where` is the row's name in errors."""
+        if self.prompt_token_ids is not None:
+            return TextGenerationRequest(prompt_token_ids=self.prompt_token_ids, request_id=where)
+        if not self.images:
+            messages = self.messages or [{"role": "user", "content": self.prompt}]
+            return TextGenerationRequest(messages=messages, request_id=where)
+        [image] = self.images
+        content = [{"type": "image"}, {"type": "text", "text": self.prompt}]
+        return VlmGenerationRequest(
+            messages=self.messages or [{"role": "user", "content": content}],
+            images=(folder / (image if isinstance(image, str) else str(image.path)),),
+            request_id=where,
+        )
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the first reading found."""
+
+    digest: str  # sha256 of the file
+    total: int  # rows, malformed ones included
+    malformed: dict[int, Malformed] = field(default_factory=dict)  # by row
+    with_image: set[int] = field(default_factory=set)  # rows
+
+    @property
+    def request_types(self) -> list[RequestType]:
+        """What the well-formed rows ask for."""
+        has_text = self.total > len(self.malformed) + len(self.with_image)
+        kinds: list[tuple[RequestType, bool]] = [("text", has_text), ("vlm", bool(self.with_image))]
+        return [kind for kind, found in kinds if found]
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """`name` is what is said of it."""
+
+    path: Path
+    name: str
+    folder: Path  # that image paths begin at
+    parquet: bool
+
+    def scan(self) -> Scan:
+        """Read every row once. Raises DataError."""
+        malformed, with_image, total = dict[int, Malformed](), set[int](), 0
+        for number, row in self.rows():
+            total = number + 1
+            if isinstance(row, Malformed):
+                malformed[number] = row
+            elif row.images:
+                with_image.add(number)
+        if total > MAX_ROWS:
+            raise DataError(f"{self.name}: {total} rows; at most {MAX_ROWS} are answered at a time, so split the file")
+        with self.path.open("rb") as stream:
+            return Scan(file_digest(stream, "sha256").hexdigest(), total, malformed, with_image)
+
+    def rows(self) -> Iterator[tuple[int, PromptRow | Malformed]]:
+        """(number from 0, row) in file order."""
+        return enumerate(read_rows(self.path, PromptRow, parquet=self.parquet, name=self.name))
+
+
+@contextmanager
+def open_prompts(source: str) -> Iterator[PromptFile]:
+    """The prompts of a path, or of standard input (JSONL). Raises DataError."""
+    if source != STANDARD:
+        path = Path(source)
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; --in must name a JSONL or Parquet file, or be -")
+        yield PromptFile(path, source, path.parent, is_parquet(path))
+        return
+    with tempfile.NamedTemporaryFile(prefix="sluice-prompts-") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        yield PromptFile(Path(copy.name), "<stdin>", Path(), parquet=False)

@@ -1,0 +1,303 @@
+"""`sluice generate` from its settings to its exit code.
+
+- Everything that can be wrong without a model (settings, rows, part file) is an error before one is loaded.
+- A sequence that the sink holds is not decoded again; if nothing else is left the engine is not even loaded.
+- Rows with an image go first. Where the engine takes no images each of them is an error row; the others are decoded.
+- Standard output carries answers or the summary alone; what libraries print there goes to standard error.
+- Ctrl-C and SIGTERM end a run in order: what is done is kept, and the same command continues from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from pipeline import logs
+from pipeline.errors import ConfigError, DataError, EngineError, ModelError, SluiceError
+from pipeline.prompts.rows import Malformed, is_parquet, parquet_module
+from pipeline.terminal import say
+from workers.engine.model_files import check_directory
+from workers.engine.plugins import GenerationPlugin
+from workers.engine.requests import GenerationRequest
+from workers.offline.answers import Answer, number_of, row_and_index, write_in_order
+from workers.offline.progress import Meter
+from workers.offline.prompt_file import PromptFile, PromptRow, Scan, open_prompts
+from workers.offline.settings import GenerateSettings, check_fit, make_plugins
+from workers.offline.sinks import PartFile, StdoutSink, Tally
+
+if TYPE_CHECKING:
+    from workers.engine.generation_engine import GenerationEngine
+
+
+SOME_ROWS_FAILED = 9  # exit code
+INTERRUPTED = 130
+
+
+def run(settings: GenerateSettings) -> int:
+    """Answer every prompt; the exit code. Raises SluiceError."""
+    logs.configure("generate", logging.WARNING)
+    _warn_of_a_late_guard(settings)
+    with _own_stdout() as stdout, _sigterm_as_sigint():
+        model = model_digest(settings.model.path)  # before standard input is waited for
+        plugins = make_plugins(settings.plugins)
+        with open_prompts(settings.source) as prompts:
+            scan = _scanned(prompts, settings)
+            check_fit(plugins, backend=settings.backend, request_types=scan.request_types)
+            decoding = Decoding(settings, prompts, scan, plugins)
+            if settings.to_stdout:
+                return _to_stdout(decoding, stdout)
+            return _to_file(decoding, {"model": model, "input": scan.digest, **settings.identity()}, stdout)
+
+
+def _warn_of_a_late_guard(settings: GenerateSettings) -> None:
+    guard, limit = settings.repeat_terminate, settings.options.max_new_tokens
+    if guard.enabled and guard.min_new_tokens >= limit:
+        say(
+            f"warning: the repeat guard can never fire: min_new_tokens {guard.min_new_tokens} is not below "
+            f"--max-new-tokens {limit}",
+            file=sys.stderr,
+        )
+
+
+def _scanned(prompts: PromptFile, settings: GenerateSettings) -> Scan:
+    scan = prompts.scan()
+    if scan.malformed and settings.on_malformed == "stop":
+        first = next(iter(scan.malformed.values()))
+        others = f"; {len(scan.malformed) - 1} more are malformed" if len(scan.malformed) > 1 else ""
+        raise DataError(f"{first.error()}{others}; mend it, or make error rows of them: --on-malformed skip")
+    if not scan.total:
+        say(f"warning: {prompts.name} has no rows, so there is nothing to answer", file=sys.stderr)
+    return scan
+
+
+def _to_stdout(decoding: Decoding, stdout: IO[bytes]) -> int:
+    sink = StdoutSink(stdout)
+    try:
+        _answer(decoding, sink, stdout)
+    except KeyboardInterrupt:
+        say(f"interrupted: {len(sink)} of {decoding.total} answers were written", file=sys.stderr)
+        return INTERRUPTED
+    return SOME_ROWS_FAILED if sink.tally.errors else 0
+
+
+def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) -> int:
+    settings = decoding.settings
+    out = Path(settings.out)
+    part_path = out.with_name(f"{out.name}.part")
+    if out.exists() and not part_path.exists() and not settings.restart:
+        raise ConfigError(f"{out} exists; choose another --out, or replace it with --restart")
+    if is_parquet(out):
+        parquet_module()
+    with PartFile(part_path, identity, restart=settings.restart) as part:
+        try:
+            _answer(decoding, part, stdout)
+        except KeyboardInterrupt:
+            say(f"interrupted: {_kept(part, decoding)}", file=sys.stderr)
+            return INTERRUPTED
+        except SluiceError:
+            if len(part):
+                say(_kept(part, decoding), file=sys.stderr)
+            raise
+        rows, indices = range(decoding.scan.total), range(settings.n)
+        write_in_order(out, part.lines(number_of(row, index) for row in rows for index in indices))
+        part.remove()
+    return SOME_ROWS_FAILED if part.tally.errors else 0
+
+
+def _kept(part: PartFile, decoding: Decoding) -> str:
+    where = f", kept in {part.path}; the same command goes on from there" if len(part) else ""
+    return f"{len(part)} of {decoding.total} answers are done{where}"
+
+
+def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
+    """Every answer into the sink, and what to say at the end."""
+    before = len(sink)
+    if before:
+        say(f"going on: {before} of {decoding.total} answers were done before", file=sys.stderr)
+    with Meter(decoding.total, sink.tally) as meter:
+        decoding.run(sink, meter)
+    if len(sink) != decoding.total:
+        raise DataError(f"{decoding.prompts.name} changed while it was read; put it back and give the command again")
+    meter.report(decoding.settings, decoding.scan.total, before=before, stdout=stdout)
+
+
+@contextmanager
+def _own_stdout() -> Iterator[IO[bytes]]:
+    """Standard output for ourselves alone."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "wb") as mine:
+        os.dup2(2, 1)
+        try:
+            yield mine
+        finally:
+            sys.stdout.flush()
+            os.dup2(mine.fileno(), 1)
+
+
+@contextmanager
+def _sigterm_as_sigint() -> Iterator[None]:
+    """One way to end; asyncio, while it runs, has a handler of its own for SIGINT."""
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.SIG_IGN:  # a background job of a script: SIGTERM must end it all the same
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
+
+
+class Sink(Protocol):
+    """Where answers go."""
+
+    tally: Tally
+
+    def __contains__(self, number: int) -> bool:
+        """True when this sequence was answered."""
+        ...
+
+    def __len__(self) -> int:
+        """Answers that it was given."""
+        ...
+
+    def append(
+        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
+    ) -> None:
+        """Take one answer."""
+        ...
+
+
+@dataclass
+class Decoding:
+    """One run over one file."""
+
+    settings: GenerateSettings
+    prompts: PromptFile
+    scan: Scan
+    plugins: Sequence[GenerationPlugin] = ()
+    _open: dict[int, PromptRow] = field(default_factory=dict)  # by number: in the engine
+    _asked: bool = False  # the engine has read a request
+
+    @property
+    def total(self) -> int:
+        """Sequences of the whole file."""
+        return self.scan.total * self.settings.n
+
+    def run(self, sink: Sink, meter: Meter) -> None:
+        """Answer what is not answered yet. Raises ModelError, EngineError, DataError."""
+        for row, malformed in self.scan.malformed.items():
+            for index in range(self.settings.n):
+                if number_of(row, index) not in sink:
+                    self._append(sink, Answer.refused(row, index, malformed))
+        kinds = [image for image in (True, False) if self._pending(sink, image=image)]
+        if not kinds:
+            return
+        meter.say(f"loading {self.settings.model.path} ({self.settings.backend})")
+        with _engine(self.settings) as engine:
+            meter.begin()
+            for image in kinds:
+                try:
+                    self._decode(engine, sink, meter, image=image)
+                except EngineError as error:
+                    if not image or self._asked:
+                        raise
+                    self._refuse_images(sink, error)
+                    meter.update()
+
+    def _decode(self, engine: GenerationEngine, sink: Sink, meter: Meter, *, image: bool) -> None:
+        """Raises EngineError before a request is read if the engine takes no images."""
+        requests = self._requests(sink, image=image)
+        for number, result in engine.answers(requests, self.settings.options, self.plugins, image=image):
+            row, index = row_and_index(number)
+            asked = self._open.pop(number)
+            self._append(sink, Answer.of(row, index, result, id=asked.id, metadata=asked.metadata))
+            meter.update()
+
+    def _refuse_images(self, sink: Sink, error: EngineError) -> None:
+        for number, _ in self._requests(sink, image=True):
+            row, index = row_and_index(number)
+            asked = self._open.pop(number)
+            self._append(sink, Answer.failed(row, index, error, id=asked.id, metadata=asked.metadata))
+
+    def _pending(self, sink: Sink, *, image: bool) -> bool:
+        return any(
+            number_of(row, index) not in sink
+            for row in range(self.scan.total)
+            if row not in self.scan.malformed and (row in self.scan.with_image) == image
+            for index in range(self.settings.n)
+        )
+
+    def _requests(self, sink: Sink, *, image: bool) -> Iterator[tuple[int, GenerationRequest]]:
+        for at, row in self.prompts.rows():
+            if at >= self.scan.total or isinstance(row, Malformed) or bool(row.images) != image:
+                continue
+            for index in range(self.settings.n):
+                number = number_of(at, index)
+                if number not in sink:
+                    self._open[number], self._asked = row, True
+                    yield number, row.request(f"row {at}", self.prompts.folder)
+
+    def _append(self, sink: Sink, answer: Answer) -> None:
+        line = answer.line(self.settings.fields)
+        number = number_of(answer.row, answer.index)
+        ending, count = answer.finish_reason, answer.num_new_tokens
+        sink.append(number, line, finish_reason=ending, num_new_tokens=count, error=answer.error)
+
+
+def _engine(settings: GenerateSettings) -> GenerationEngine:
+    from pipeline.prompts.chat_template import ChatTemplateOptions
+    from workers.engine.generation_engine import GenerationEngine  # torch is slow to load
+    from workers.engine.requests import ModelLoadConfig
+
+    model = msgspec.structs.asdict(settings.model)
+    preprocess, path = model.pop("preprocess"), model.pop("path")
+    return GenerationEngine(
+        ModelLoadConfig(model_name_or_path=path, **model),
+        backend=settings.backend,
+        fallback_backend=settings.fallback_backend,
+        max_batch=settings.max_batch,
+        torch_threads=settings.torch_threads,
+        chat=ChatTemplateOptions(enable_thinking=settings.enable_thinking),
+        preprocess=preprocess,
+        vllm=settings.vllm,
+        repeat_terminate=settings.repeat_terminate,
+        images=settings.images,
+    )
+
+
+_SAMPLES = 256  # places in a file
+_SAMPLE_BYTES = 4096
+_SKIPPED = (".md", ".lock")
+
+
+def model_digest(path: str) -> str:
+    """A digest of the names, sizes and sampled contents of a model directory's files.
+
+    Samples are spread evenly over a file, so weights that were trained further differ. Raises ModelError.
+    """
+    if not Path(path).is_dir():
+        what = "not a directory" if Path(path).exists() else "no such directory"
+        raise ModelError(f"{path}: {what}; --model must be a directory (save_pretrained writes one), not a hub's name")
+    check_directory(path)
+    digest = sha256()
+    for file in sorted(Path(path).iterdir()):
+        if file.is_file() and not file.name.startswith(".") and file.suffix not in _SKIPPED:
+            size = file.stat().st_size
+            digest.update(f"{file.name}\0{size}\0".encode())
+            step = max(_SAMPLE_BYTES, size // _SAMPLES)
+            with file.open("rb") as stream:
+                for offset in range(0, size, step):
+                    stream.seek(offset)
+                    digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

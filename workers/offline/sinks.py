@@ -1,0 +1,282 @@
+"""Where answers go as they end: a part file from which a run continues, or standard output.
+
+A part file has a header line, then one line an answer.
+
+- The header says what the run was begun with (input, model, options): only the same run continues it.
+- A line counts when it is whole. What follows the first line that is not (a write that was cut short) is dropped, and
+  those sequences are decoded again.
+- A line is with the system as soon as it is appended, and on the disk a second later.
+- One process at a time holds the file.
+
+`Failures` says why rows ended in errors in a few lines: the first error of each kind, and how many are like it. Errors
+are of one kind when they differ only in names and numbers. Memory does not grow with the number of kinds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import msgspec
+
+from pipeline.errors import ConfigError, DataError, MessageError
+from pipeline.wire.codec import read_json
+from workers.offline.answers import MAX_N, MAX_ROWS, number_of, row_and_index
+
+_MAX_KINDS = 3
+_MAX_CHARACTERS = 500  # of one error
+_PARTICULAR = re.compile(r"'[^']*'|\"[^\"]*\"|\S*[\d/.]\S*")
+
+
+@dataclass
+class _Kind:
+    row: int  # the lowest
+    text: str  # its error
+    count: int = 0
+
+
+@dataclass
+class Failures:
+    """The errors of a run."""
+
+    _kinds: dict[str, _Kind] = field(default_factory=dict)
+    _others: int = 0  # errors of further kinds
+
+    def count(self, row: int, error: str) -> None:
+        """One more error, of this row."""
+        kind = _PARTICULAR.sub("#", error)
+        if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
+            self._others += 1
+            return
+        found = self._kinds.setdefault(kind, _Kind(row, error))
+        found.count += 1
+        if row < found.row:
+            found.row, found.text = row, error
+
+    @property
+    def first(self) -> str | None:
+        """The error of the lowest row; None if there is none."""
+        kinds = self._by_row()
+        return _line(kinds[0]) if kinds else None
+
+    def lines(self) -> list[str]:
+        """One line for each kind, by row, and one for what further kinds there are."""
+        lines = [_line(kind) + (f"; {kind.count - 1} more" if kind.count > 1 else "") for kind in self._by_row()]
+        return [*lines, f"errors of other kinds: {self._others}"] if self._others else lines
+
+    def _by_row(self) -> list[_Kind]:
+        return sorted(self._kinds.values(), key=lambda kind: kind.row)
+
+
+def _line(kind: _Kind) -> str:
+    text = " ".join(kind.text.split())
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[:_MAX_CHARACTERS]}…"
+    return text if text.startswith(f"row {kind.row}: ") else f"row {kind.row}: {text}"
+
+
+_SYNC_S = 1.0
+_FORMAT = 1
+_MAGIC = b'{"sluice_generate":'
+
+
+class _Header(msgspec.Struct, frozen=True):
+    sluice_generate: int
+    run: dict[str, Any]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What is needed of an answer to go on; the other fields are skipped."""
+
+    row: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_N)]
+    finish_reason: str
+    num_new_tokens: int
+    error: str | None = None
+
+
+@dataclass
+class Tally:
+    """Counts of a whole run, earlier sessions included."""
+
+    sequences: int = 0
+    errors: int = 0
+    tokens: int = 0
+    loops: int = 0  # sequences that the repeat guard ended
+    failures: Failures = field(default_factory=Failures)
+
+    def count(self, row: int, finish_reason: str, num_new_tokens: int, error: str | None) -> None:
+        """One more answer."""
+        self.sequences += 1
+        self.tokens += num_new_tokens
+        self.loops += finish_reason == "repeat_terminated"
+        if finish_reason == "error":
+            self.errors += 1
+            self.failures.count(row, error or "an error without words")
+
+
+@dataclass
+class Kept:
+    """What of a part file counts."""
+
+    places: dict[int, int] = field(default_factory=dict)  # number of the sequence → offset of its line
+    end: int = 0  # bytes that are whole
+    tally: Tally = field(default_factory=Tally)
+
+
+def header_line(run: dict[str, Any]) -> bytes:
+    """The first line of a part file."""
+    return msgspec.json.encode(_Header(_FORMAT, run)) + b"\n"
+
+
+def recover(lines: Iterable[bytes], header: bytes, name: str) -> Kept:
+    """What counts of the lines of a part file; `end` 0: nothing, not even the header.
+
+    Raises ConfigError when the first line is that of another run, or of something else.
+    """
+    kept, stream = Kept(), iter(lines)
+    first = next(stream, b"")
+    if first != header:
+        if first.endswith(b"\n") or not (first.startswith(_MAGIC) or _MAGIC.startswith(first)):
+            raise ConfigError(_difference(first, header, name))
+        return kept
+    kept.end = len(first)
+    for line in stream:
+        try:
+            found = read_json(line, _Line, "it") if line.endswith(b"\n") else None
+        except MessageError:
+            found = None
+        if found is None:
+            return kept
+        number = number_of(found.row, found.index)
+        if number not in kept.places:
+            kept.places[number] = kept.end
+            kept.tally.count(found.row, found.finish_reason, found.num_new_tokens, found.error)
+        kept.end += len(line)
+    return kept
+
+
+class PartFile:
+    """Open it with `with`; it stays unless it is removed or holds no answer."""
+
+    def __init__(self, path: Path, run: dict[str, Any], *, restart: bool = False) -> None:
+        """Raises ConfigError for the part file of another run, or one that another process writes."""
+        self.path = path
+        self._stream = _locked(path)
+        try:
+            header = header_line(run)
+            if restart:
+                self._stream.truncate(0)
+            kept = recover(self._stream, header, str(path))
+            self._places, self._end, self.tally = kept.places, kept.end, kept.tally
+            self._stream.truncate(self._end)
+            self._stream.seek(self._end)
+            self._synced = time.monotonic()
+            if not self._end:
+                self._write(header)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def __enter__(self) -> PartFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._places:
+                self.path.unlink(missing_ok=True)
+            else:
+                os.fsync(self._stream.fileno())
+        finally:
+            self._stream.close()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def append(
+        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
+    ) -> None:
+        """Keep one answer. Raises DataError when the disk takes no more."""
+        place = self._end
+        self._write(line)
+        self._places[number] = place
+        self.tally.count(row_and_index(number)[0], finish_reason, num_new_tokens, error)
+
+    def lines(self, numbers: Iterable[int]) -> Iterator[bytes]:
+        """The lines of these answers, in this order."""
+        with self.path.open("rb") as stream:
+            for number in numbers:
+                stream.seek(self._places[number])
+                yield stream.readline()
+
+    def remove(self) -> None:
+        """The answers are elsewhere."""
+        self._places.clear()
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+            if time.monotonic() - self._synced >= _SYNC_S:
+                os.fsync(self._stream.fileno())
+                self._synced = time.monotonic()
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror}; make room, and the same command goes on") from error
+        self._end += len(line)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    try:
+        stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.stat().st_ino != os.fstat(stream.fileno()).st_ino:
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError) as error:  # FileNotFoundError: its owner has just ended
+        stream.close()
+        raise ConfigError(f"{path}: another process writes it; wait for its end or choose another --out") from error
+    return stream
+
+
+def _difference(first: bytes, header: bytes, name: str) -> str:
+    try:
+        found = read_json(first, _Header, "it")
+    except MessageError:
+        return f"{name}: not a part file of `sluice generate`; move it away, or replace it with --restart"
+    old, new = found.run, read_json(header, _Header, "it").run
+    names = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)] or ["the format"]
+    shown = ", ".join(key if key in ("input", "model") else f"{key} ({old.get(key)!r})" for key in names)
+    return f"{name} was begun with another {shown}; give the same command as then to go on, or --restart to begin anew"
+
+
+class StdoutSink:
+    """Keeps nothing, so nothing can go on from it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.tally = Tally()
+
+    def __contains__(self, number: int) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return self.tally.sequences
+
+    def append(
+        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
+    ) -> None:
+        """Write one answer."""
+        self._stream.write(line)
+        self._stream.flush()
+        self.tally.count(row_and_index(number)[0], finish_reason, num_new_tokens, error)
