@@ -60,7 +60,7 @@ check: setup ## Lint, format, types, import contracts, configs, house rules
 	@$(BIN)/lint-imports
 	@$(BIN)/sluice config check configs/*.yaml
 	@$(BIN)/sluice config schema --check docs/config.schema.json
-	@for page in config metrics wire; do $(BIN)/sluice config reference $$page --check docs/$$page.md || exit; done
+	@for page in config metrics wire; do $(BIN)/python scripts/reference.py $$page --check docs/$$page.md || exit; done
 	@$(BIN)/python -m pytest -q tests/unit/test_house_rules.py
 
 format: setup ## Format and sort imports

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
@@ -91,32 +91,4 @@ def schema(
     if not check_file.exists() or check_file.read_text() != text:
         raise ConfigError(f"{check_file} is out of date; run `sluice config schema > {check_file}`")
     say(f"{check_file}: up to date")
-    return 0
-
-
-@app.command
-def reference(
-    page: Annotated[Literal["config", "metrics", "wire"], Parameter(help="Which page.")] = "config",
-    *,
-    check_file: Annotated[
-        Path | None, Parameter(name="--check", help="Compare with this page instead of printing.")
-    ] = None,
-    write_file: Annotated[Path | None, Parameter(name="--write", help="Renew the tables of this page.")] = None,
-) -> int:
-    """Print the tables of a reference page, made from the types and their comments.
-
-    With `--check FILE`, compare with a page instead; exit code 2 when it is out of date. `--write FILE` renews it.
-
-    Example: `sluice config reference config`
-    Example: `sluice config reference wire --check docs/wire.md`
-    """
-    from pipeline import reference as pages
-
-    if write_file is not None:
-        pages.write(page, write_file)
-    if check_file is not None:
-        pages.check(page, check_file)
-        say(f"{check_file}: up to date")
-    elif write_file is None:
-        say(pages.table(page), end="")
     return 0

@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import Group
+from cyclopts import App, Group
+
+from pipeline.errors import EXIT_CODES
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpEntry, HelpPanel
@@ -82,6 +84,8 @@ def _notes(entry: HelpEntry) -> Iterable[str]:
 
 
 _EXAMPLE = re.compile(r"Example: `([^`]+)`$")
+_MODULE = re.compile(r"(?<=^sluice )(.*) -m [\w.]+", re.MULTILINE)  # of usage lines, where `python -m` runs the command
+_EXAMPLES = re.compile(r"(?:^Example: `[^`]+`\n)+", re.MULTILINE)
 
 
 def paragraphs(text: str) -> list[str]:
@@ -126,3 +130,48 @@ def heading_of(command: str) -> tuple[Group, int]:
         if command in commands:
             return _GROUPS[heading], commands.index(command)
     return _GROUPS[_LAST], len(HEADINGS[_LAST])
+
+
+def order_of(command: str) -> tuple[int, int, str]:
+    """What sorts commands as `sluice --help` lists them."""
+    group, place = heading_of(command)
+    return list(HEADINGS).index(group.name), place, command
+
+
+_PAGE = """# The command line
+
+Made by `sluice help --markdown`; a test compares. `sluice COMMAND --help` says the same.
+
+- `-c FILE` names the run's configuration, and `--set path.to.key=value` overrides one key of it.
+- A wrong command, option or key is refused in one line that names what was probably meant; exit code 2.
+- With `--json` a command writes one JSON object with `schema_version` to stdout, and all else to stderr.
+- `sluice up --dry-run` and `sluice run --dry-run` check everything, say what would be started, and start nothing.
+
+## Exit codes
+
+| code | meaning |
+|---|---|
+{codes}
+
+## Completion
+
+```sh
+source <(sluice completion bash)      # this shell alone; zsh and fish have theirs
+sluice completion bash --install      # every shell from now on
+```
+
+## Commands
+
+"""
+
+
+def as_markdown(app: App) -> str:
+    """docs/cli.md: what cyclopts writes of every command, below a head of ours."""
+    codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
+    _, first, commands = app.generate_docs().partition(f"**{next(iter(HEADINGS))}**")
+    page = _PAGE.format(codes=codes) + first + _EXAMPLES.sub(_as_block, _MODULE.sub(r"\1", commands))
+    return page.rstrip() + "\n"
+
+
+def _as_block(found: re.Match[str]) -> str:
+    return "\n".join(["```sh", *examples(found[0]), "```", ""])

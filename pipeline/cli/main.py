@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
-from pipeline.cli.help import OPTIONS, Layout, heading_of
+from pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of
 from pipeline.errors import INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, exit_codes_text, first_cause
 from pipeline.terminal import say
 
@@ -80,8 +80,6 @@ def help_(
     Example: `sluice help exit-codes`
     """
     if markdown:
-        from pipeline.cli.reference import as_markdown
-
         say(as_markdown(build()), end="")
     elif topic == ("exit-codes",):
         say(exit_codes_text())
@@ -115,7 +113,7 @@ def build(only: str = "") -> App:
         suppress_keyboard_interrupt=False,
     )
     installed = entry_points(group=GROUP)
-    for entry in installed.select(name=only) or installed:
+    for entry in sorted(installed.select(name=only) or installed, key=lambda each: order_of(each.name)):
         command: Any = entry.load()
         group, place = heading_of(entry.name)
         if isinstance(command, App):

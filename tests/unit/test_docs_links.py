@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.reference import PAGES as REFERENCE
-from pipeline.reference import check, table, write
 from pipeline.status.snapshot import StallKind
+from scripts.reference import PAGES as REFERENCE
+from scripts.reference import check, table, write
 from tests.e2e.docs_pages import DOCS, PAGES, ROOT, anchors, links
 
 ALL = [*PAGES, *(f"docs/decisions/{path.name}" for path in sorted((DOCS / "decisions").glob("*.md")))]
@@ -52,7 +52,7 @@ def test_a_page_that_is_out_of_date_is_found_and_renewed(tmp_path: Path) -> None
     copy = tmp_path / "wire.md"
     fresh = (DOCS / "wire.md").read_text()
     copy.write_text(fresh.replace("| `prompt_token_ids` |", "| `prompt_ids` |"))
-    with pytest.raises(ConfigError, match="out of date; run `sluice config reference wire --write"):
+    with pytest.raises(ConfigError, match=r"out of date; run `python scripts/reference\.py wire --write"):
         check("wire", copy)
     write("wire", copy)
     assert copy.read_text() == fresh

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli.help import HEADINGS, examples, paragraphs
+from pipeline.cli.help import HEADINGS, as_markdown, examples, paragraphs
 from pipeline.cli.main import GROUP, build
-from pipeline.cli.reference import as_markdown, options, walk
-from tests.command import call
+from tests.command import call, options, walk
 
 APP = build()
 COMMANDS = list(walk(APP))

@@ -13,12 +13,11 @@ import pytest
 
 from pipeline.broker import connection as connections
 from pipeline.cli.main import build
-from pipeline.cli.reference import options, walk
 from pipeline.config.types import BrokerConfig
 from pipeline.json_out import json_line
 from pipeline.queue import Credit, JobQueue
 from pipeline.wire.keys import Keys
-from tests.command import call
+from tests.command import call, options, walk
 from tests.factories import decode_job
 from tests.unit.pipeline.test_weights import model_dir
 
