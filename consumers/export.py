@@ -20,16 +20,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from consumers.history.files import consumer_files
 from consumers.history.reader import HistoryReader
 from consumers.history.records import SequenceDetail
 from consumers.pack import IGNORED
+from consumers.run_files import HISTORY, ROLLOUTS
 from consumers.tasks.codec import HFTextCodec
+from consumers.tasks.task import TextCodec
 from consumers.training.step_log import read_rollouts
 from pipeline.errors import DataError, ModelError
 from pipeline.logs import get_logger
@@ -37,6 +40,11 @@ from pipeline.prompts.rows import parquet_module
 from pipeline.wire.messages import SequenceResult, TrainingSample
 
 Format = Literal["jsonl", "parquet", "datasets", "trl"]
+Kind = Literal["trained", "handed-on"]
+JSON_COLUMNS = ("stop_reason", "truth", "metrics", "metadata", "triggers", "sampling")
+Row = dict[str, Any]
+_MOST_ROWS = 256
+_MOST_TOKENS = 1 << 18  # of a Parquet row group: some 10 arrays each
 
 
 @dataclass
@@ -89,9 +97,6 @@ def _codec(model: str) -> HFTextCodec | None:
         return None
 
 
-Kind = Literal["trained", "handed-on"]
-
-
 @dataclass(frozen=True)
 class Exported:
     """One sequence; `result` is what a worker decoded, where the history has it."""
@@ -104,11 +109,11 @@ class Exported:
 
 def read_run(directory: Path, kind: Kind) -> Iterator[Exported]:
     """At least one; raises DataError that says why there is none."""
-    history, rollouts = directory / "history", directory / "rollouts"
-    found = _from_history(history, kind) if any(history.glob("consumer-*.sqlite")) else iter(())
+    history = directory / HISTORY
+    found = _from_history(history, kind)
     first = next(found, None)
     if first is None and kind == "trained":
-        found = _from_rollouts(rollouts)
+        found = _from_rollouts(directory / ROLLOUTS)
         first = next(found, None)
     if first is None:
         raise DataError(f"{directory}: nothing to export; {_why(history, kind)}")
@@ -143,7 +148,7 @@ def _from_rollouts(directory: Path) -> Iterator[Exported]:
 
 
 def _why(history: Path, kind: Kind) -> str:
-    if not any(history.glob("consumer-*.sqlite")):
+    if not consumer_files(history):
         return "it has no history; run with history.enabled: true, or with trainer.keep_rollouts (null: all steps)"
     with closing(HistoryReader(history)) as reader:
         handed_on = reader.totals()["handed_on"]
@@ -152,19 +157,7 @@ def _why(history: Path, kind: Kind) -> str:
     return "no sequence was handed to a trainer yet; `sluice status` says how far the run is"
 
 
-JSON_COLUMNS = ("stop_reason", "truth", "metrics", "metadata", "triggers", "sampling")
-Row = dict[str, Any]
-
-
-class Decodes(Protocol):
-    """Token ids → text."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Exact, special tokens spelled out."""
-        ...
-
-
-def full_row(one: Exported, codec: Decodes | None) -> Row:
+def full_row(one: Exported, codec: TextCodec | None) -> Row:
     """Everything; texts of tokens need `codec`, and are None without one."""
     sample, ids = one.sample, list(one.sample.token_ids)
     texts = {"prompt": ids[: sample.prompt_len], "target": ids[sample.prompt_len :]}
@@ -252,10 +245,6 @@ def columns(arrow: Any, *, sft: bool) -> Any:
     }
     found = [(name, kind) for kind, names in kinds.items() for name in names.split()]
     return arrow.schema([*found, *((name, text) for name in JSON_COLUMNS)])
-
-
-_MOST_ROWS = 256
-_MOST_TOKENS = 1 << 18  # of a Parquet row group: some 10 arrays each
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ _UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
 _DETAIL_CHARS = 1500
 HAS_IMAGES = "has_images"
 _MOST = 1e30  # of a reward or an advantage: the loss is in float32
+_EPS = 1e-6
 
 
 class Sampler:
@@ -113,9 +114,6 @@ def blind(num_images: int) -> str:
 def letter(seq_id: str, reason: str, detail: str) -> DeadLetter:
     """A sequence that a consumer drops."""
     return DeadLetter(seq_id=seq_id, reason=reason, state="dropped", detail=detail[:_DETAIL_CHARS], at=time.time())
-
-
-_EPS = 1e-6
 
 
 def group_advantages(rewards: Sequence[float], kind: Literal["group_norm", "group_mean", "reward"]) -> list[float]:

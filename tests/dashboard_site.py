@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from consumers.dashboard.app import make_app, run_dashboard
-from consumers.dashboard.monitor import Look
+from consumers.dashboard.monitor import Monitor
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from consumers.loop import Consumer
@@ -72,15 +72,15 @@ class Site:
     def another(self, key: str | None = None, **dashboard: Any) -> Iterator[int]:
         """A second dashboard of the same run, with a key and settings of its own, and no actions; its port."""
         settings = msgspec.structs.replace(self.config.dashboard, **dashboard)
-        look = Look(msgspec.structs.replace(self.config, dashboard=settings), self.role.client, self.reader)
+        monitor = Monitor(msgspec.structs.replace(self.config, dashboard=settings), self.role.client, self.reader)
         entered, stop = Future[int](), asyncio.Event()
 
         async def serve() -> None:
-            watching = asyncio.create_task(look.run())
-            async with served(make_app(look, key), grace_s=1) as server:
+            watching = asyncio.create_task(monitor.run())
+            async with served(make_app(monitor, key), grace_s=1) as server:
                 entered.set_result(server.port)
                 await stop.wait()
-                look.close()
+                monitor.close()
             watching.cancel()
 
         serving = asyncio.run_coroutine_threadsafe(serve(), self.loop)

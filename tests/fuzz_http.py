@@ -20,7 +20,7 @@ import msgspec
 from yarl import URL
 
 from consumers.dashboard.app import make_app
-from consumers.dashboard.monitor import Look
+from consumers.dashboard.monitor import Monitor
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from pipeline.config.types import Config, GatewayConfig
@@ -153,13 +153,13 @@ async def everywhere(config: Config, backend: HfBackend, serve: Serve, client: A
 @contextlib.asynccontextmanager
 async def _dashboard(config: Config, client: Any) -> AsyncIterator[str]:
     reader = HistoryReader(history_directory(config))
-    look = Look(config, client, reader)
-    await look.refresh()
+    monitor = Monitor(config, client, reader)
+    await monitor.refresh()
     try:
-        async with served(make_app(look, allow_actions=True)) as server:
+        async with served(make_app(monitor, allow_actions=True)) as server:
             yield server.url("")
     finally:
-        look.close()
+        monitor.close()
         reader.close()
 
 

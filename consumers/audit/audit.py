@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, field
 from heapq import nlargest
 from pathlib import Path
@@ -20,14 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from consumers.audit.evidence import Compared, Evidence, Groups, HandedOn, evidence_of
+from consumers.audit.evidence import Compared, Evidence, Groups, Mask, evidence_of
 from consumers.audit.recompute import Recomputed, recompute
 from consumers.audit.report import Advantages, Fault, FaultKind, NotChecked, Report, Unchecked
 from consumers.audit.stored import Stored, choose, read_sequences, trained_versions
+from consumers.history.reader import HistoryReader
 from consumers.run_files import HISTORY, ROLLOUTS, WEIGHTS
 from pipeline.config.types import Config
 from pipeline.errors import DataError
 from pipeline.weights.versions import newest_number
+
+_WORST = 5  # of a kind
+_COUNTS = ("tokens", "right", "marked", "wrong", "unchecked", "told_apart", "compared")
 
 
 def audit_run(
@@ -54,7 +59,7 @@ def audit_run(
     # The step after which a version is published is written down before the version is.
     newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
     tally = Tally(tolerance, frozenset(missing), newest)
-    with HandedOn(directory / HISTORY) as history:
+    with closing(HistoryReader(directory / HISTORY)) as history:
         for sequence, again in pairs:
             if sequence.has_images:
                 tally.refuse(sequence, "images")
@@ -62,16 +67,10 @@ def audit_run(
                 tally.judge(sequence, again, evidence_of(sequence, config, groups, trained_at, history))
     return Report(
         run=directory.resolve().name,
-        tokens=tally.tokens,
-        right=tally.right,
-        marked=tally.marked,
-        wrong=tally.wrong,
-        unchecked=tally.unchecked,
-        told_apart=tally.told_apart,
+        **{name: getattr(tally, name) for name in _COUNTS},
         max_error=max(tally.behaviour_error, tally.proximal_error),
         max_behaviour_error=tally.behaviour_error,
         max_proximal_error=tally.proximal_error,
-        compared=tally.compared,
         tolerance=tolerance,
         steps=sorted({sequence.step for sequence in sequences}),
         sequences=len(sequences),
@@ -84,10 +83,6 @@ def audit_run(
         advantages=Advantages(**{word: tally.advantages[word] for word in ("right", "wrong", "unchecked")}),
         not_checked=tally.summary(),
     )
-
-
-_WORST = 5  # of a kind
-Mask = NDArray[np.bool_]
 
 
 @dataclass

@@ -25,8 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +38,10 @@ from pipeline.config.types import Config
 from pipeline.wire.messages import TrainingSample
 
 _RELATIVE = 1e-6  # the same code on the same numbers, maybe on another machine
+Place = int | str
+"""Index in the group; of samples that do not say theirs, the id of the sequence."""
+Mask = NDArray[np.bool_]
+_BY_THE_TRAINER = (LeftOut.foreign, LeftOut.stale, LeftOut.missing)
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,6 @@ class Compared:
         if self.stored is None or self.expected is None:
             return self.stored is self.expected
         return math.isclose(self.stored, self.expected, rel_tol=_RELATIVE, abs_tol=_RELATIVE)
-
-
-Place = int | str
-"""Index in the group; of samples that do not say theirs, the id of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +124,6 @@ def _place(seq_id: str, index: int, names: frozenset[str]) -> Place:
     return whole if part.isdecimal() and whole in names else seq_id
 
 
-Mask = NDArray[np.bool_]
-
-
 @dataclass(frozen=True, eq=False)
 class MaskFindings:
     """Shapes (tokens,). `unchecked` are the tokens for which a rule could not be checked."""
@@ -179,29 +174,14 @@ def _of_the_trainer(
     return MaskFindings(off & (sampled | ~is_on), unchecked)
 
 
-_BY_THE_TRAINER = (LeftOut.foreign, LeftOut.stale, LeftOut.missing)
+def handed_on(history: HistoryReader, stored: Stored) -> TrainingSample | None:
+    """The sample as the consumer gave it to the trainer.
 
-
-class HandedOn:
-    """The history of a run; use it with `with`. One without a history knows no sequence."""
-
-    def __init__(self, directory: Path) -> None:
-        self._reader = HistoryReader(directory) if directory.is_dir() else None
-
-    def __enter__(self) -> HandedOn:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._reader is not None:
-            self._reader.close()
-
-    def sample(self, stored: Stored) -> TrainingSample | None:
-        """None when the history does not hold it, or not any more. Raises DataError for a damaged history."""
-        found = self._reader.sequence(stored.seq_id) if self._reader is not None else None
-        sample = None if found is None else found.sample
-        return sample if sample is not None and sample.enqueued_at == stored.sample.enqueued_at else None
+    None when the history does not hold it, or not any more. Raises DataError for a damaged history.
+    """
+    found = history.sequence(stored.seq_id)
+    sample = None if found is None else found.sample
+    return sample if sample is not None and sample.enqueued_at == stored.sample.enqueued_at else None
 
 
 def changed_tokens(stored: Stored, before: TrainingSample) -> NDArray[np.bool_]:
@@ -265,9 +245,9 @@ class Evidence:
 
 
 def evidence_of(
-    stored: Stored, config: Config, groups: Groups, trained_at: Mapping[int, int], history: HandedOn
+    stored: Stored, config: Config, groups: Groups, trained_at: Mapping[int, int], history: HistoryReader
 ) -> Evidence:
-    before = history.sample(stored)
+    before = handed_on(history, stored)
     return Evidence(
         mask=check_mask(stored, config, trained_at.get(stored.step)),
         advantage=groups.compare(stored),

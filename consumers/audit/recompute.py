@@ -21,6 +21,7 @@ from pipeline.terminal import Console
 from pipeline.weights.versions import read_manifest, verify
 
 _ROWS = 256  # positions whose softmax is taken at a time: (rows, vocab) in fp32
+_PLAIN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +159,6 @@ def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:
             f"step {sequence.step}, {sequence.seq_id}: a token id is outside the model's vocabulary of {size}; "
             "are weights and rollouts of one run?"
         )
-
-
-_PLAIN_EVERY_S = 10.0
 
 
 class Meter:

@@ -25,6 +25,28 @@ Unchecked = Literal[
     "handed_on",  # the history does not hold the sequence as it was handed to the trainer
 ]
 """What could not be checked of a sequence. But for `images` and `version_gone`, all else of it was judged."""
+_WIDE = 160  # columns, where there is no terminal
+_FAULTS: dict[FaultKind, str] = {
+    "version": "sampled, and no version says by which weights",
+    "proximal_version": "proximal version is neither version + 1 nor -1",
+    "behaviour": "behaviour logprob is off",
+    "proximal": "proximal logprob is off",
+    "marked": "marked as not scored, and its proximal logprob is not the behaviour's",
+    "mask": "response mask is not what was sampled and not left out",
+    "advantage": "advantage is not that of its group's rewards",
+    "handed_on": "not what was handed to the trainer",
+}
+_NOT_CHECKED: dict[Unchecked, str] = {
+    "images": "sequences with images: stored samples hold no pixels, so nothing of them was judged",
+    "version_gone": "a version that their logprobs need is not there any more",
+    "group_incomplete": "advantages: members of the group were not trained, so their rewards are not stored",
+    "advantage_of_task": "advantages: the task gave them itself",
+    "advantage_unstamped": "advantages: stored by an older release, which did not say how many rewards made them",
+    "mask_of_task": "masks: rollout_matching.target is your own, and may have cleared these",
+    "mask_unstamped": "masks: stored by an older release, which did not say why the trainer cleared them",
+    "staleness": "the staleness bound: metrics.jsonl does not hold these steps",
+    "handed_on": "against what was handed to the trainer: the history does not hold these sequences",
+}
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,30 +110,6 @@ def listed(numbers: list[int]) -> str:
     """`0, 1, 4`, and long lists cut in the middle."""
     words = [str(number) for number in numbers]
     return ", ".join(words if len(words) <= 8 else [*words[:4], "…", *words[-3:]])
-
-
-_WIDE = 160  # columns, where there is no terminal
-_FAULTS: dict[FaultKind, str] = {
-    "version": "sampled, and no version says by which weights",
-    "proximal_version": "proximal version is neither version + 1 nor -1",
-    "behaviour": "behaviour logprob is off",
-    "proximal": "proximal logprob is off",
-    "marked": "marked as not scored, and its proximal logprob is not the behaviour's",
-    "mask": "response mask is not what was sampled and not left out",
-    "advantage": "advantage is not that of its group's rewards",
-    "handed_on": "not what was handed to the trainer",
-}
-_NOT_CHECKED: dict[Unchecked, str] = {
-    "images": "sequences with images: stored samples hold no pixels, so nothing of them was judged",
-    "version_gone": "a version that their logprobs need is not there any more",
-    "group_incomplete": "advantages: members of the group were not trained, so their rewards are not stored",
-    "advantage_of_task": "advantages: the task gave them itself",
-    "advantage_unstamped": "advantages: stored by an older release, which did not say how many rewards made them",
-    "mask_of_task": "masks: rollout_matching.target is your own, and may have cleared these",
-    "mask_unstamped": "masks: stored by an older release, which did not say why the trainer cleared them",
-    "staleness": "the staleness bound: metrics.jsonl does not hold these steps",
-    "handed_on": "against what was handed to the trainer: the history does not hold these sequences",
-}
 
 
 def print_report(found: Report, *, may_be_half: bool) -> None:

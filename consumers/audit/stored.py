@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from consumers.run_files import METRICS
 from consumers.training.step_log import read_rollouts
-from pipeline.decoding import read_json
 from pipeline.errors import ConfigError, DataError, MessageError
+from pipeline.wire.codec import read_json
 from pipeline.wire.messages import TrainingSample
 from pipeline.wire.tokens import FloatArray, Runs
 

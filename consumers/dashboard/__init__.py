@@ -1,6 +1,6 @@
 """The run in a browser: pages made here, kept fresh by server-sent events.
 
-    broker ──inspect, once a second──▶ Look ──▶ pages (Jinja2) ──▶ browser
+    broker ──inspect, once a second─▶ Monitor ─▶ pages (Jinja2) ──▶ browser
                                         │                            ▲
     history files ──HistoryReader───────┘──▶ Live fragments ──/events┘
 

@@ -1,6 +1,6 @@
 """The dashboard's process and its ASGI application.
 
-    request ─▶ SafeHeaders ─▶ Gate ─▶ HostGate ─▶ BodyLimit ─▶ routes ─▶ Look, HistoryReader
+    request ─▶ SafeHeaders ─▶ Gate ─▶ HostGate ─▶ BodyLimit ─▶ routes ─▶ Monitor, HistoryReader
 
 - A page module has `router`, and is listed in `PAGES`; what it renders extends templates/base.html.j2.
 """
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from consumers.dashboard import dead_letters, jobs, live, overview, sequences, settings, workers
 from consumers.dashboard.auth import KEY_NAME, Gate, SafeHeaders, check_host
 from consumers.dashboard.live import Live
-from consumers.dashboard.monitor import Look
+from consumers.dashboard.monitor import Monitor
 from consumers.dashboard.render import STATIC, add_problem_pages
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
@@ -31,32 +31,30 @@ from pipeline.logs import get_logger
 from pipeline.run.role import Role, default_name, role_process
 
 PAGES = (overview, jobs, sequences, workers, dead_letters, settings, live)
+_GRACE_S = 3.0
 
 
-def make_app(look: Look, key: str | None = None, *, allow_actions: bool = False) -> ASGIApp:
+def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = False) -> ASGIApp:
     """`key`: what every request but /health must bring; None: only this machine may ask, see auth.py."""
-    config = look.config.dashboard
+    config = monitor.config.dashboard
     app = FastAPI(title="Sluice dashboard", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.look, app.state.allow_actions = look, allow_actions
-    app.state.live = Live(look)
+    app.state.monitor, app.state.allow_actions = monitor, allow_actions
+    app.state.live = Live(monitor)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mb * (1 << 20)))
     app.add_middleware(HostGate, names=config.hosts, setting="dashboard.hosts", has_key=key is not None)
     app.add_middleware(Gate, key=key)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_api_route("/health", lambda: _health(look))
+    app.add_api_route("/health", lambda: _health(monitor))
     for page in PAGES:
         app.include_router(page.router)
     add_problem_pages(app)
     return SafeHeaders(app)  # not as middleware: the page of an error nobody expected is made outside of those
 
 
-def _health(look: Look) -> JSONResponse:
-    healthy = look.problem is None
-    answer = {"status": "healthy" if healthy else "unavailable", "service": "dashboard", "waiting_for": look.problem}
+def _health(monitor: Monitor) -> JSONResponse:
+    healthy = monitor.problem is None
+    answer = {"status": "healthy" if healthy else "unavailable", "service": "dashboard", "waiting_for": monitor.problem}
     return JSONResponse(answer, 200 if healthy else 503)
-
-
-_GRACE_S = 3.0
 
 
 async def dashboard(config: Config, *, allow_actions: bool, stop: asyncio.Event | None = None) -> None:
@@ -72,9 +70,9 @@ async def run_dashboard(
 ) -> None:
     """The dashboard inside a role."""
     config, reader = role.config.dashboard, HistoryReader(history_directory(role.config))
-    look = Look(role.config, role.client, reader)
-    role.spawn(look.run())
-    role.spawn(_close_streams(role, look))
+    monitor = Monitor(role.config, role.client, reader)
+    role.spawn(monitor.run())
+    role.spawn(_close_streams(role, monitor))
 
     def ready(port: int) -> None:
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -83,14 +81,14 @@ async def run_dashboard(
         get_logger().info("dashboard ready", url=f"http://{host}:{port}")
         on_ready(port)
 
-    app = make_app(look, key, allow_actions=allow_actions or config.allow_actions)
+    app = make_app(monitor, key, allow_actions=allow_actions or config.allow_actions)
     try:
         await serve(app, host=config.host, port=config.port, stop=role.stop, grace_s=_GRACE_S, on_ready=ready)
     finally:
         reader.close()
 
 
-async def _close_streams(role: Role, look: Look) -> None:
+async def _close_streams(role: Role, monitor: Monitor) -> None:
     """Streams have no end of their own, and would use up the grace time."""
     await role.stop.wait()
-    look.close()
+    monitor.close()

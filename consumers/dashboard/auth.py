@@ -23,6 +23,20 @@ from pipeline.http.middleware import OPEN_PATHS, is_loopback, with_unread_body
 KEY_NAME = "SLUICE_DASHBOARD_KEY"
 _ASK = {"WWW-Authenticate": 'Basic realm="Sluice dashboard", charset="UTF-8"', "Connection": "close"}
 _NO_KEY = "the key is missing or wrong; give it as the password (any user name), or as 'Authorization: Bearer KEY'"
+POLICY = (
+    "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "img-src 'self' data:"
+)
+_HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+_KEPT = (b"cache-control", b"public, max-age=31536000, immutable")
+_FRESH = (b"cache-control", b"no-store")
 
 
 class Gate:
@@ -63,22 +77,6 @@ def _holds(scope: Scope, key: str) -> bool:
     elif scheme.lower() != b"bearer":
         return False
     return hmac.compare_digest(token, key.encode())
-
-
-POLICY = (
-    "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
-    "img-src 'self' data:"
-)
-_HEADERS = [
-    (b"content-security-policy", POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-frame-options", b"DENY"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-]
-_KEPT = (b"cache-control", b"public, max-age=31536000, immutable")
-_FRESH = (b"cache-control", b"no-store")
 
 
 class SafeHeaders:

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from consumers.dashboard.monitor import Look, look_of
+from consumers.dashboard.monitor import Monitor, monitor_of
 from consumers.dashboard.render import checked_id, render
 from pipeline.errors import BrokerError, SluiceError
 from pipeline.logs import get_logger
@@ -36,6 +36,11 @@ _TOO_MANY = (
     " or use `sluice dlq show`."
 )
 _ENTRY = re.compile(r"\d{1,15}-\d{1,15}")
+_FORM = "application/x-www-form-urlencoded"
+_ACT_S = 60.0
+_CHANGED = {"HX-Trigger": "letters-changed"}
+_OFF = "Actions are off. Start the dashboard with --allow-actions, or use `sluice dlq`."
+_ELSEWHERE = "This did not come from a page of this dashboard, so nothing was done."
 
 
 class Reasons(NamedTuple):
@@ -57,11 +62,11 @@ class Found(NamedTuple):
 @router.get("/dead-letters")
 async def dead_letters(request: Request, reason: str = "", job: str = "", before: str = "") -> Response:
     """Newest first, of one reason and job where they are given."""
-    look = look_of(request)
+    monitor = monitor_of(request)
     if before and not _ENTRY.fullmatch(before):
         raise HTTPException(400, "That is no place in the list. Begin with its first page.")
-    found = await look.ask(_page(letters_of(look), reason.strip(), job.strip(), before or "+"))
-    reasons = await look.ask(_reasons(request, look))
+    found = await monitor.ask(_page(letters_of(monitor), reason.strip(), job.strip(), before or "+"))
+    reasons = await monitor.ask(_reasons(request, monitor))
     here = str(request.url.path) + (f"?{request.url.query}" if request.url.query else "")
     parts = {
         "here": here,
@@ -77,11 +82,11 @@ async def dead_letters(request: Request, reason: str = "", job: str = "", before
 @router.get("/dead-letters/{seq_id:path}")
 async def dead_letter(request: Request, seq_id: str, entry: str = "") -> Response:
     """All of one; it need not be searched where its `entry` in the stream is given."""
-    look, name = look_of(request), checked_id(seq_id)
+    monitor, name = monitor_of(request), checked_id(seq_id)
     known = entry if _ENTRY.fullmatch(entry) else None
     try:
         async with asyncio.timeout(_FIND_S):
-            letter = await read_letter(letters_of(look), name, entry_id=known)
+            letter = await read_letter(letters_of(monitor), name, entry_id=known)
     except TimeoutError as error:
         raise HTTPException(503, _TOO_MANY) from error
     except BrokerError:
@@ -93,9 +98,9 @@ async def dead_letter(request: Request, seq_id: str, entry: str = "") -> Respons
     return render(request, "dead_letter.html.j2", letter=letter, payload=job)
 
 
-def letters_of(look: Look) -> DeadLetters:
+def letters_of(monitor: Monitor) -> DeadLetters:
     """The dead letters of this run."""
-    return DeadLetters(look.client, look.config)
+    return DeadLetters(monitor.client, monitor.config)
 
 
 async def _page(letters: DeadLetters, reason: str, job: str, before: str) -> Found:
@@ -117,14 +122,14 @@ async def _page(letters: DeadLetters, reason: str, job: str, before: str) -> Fou
     return Found(rows, before)
 
 
-async def _reasons(request: Request, look: Look) -> Reasons:
-    client: Any = look.client
-    newest = await client.xrevrange(look.keys.dead, count=1)
-    entries = int(await client.xlen(look.keys.dead))
+async def _reasons(request: Request, monitor: Monitor) -> Reasons:
+    client: Any = monitor.client
+    newest = await client.xrevrange(monitor.keys.dead, count=1)
+    entries = int(await client.xlen(monitor.keys.dead))
     last = newest[0][0].decode() if newest else ""
     known: Reasons | None = getattr(request.app.state, "reasons", None)
     if known is None or (known.newest, known.entries) != (last, entries):
-        known = request.app.state.reasons = await _count(letters_of(look), last, entries)
+        known = request.app.state.reasons = await _count(letters_of(monitor), last, entries)
     return known
 
 
@@ -137,25 +142,18 @@ async def _count(letters: DeadLetters, newest: str, entries: int) -> Reasons:
     return Reasons(newest, entries, dict(counts.most_common()), seen >= entries)
 
 
-_FORM = "application/x-www-form-urlencoded"
-_ACT_S = 60.0
-_CHANGED = {"HX-Trigger": "letters-changed"}
-_OFF = "Actions are off. Start the dashboard with --allow-actions, or use `sluice dlq`."
-_ELSEWHERE = "This did not come from a page of this dashboard, so nothing was done."
-
-
 @router.post("/dead-letters/replay")
 async def replay(request: Request) -> Response:
     """Send letters back to the queue."""
     selection = await _selection(request)
-    return _answer(request, "replayed", await in_time(letters_of(look_of(request)).replay(selection), "replayed"))
+    return _answer(request, "replayed", await in_time(letters_of(monitor_of(request)).replay(selection), "replayed"))
 
 
 @router.post("/dead-letters/drop")
 async def drop(request: Request) -> Response:
     """Throw letters away."""
     selection = await _selection(request)
-    return _answer(request, "dropped", await in_time(letters_of(look_of(request)).drop(selection), "dropped"))
+    return _answer(request, "dropped", await in_time(letters_of(monitor_of(request)).drop(selection), "dropped"))
 
 
 async def in_time(work: Awaitable[list[Done]], word: str, deadline_s: float = _ACT_S) -> list[Done]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from pipeline.status.text import length
 
@@ -19,6 +20,8 @@ _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u070f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
+NOTHING = "–"
+_BRIEF = 130  # characters
 
 
 def visible(text: object, limit: int = 0) -> str:
@@ -54,10 +57,6 @@ def _escape(found: re.Match[str]) -> str:
 
 
 TEXT_FILTERS = {"visible": visible, "block": block, "pretty": pretty}
-
-
-NOTHING = "–"
-_BRIEF = 130  # characters
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -116,6 +115,11 @@ def clock(at: float | None) -> str:
 def url(part: str) -> str:
     """An id as one part of an address, whatever it holds."""
     return quote(part, safe="")
+
+
+def query(fields: Mapping[str, object]) -> str:
+    """The part of an address behind its `?`: what is set of the fields, so that it can be shared."""
+    return urlencode({name: value for name, value in fields.items() if value not in ("", None)}, errors="replace")
 
 
 def sentence(text: str) -> list[str]:

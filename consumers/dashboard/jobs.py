@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 from redis.exceptions import RedisError
 
-from consumers.dashboard.monitor import Look, look_of
+from consumers.dashboard.formats import query
+from consumers.dashboard.monitor import Monitor, monitor_of
 from consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
 from consumers.history.records import JobRow, Page, SequenceFilter
 from pipeline.errors import BrokerError
@@ -37,29 +37,32 @@ _GONE = (
 )
 _AWAY = "The broker does not answer, so what is in the queue is not shown."
 router = APIRouter()
+WIDTH = 1000.0  # of the drawing
+_MIN_WIDTH = 2.0  # a bar that can still be seen
+_ENDINGS = {"handed_back": "handed back", "lost": "lost", "ended": "ended"}
 
 
 @router.get("/jobs")
 async def jobs(request: Request) -> Response:
     """The lists; those in the queue alone for htmx."""
-    look, asked = look_of(request), request.query_params
+    monitor, asked = monitor_of(request), request.query_params
     wanted = {name: clean(asked.get(name, "")) for name in ("search", "state", "worker")}
-    live, problem = await _live(look, wanted)
-    values = {"wanted": wanted, "live": live, "problem": problem, "address": "/jobs?" + _query(wanted)}
+    live, problem = await _live(monitor, wanted)
+    values = {"wanted": wanted, "live": live, "problem": problem, "address": "/jobs?" + query(wanted)}
     if request.headers.get("HX-Target") == "live":
         return render(request, "jobs_live.html.j2", **values)
     before, finished = asked.get("before", "")[:MOST_CURSOR], Page[JobRow]([])
     if not wanted["worker"] and wanted["state"] in ("", FINISHED):
-        finished = await asyncio.to_thread(look.reader.jobs, wanted["search"], ROWS, before)
+        finished = await asyncio.to_thread(monitor.reader.jobs, wanted["search"], ROWS, before)
     values |= {
         "states": (*JOB_STATES, FINISHED),
         "finished": finished,
-        "older": f"/jobs?{_query({**wanted, 'before': finished.next})}" if finished.next else "",
-        "newest": f"/jobs?{_query(wanted)}" if before else "",
+        "older": f"/jobs?{query({**wanted, 'before': finished.next})}" if finished.next else "",
+        "newest": f"/jobs?{query(wanted)}" if before else "",
     }
     if request.headers.get("HX-Target") == "found":
         answer = render(request, "jobs_found.html.j2", **values)
-        answer.headers["HX-Push-Url"] = f"/jobs?{_query({**wanted, 'before': before})}".rstrip("?")
+        answer.headers["HX-Push-Url"] = f"/jobs?{query({**wanted, 'before': before})}".rstrip("?")
     else:
         workers = sorted({row.worker for row in live.rows if row.worker} if live else ())
         answer = render(request, "jobs.html.j2", **values, workers=workers)
@@ -70,12 +73,12 @@ async def jobs(request: Request) -> Response:
 @router.get("/jobs/{job_id:path}")
 async def job(request: Request, job_id: str) -> Response:
     """One job, whether it runs, is over, or both (when it was replayed)."""
-    look, job_id = look_of(request), checked_id(job_id)
-    live, problem = await _live_job(look, job_id)
-    past = await asyncio.to_thread(look.reader.job, job_id)
+    monitor, job_id = monitor_of(request), checked_id(job_id)
+    live, problem = await _live_job(monitor, job_id)
+    past = await asyncio.to_thread(monitor.reader.job, job_id)
     if live is None and past is None:
         return problem_page(request, 404, f"{problem} {_GONE}".strip())
-    members = await asyncio.to_thread(look.reader.sequences, SequenceFilter(job_id=job_id), _MEMBERS)
+    members = await asyncio.to_thread(monitor.reader.sequences, SequenceFilter(job_id=job_id), _MEMBERS)
     events = live.events if live else past.events if past else []
     found = spans(events, time.time() if live else None)
     return render(
@@ -94,35 +97,26 @@ async def job(request: Request, job_id: str) -> Response:
     )
 
 
-async def _live(look: Look, wanted: dict[str, str]) -> tuple[LiveJobs | None, str]:
+async def _live(monitor: Monitor, wanted: dict[str, str]) -> tuple[LiveJobs | None, str]:
     """The jobs in the queue that fit; None where they are not asked for or the broker is away."""
     search, state, worker = wanted["search"], wanted["state"], wanted["worker"]
     if state and state not in JOB_STATES:
         return None, ""
     most = _LIVE_ROWS if any(wanted.values()) else _GLANCE
     try:
-        asked = live_jobs(look.client, look.keys, search=search, state=state, limit=most * (5 if worker else 1))
-        found = await look.ask(asked)
+        asked = live_jobs(monitor.client, monitor.keys, search=search, state=state, limit=most * (5 if worker else 1))
+        found = await monitor.ask(asked)
     except (RedisError, OSError, BrokerError):
         return None, _AWAY
     rows = [row for row in found.rows if worker in ("", row.worker)]
     return LiveJobs(rows=rows[:most], total=found.total, seen_all=found.seen_all), ""
 
 
-async def _live_job(look: Look, job_id: str) -> tuple[LiveJob | None, str]:
+async def _live_job(monitor: Monitor, job_id: str) -> tuple[LiveJob | None, str]:
     try:
-        return await look.ask(live_job(look.client, look.keys, job_id)), ""
+        return await monitor.ask(live_job(monitor.client, monitor.keys, job_id)), ""
     except (RedisError, OSError, BrokerError):
         return None, _AWAY
-
-
-def _query(fields: dict[str, str]) -> str:
-    return urlencode({name: value for name, value in fields.items() if value}, errors="replace")
-
-
-WIDTH = 1000.0  # of the drawing
-_MIN_WIDTH = 2.0  # a bar that can still be seen
-_ENDINGS = {"handed_back": "handed back", "lost": "lost", "ended": "ended"}
 
 
 @dataclass(frozen=True)

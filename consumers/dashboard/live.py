@@ -1,6 +1,6 @@
 """Fragments that browsers get as they change: server-sent events of `GET /events?show=overview`.
 
-    Look.next ─▶ rendered once, whoever listens ─▶ every stream that has not seen it
+    Monitor.next ─▶ rendered once, whoever listens ─▶ every stream that has not seen it
 
 - A stream ends with the dashboard, with its browser, or after `_LIFE_S` (the browser comes back by itself).
 - At most `MOST_STREAMS` at a time; one more is told so (503), and its page stays as it was loaded.
@@ -16,48 +16,49 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from consumers.dashboard.formats import clock
-from consumers.dashboard.monitor import Look
+from consumers.dashboard.monitor import Monitor
 from consumers.dashboard.render import fragment
 
 MOST_STREAMS = 64
 _LIFE_S = 900.0
 _RETRY_MS = 2000
 
-Values = Callable[[Look], dict[str, object]]
+Values = Callable[[Monitor], dict[str, object]]
+FRAGMENTS: dict[str, tuple[str, Values]] = {}
+"""Name → its template, and what the template needs besides the snapshot."""
+router = APIRouter()
 
 
 class Live:
     """The fragments of one dashboard; a page adds its own with `add`."""
 
-    def __init__(self, look: Look) -> None:
-        self.look, self.streams = look, 0
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor, self.streams = monitor, 0
         self._made: dict[str, tuple[int, str]] = {}
 
     def render(self, name: str) -> str:
-        """A fragment at the newest look; raises KeyError."""
+        """A fragment at the newest snapshot; raises KeyError."""
         template, values = FRAGMENTS[name]
         made = self._made.get(name)
-        if made is None or made[0] != self.look.number:
-            made = self._made[name] = (self.look.number, fragment(self.look, template, **values(self.look)))
+        if made is None or made[0] != self.monitor.number:
+            made = self._made[name] = (self.monitor.number, fragment(self.monitor, template, **values(self.monitor)))
         return made[1]
 
     async def stream(self, names: Sequence[str]) -> AsyncIterator[bytes]:
-        """Server-sent events: each fragment when it changed, and `tick` at every look."""
+        """Server-sent events: each fragment when it changed, and `tick` at every snapshot."""
         sent: dict[str, str] = {}
         until = time.monotonic() + _LIFE_S
         yield f"retry: {_RETRY_MS}\n\n".encode()
-        while not self.look.closing.is_set() and time.monotonic() < until:
+        while not self.monitor.closing.is_set() and time.monotonic() < until:
             fresh = {name: html for name in names if sent.get(name) != (html := self.render(name))}
             sent.update(fresh)
-            yield "".join([*(event(*one) for one in fresh.items()), event("tick", clock(self.look.seen_at))]).encode()
-            await self.look.next()
+            yield "".join(
+                [*(event(*one) for one in fresh.items()), event("tick", clock(self.monitor.seen_at))]
+            ).encode()
+            await self.monitor.next()
 
 
-FRAGMENTS: dict[str, tuple[str, Values]] = {}
-"""Name → its template, and what the template needs besides the look."""
-
-
-def add(name: str, template: str, values: Values = lambda look: {}) -> None:
+def add(name: str, template: str, values: Values = lambda monitor: {}) -> None:
     """A page's module calls this once."""
     FRAGMENTS[name] = (template, values)
 
@@ -65,9 +66,6 @@ def add(name: str, template: str, values: Values = lambda look: {}) -> None:
 def event(name: str, text: str) -> str:
     """One server-sent event; a line of text is a line of data."""
     return f"event: {name}\n" + "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"
-
-
-router = APIRouter()
 
 
 class _Counted(StreamingResponse):

@@ -1,11 +1,11 @@
 """What the pages see of the run: its newest state, rates, configuration and history.
 
-| waits for     | unblocked by                                                        |
-|---------------|---------------------------------------------------------------------|
-| the next look | a second                                                            |
-| the broker    | the broker, or `_LOOK_S`: the pages then show the last look, and why |
+| waits for         | unblocked by                                                                  |
+|-------------------|-------------------------------------------------------------------------------|
+| the next snapshot | a second                                                                      |
+| the broker        | the broker, or `_INSPECT_S`: the pages then show the last snapshot, and why   |
 
-- One task looks (`run`); pages and streams read what it saw.
+- One task inspects the run (`Monitor.run`); pages and streams read what it saw.
 """
 
 from __future__ import annotations
@@ -34,30 +34,32 @@ from pipeline.status.stages import Stage, stages
 from pipeline.wire.keys import Keys
 
 EVERY_S = 1.0
-_LOOK_S = 3.0
+_INSPECT_S = 3.0
 _ASK_S = 5.0
 _AWAY = "the broker does not answer"
 T = TypeVar("T")
+_WINDOW = 16  # heartbeats
+_OWN = "as this dashboard was started with"
 
 
-class Look:
-    """The newest look at one run, and what a page may ask further."""
+class Monitor:
+    """The newest snapshot of one run, and what a page may ask further."""
 
     def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
         self.config, self.client, self.keys = config, client, Keys(config.run)
         self.run_config = RunConfig(config)
         self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
-        self.newest = Snapshot(run=config.run, state="new")  # until the first look
-        self.seen_at: float | None = None  # Unix seconds of that look
+        self.newest = Snapshot(run=config.run, state="new")  # until the first one
+        self.seen_at: float | None = None  # Unix seconds of that snapshot
         self.problem: str | None = None  # why `newest` is not of now
-        self.number = 0  # of looks, also of those that failed
+        self.number = 0  # of tries, also of those that failed
         self.closing = asyncio.Event()
         self._next = asyncio.Event()
 
     async def refresh(self) -> None:
-        """One look; never raises for a broker that is away."""
+        """One snapshot; never raises for a broker that is away."""
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_INSPECT_S):
                 self.newest = await inspect(self.client, self.keys, self.config.consumer.count)
             self.rates.add(self.newest)
             self.process_rates.add(self.newest.processes)
@@ -76,13 +78,13 @@ class Look:
         self.problem = problem
 
     async def run(self) -> None:
-        """Look once a second until cancelled."""
+        """Inspect once a second until cancelled."""
         while True:
             await self.refresh()
             await asyncio.sleep(EVERY_S)
 
     async def next(self) -> None:
-        """Until the next look, or the end."""
+        """Until the next snapshot, or the end."""
         if not self.closing.is_set():
             await self._next.wait()
 
@@ -104,22 +106,19 @@ class Look:
             raise BrokerError(f"{_AWAY} within {_ASK_S:g} s; see whether it runs (`sluice doctor`)") from error
 
 
-def look_of(request: Request) -> Look:
+def monitor_of(request: Request) -> Monitor:
     """For routes."""
-    return request.app.state.look
-
-
-_WINDOW = 16  # heartbeats
+    return request.app.state.monitor
 
 
 class ProcessRates:
-    """`add` every look; a worker that started anew begins anew."""
+    """`add` every snapshot; a worker that started anew begins anew."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], deque[tuple[float, int]]] = {}
 
     def add(self, rows: Iterable[Process]) -> None:
-        """The processes of the newest look; those that are gone are forgotten."""
+        """The processes of the newest snapshot; those that are gone are forgotten."""
         counted = {(row.name, row.pid): row for row in rows if row.is_alive and row.facts.get("tokens") is not None}
         self._seen = {key: self._seen.get(key, deque(maxlen=_WINDOW)) for key in counted}
         for key, row in counted.items():
@@ -134,9 +133,6 @@ class ProcessRates:
             return None
         (first_at, first), (last_at, last) = beats[0], beats[-1]
         return (last - first) / (last_at - first_at)
-
-
-_OWN = "as this dashboard was started with"
 
 
 class Resolved(NamedTuple):

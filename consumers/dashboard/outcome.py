@@ -36,10 +36,12 @@ from pipeline.errors import SluiceError
 from pipeline.wire.messages import SequenceResult
 
 Fate = Literal["matched", "false positive", "dropped", "missed"]
+MOST = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Thing:
+class Pair:
     """A predicted object with its truth, either of them alone; `number` counts from 1 and labels its boxes."""
 
     number: int
@@ -56,13 +58,13 @@ class Thing:
 class Detection:
     """Predictions in the order of the answer, then the truths that none of them matched."""
 
-    things: list[Thing]
+    pairs: list[Pair]
     truncated: bool
     kind: str = "detection"
 
     def count(self, fate: Fate) -> int:
         """How many have this fate."""
-        return sum(thing.fate == fate for thing in self.things)
+        return sum(pair.fate == fate for pair in self.pairs)
 
 
 @dataclass(frozen=True)
@@ -114,21 +116,21 @@ def outcome(result: SequenceResult, task: Task, context: TaskContext) -> Outcome
 
 def detection(parsed: DetectionParse, matched: DetectionMatch) -> Detection:
     """Every object and every truth, once."""
-    things: list[Thing] = []
+    pairs: list[Pair] = []
     for at, item in enumerate(parsed.objects):
         number = at + 1
         if item.reason is not None:
-            things.append(Thing(number, "dropped", reason=item.reason))
+            pairs.append(Pair(number, "dropped", reason=item.reason))
         elif at in matched.truth_of:
             true = matched.truths[matched.truth_of[at]]
             iou = float(iou_matrix([item.box], [true.box])[0, 0])
-            things.append(Thing(number, "matched", item.desc, item.box, true.desc, true.box, iou))
+            pairs.append(Pair(number, "matched", item.desc, item.box, true.desc, true.box, iou))
         else:
-            things.append(Thing(number, "false positive", item.desc, item.box))
+            pairs.append(Pair(number, "false positive", item.desc, item.box))
     for at in matched.unmatched:
         true = matched.truths[at]
-        things.append(Thing(len(things) + 1, "missed", truth=true.desc, truth_box=true.box))
-    return Detection(things, parsed.truncated)
+        pairs.append(Pair(len(pairs) + 1, "missed", truth=true.desc, truth_box=true.box))
+    return Detection(pairs, parsed.truncated)
 
 
 def _answer(text: str, verdict: Verdict) -> Answer:
@@ -139,7 +141,7 @@ def _answer(text: str, verdict: Verdict) -> Answer:
     return Answer(said, verdict.answer.text.strip(), verdict.right, pattern.pattern if pattern else "")
 
 
-class Desk:
+class TaskRunner:
     """Safe to use from many threads."""
 
     def __init__(self, config: Config) -> None:
@@ -165,15 +167,11 @@ class Desk:
             return self._task, TaskContext(codec, config.rollout_matching, config.seed, config.policy)
 
 
-def desk_of(state: Any, config: Config) -> Desk:
+def runner_of(state: Any, config: Config) -> TaskRunner:
     """The one desk of an application's state, made anew when the run's configuration is another one."""
-    if not hasattr(state, "desk") or state.desk.config is not config:
-        state.desk = Desk(config)
-    return state.desk
-
-
-MOST = 2
-T = TypeVar("T")
+    if not hasattr(state, "desk") or state.runner.config is not config:
+        state.runner = TaskRunner(config)
+    return state.runner
 
 
 class BusyError(SluiceError):

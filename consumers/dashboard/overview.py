@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from consumers.dashboard import live
 from consumers.dashboard.formats import NOTHING, figure, rate, span
-from consumers.dashboard.monitor import Look, look_of
+from consumers.dashboard.monitor import Monitor, monitor_of
 from consumers.dashboard.render import render
 from pipeline.status.snapshot import Snapshot
 from pipeline.status.stages import Stage
@@ -64,58 +64,58 @@ class Sum(NamedTuple):
 
 @router.get("/")
 async def overview(request: Request) -> Response:
-    """The page, with the newest look."""
-    look = look_of(request)
-    return render(request, "overview.html.j2", **_parts(look), **_stalls(look), **_metrics(look))
+    """The page, with the newest snapshot."""
+    monitor = monitor_of(request)
+    return render(request, "overview.html.j2", **_parts(monitor), **_stalls(monitor), **_metrics(monitor))
 
 
-def _parts(look: Look) -> dict[str, Any]:
-    now = look.newest
+def _parts(monitor: Monitor) -> dict[str, Any]:
+    now = monitor.newest
     return {
-        "stages": _flow(look),
+        "stages": _flow(monitor),
         "titles": _TITLES,
         "leads": _LEADS,
-        "sums": _sums(now, look),
-        "sparks": [_spark(look, *one) for one in _SERIES],
+        "sums": _sums(now, monitor),
+        "sparks": [_spark(monitor, *one) for one in _SERIES],
         "leading": {title: figure(now.metrics[name]) for name, title in _LEADING.items() if name in now.metrics},
     }
 
 
-def _stalls(look: Look) -> dict[str, Any]:
+def _stalls(monitor: Monitor) -> dict[str, Any]:
     """What blocks the run, and what would end by itself but did not yet."""
-    now = look.newest
+    now = monitor.newest
     return {
         "blocked": [stall for stall in now.stalls if stall.blocks],
         "lasting": [stall for stall in now.stalls if not stall.blocks and now.at - (stall.since or 0) > _LASTING_S],
     }
 
 
-def _metrics(look: Look) -> dict[str, Any]:
-    return {"metrics": {name: figure(value) for name, value in sorted(look.newest.metrics.items())}}
+def _metrics(monitor: Monitor) -> dict[str, Any]:
+    return {"metrics": {name: figure(value) for name, value in sorted(monitor.newest.metrics.items())}}
 
 
-def _flow(look: Look) -> list[Stage]:
+def _flow(monitor: Monitor) -> list[Stage]:
     """The line first; what stands beside it only where this run has it."""
-    found = {stage.name: stage for stage in look.stages()}
+    found = {stage.name: stage for stage in monitor.stages()}
     stages = [found[name] for name in _TITLES if name in found]
     return [stage for stage in stages if not (stage.name in _BESIDE and stage.state == "off")]
 
 
-def _sums(now: Snapshot, look: Look) -> list[Sum]:
-    eta, (ended, saved) = look.rates.eta_s, guard_counts(now)
+def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
+    eta, (ended, saved) = monitor.rates.eta_s, guard_counts(now)
+    most = now.credit.max_sequences
     version = NOTHING if now.latest_version is None else f"v{now.latest_version}"
-    found = [
+    return [
         Sum("Enqueued", f"{now.enqueued:,}", "" if now.total is None else f"of {now.total:,} in the data"),
-        Sum("In flight", f"{now.credit.sequences:,}", _limit(now.credit.max_sequences)),
-        Sum("Trained", f"{now.trained:,}", f"{rate(look.rates.per_s('trained'))} seq/s"),
+        Sum("In flight", f"{now.credit.sequences:,}", "" if most is None else f"{most:,} at most"),
+        Sum("Trained", f"{now.trained:,}", f"{rate(monitor.rates.per_s('trained'))} seq/s"),
         Sum("Dead", f"{now.dead:,}", f"{now.dead_letters:,} can be replayed" if now.dead_letters else ""),
         Sum("Dropped", f"{now.dropped:,}"),
-        Sum("Tokens", f"{now.tokens:,}", f"{rate(look.rates.per_s('tokens'))} tok/s"),
+        Sum("Tokens", f"{now.tokens:,}", f"{rate(monitor.rates.per_s('tokens'))} tok/s"),
         Sum("Weights", version, _served(now)),
         Sum("Guard", f"{ended:,} ended", f"{saved:,} tokens saved"),
         Sum("Time left", "done" if now.complete else NOTHING if eta is None else span(eta)),
     ]
-    return found
 
 
 def _served(now: Snapshot) -> str:
@@ -127,15 +127,11 @@ def _served(now: Snapshot) -> str:
     return f"a worker is {now.version_lag} behind" if now.version_lag else "all workers have them"
 
 
-def _limit(most: int | None) -> str:
-    return "" if most is None else f"{most:,} at most"
-
-
-def _spark(look: Look, name: str, title: str, unit: str) -> Spark:
-    series = look.rates.series(name)
+def _spark(monitor: Monitor, name: str, title: str, unit: str) -> Spark:
+    series = monitor.rates.series(name)
     line = points(series)
     area = f"0,{_HEIGHT} {line} {_WIDTH},{_HEIGHT}" if line else ""
-    return Spark(title, rate(look.rates.per_s(name)), unit, rate(max(series, default=0.0)), line, area)
+    return Spark(title, rate(monitor.rates.per_s(name)), unit, rate(max(series, default=0.0)), line, area)
 
 
 def points(series: Sequence[float]) -> str:
@@ -157,11 +153,11 @@ live.add("metrics", "metrics.html.j2", _metrics)
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Run-level numbers of the newest look."""
-    return Response(run_metrics.run_page(look_of(request).newest), media_type=CONTENT_TYPE)
+    """Run-level numbers of the newest snapshot."""
+    return Response(run_metrics.run_page(monitor_of(request).newest), media_type=CONTENT_TYPE)
 
 
 @router.get("/metrics/targets")
 async def targets(request: Request) -> Response:
     """Prometheus' HTTP service discovery."""
-    return JSONResponse(run_metrics.targets(look_of(request).newest))
+    return JSONResponse(run_metrics.targets(monitor_of(request).newest))

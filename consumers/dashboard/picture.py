@@ -23,7 +23,7 @@ from pathlib import Path
 from PIL import Image
 
 from consumers.dashboard.formats import visible
-from consumers.dashboard.outcome import Thing
+from consumers.dashboard.outcome import Pair
 from consumers.tasks.detection.geometry import MAX_COORD, Box
 from pipeline.config.types import Config, ImagesConfig
 from pipeline.errors import RequestError
@@ -38,6 +38,15 @@ _MEDIA = {
 }  # fmt: skip
 _UNKNOWN = "application/octet-stream"  # of a format that browsers do not show
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+WIDTH = 720.0
+_MIN_SIDE = 120.0
+_MAX_SIDE = 1440.0
+_LINE = 18.0  # height of a label
+_CHAR = 10.3  # its width, roughly
+_MAX_SHAPES = 400
+_MOST_LINES = 5  # that a label gives way
+_CLASS = {"matched": "matched", "false positive": "false-positive", "missed": "missed"}
+_SIGN = {"matched": "\u2713", "false positive": "\u2717", "missed": "?"}
 
 
 @dataclass(frozen=True)
@@ -141,17 +150,6 @@ def _read(root: str, inside: str, max_bytes: int) -> bytes | None:
         os.close(file)
 
 
-WIDTH = 720.0
-_MIN_SIDE = 120.0
-_MAX_SIDE = 1440.0
-_LINE = 18.0  # height of a label
-_CHAR = 10.3  # its width, roughly
-_MAX_SHAPES = 400
-_MOST_LINES = 5  # that a label gives way
-_CLASS = {"matched": "matched", "false positive": "false-positive", "missed": "missed"}
-_SIGN = {"matched": "\u2713", "false positive": "\u2717", "missed": "?"}
-
-
 @dataclass(frozen=True)
 class Shape:
     """A rectangle and its label, in drawing units."""
@@ -168,7 +166,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Drawing:
     """What to draw; `hidden` shapes were left out for their number."""
 
     width: float
@@ -177,11 +175,11 @@ class Scene:
     hidden: int = 0
 
 
-def scene(things: Iterable[Thing], size: tuple[int, int] | None = None) -> Scene:
+def drawing(pairs: Iterable[Pair], size: tuple[int, int] | None = None) -> Drawing:
     """`size`: width and height of the picture in pixels; None draws a square field."""
     height = WIDTH if size is None else min(_MAX_SIDE, max(_MIN_SIDE, WIDTH * size[1] / max(1, size[0])))
-    shapes = [shape for thing in things for shape in _shapes(thing, height)]
-    return Scene(WIDTH, round(height, 1), _apart(shapes[:_MAX_SHAPES], height), max(0, len(shapes) - _MAX_SHAPES))
+    shapes = [shape for pair in pairs for shape in _shapes(pair, height)]
+    return Drawing(WIDTH, round(height, 1), _apart(shapes[:_MAX_SHAPES], height), max(0, len(shapes) - _MAX_SHAPES))
 
 
 def _apart(shapes: list[Shape], height: float) -> list[Shape]:
@@ -203,19 +201,19 @@ def _overlap(one: Shape, other: Shape) -> bool:
     return bool(one.label and other.label) and abs(one.label_y - other.label_y) < _LINE - 1 and not is_beside
 
 
-def _shapes(thing: Thing, height: float) -> list[Shape]:
+def _shapes(pair: Pair, height: float) -> list[Shape]:
     """Of a matched pair the truth first, so that the prediction lies over it."""
     shapes: list[Shape] = []
-    css = _CLASS.get(thing.fate, "")
-    if thing.truth_box is not None:
-        label = f"{_SIGN['missed']} {thing.truth}" if thing.fate == "missed" else ""
-        title = f"truth{' (missed)' if thing.fate == 'missed' else ''}: {thing.truth} {list(thing.truth_box)}"
-        shapes.append(_shape(f"truth {css}", thing.truth_box, height, label, title, below=True))
-    if thing.box is not None:
-        label = f"{thing.number} {_SIGN[thing.fate]} {thing.predicted}"
-        iou = "" if thing.iou is None else f", IoU {thing.iou:.2f}"
-        title = f"{thing.fate}: {thing.predicted} {list(thing.box)}{iou}"
-        shapes.append(_shape(f"prediction {css}", thing.box, height, label, title, below=False))
+    css = _CLASS.get(pair.fate, "")
+    if pair.truth_box is not None:
+        label = f"{_SIGN['missed']} {pair.truth}" if pair.fate == "missed" else ""
+        title = f"truth{' (missed)' if pair.fate == 'missed' else ''}: {pair.truth} {list(pair.truth_box)}"
+        shapes.append(_shape(f"truth {css}", pair.truth_box, height, label, title, below=True))
+    if pair.box is not None:
+        label = f"{pair.number} {_SIGN[pair.fate]} {pair.predicted}"
+        iou = "" if pair.iou is None else f", IoU {pair.iou:.2f}"
+        title = f"{pair.fate}: {pair.predicted} {list(pair.box)}{iou}"
+        shapes.append(_shape(f"prediction {css}", pair.box, height, label, title, below=False))
     return shapes
 
 

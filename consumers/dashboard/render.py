@@ -1,7 +1,8 @@
 """Templates → answers. `render(request, "jobs.html.j2", rows=rows)` is all that a page needs.
 
 - Autoescape is on and a name that is not given is an error.
-- Every page has: `look`, `now` (the newest Snapshot), `run`, `path`, `allow_actions`, and the filters of `formats.py`.
+- Every page has: `monitor`, `now` (the newest Snapshot), `run`, `path`, `allow_actions`, and the filters of
+  `formats.py`.
 - Errors become pages that help; to htmx and to programs they are short. What was sent is never repeated without being
   escaped and cut, and no traceback reaches a browser.
 """
@@ -22,7 +23,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from consumers.dashboard import formats
-from consumers.dashboard.monitor import Look, look_of
+from consumers.dashboard.monitor import Monitor, monitor_of
 from pipeline.errors import BrokerError, SluiceError
 from pipeline.http.errors import problem_response
 from pipeline.logs import get_logger
@@ -39,18 +40,24 @@ NAVIGATION = (
     ("/dead-letters", "Dead letters"),
     ("/config", "Config"),
 )
+MOST_ID = 512  # characters
+MOST_CHARS = 300
+MOST_CURSOR = 4000
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+_TITLES = {400: "That cannot be read", 403: "Not allowed", 404: "Not here", 405: "Not allowed", 503: "Not now"}
+_AWAY = "The broker does not answer. The overview shows what was seen last; `sluice doctor` looks for the reason."
 
 
 def render(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """A page, or a fragment of one."""
-    look = look_of(request)
+    monitor = monitor_of(request)
     own = {"path": request.url.path, "allow_actions": request.app.state.allow_actions}
-    return HTMLResponse(fragment(look, template, **own, **values), status)
+    return HTMLResponse(fragment(monitor, template, **own, **values), status)
 
 
-def fragment(look: Look, template: str, **values: Any) -> str:
+def fragment(monitor: Monitor, template: str, **values: Any) -> str:
     """The same without a request."""
-    common = {"look": look, "now": look.newest, "run": look.config.run, "state": condition(look.newest)}
+    common = {"monitor": monitor, "now": monitor.newest, "run": monitor.config.run, "state": condition(monitor.newest)}
     return templates().get_template(template).render(**common, **values)
 
 
@@ -73,14 +80,6 @@ def templates() -> Environment:
 def asset(name: str) -> str:
     """The address of a static file; it changes with the file, so browsers may keep it."""
     return f"/static/{name}?v={sha256((STATIC / name).read_bytes()).hexdigest()[:12]}"
-
-
-MOST_ID = 512  # characters
-MOST_CHARS = 300
-MOST_CURSOR = 4000
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-_TITLES = {400: "That cannot be read", 403: "Not allowed", 404: "Not here", 405: "Not allowed", 503: "Not now"}
-_AWAY = "The broker does not answer. The overview shows what was seen last; `sluice doctor` looks for the reason."
 
 
 def clean(text: str) -> str:

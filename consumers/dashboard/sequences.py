@@ -19,10 +19,10 @@ from urllib.parse import urlencode
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from consumers.dashboard.formats import url
-from consumers.dashboard.monitor import look_of
-from consumers.dashboard.outcome import BusyError, Desk, Detection, Failed, Outcome, desk_of, outcome
-from consumers.dashboard.picture import Scene, read_picture, scene
+from consumers.dashboard.formats import query, url
+from consumers.dashboard.monitor import monitor_of
+from consumers.dashboard.outcome import BusyError, Detection, Failed, Outcome, TaskRunner, outcome, runner_of
+from consumers.dashboard.picture import Drawing, drawing, read_picture
 from consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
 from consumers.dashboard.tokens import (
     COLOURINGS,
@@ -47,15 +47,20 @@ _GONE = (
     " (history.max_sequences), or history.enabled is off."
 )
 router = APIRouter()
+MOST_TOKENS = 500
+_LEAD = 40  # prompt tokens before the first sampled one, where the page has to begin somewhere
+SHEETS = {"sampled": "What was sampled", "trained": "What is trained on"}
+_TEXTS = ("search", "state", "finish_reason", "worker", "task", "job_id")
+_VERSION_DIGITS = 12
 
 
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
     """The list; its table alone for htmx."""
-    look, asked = look_of(request), request.query_params
+    monitor, asked = monitor_of(request), request.query_params
     wanted, problem = read_filter(asked)
     before = asked.get("before", "")[:MOST_CURSOR]
-    page = await asyncio.to_thread(look.reader.sequences, wanted, ROWS, before)
+    page = await asyncio.to_thread(monitor.reader.sequences, wanted, ROWS, before)
     values = {
         "wanted": wanted,
         "problem": problem,
@@ -68,8 +73,8 @@ async def sequences(request: Request) -> Response:
         answer = render(request, "sequences_table.html.j2", **values)
         answer.headers["HX-Push-Url"] = address(wanted, before)
     else:
-        choices = await asyncio.to_thread(look.reader.choices)
-        totals = await asyncio.to_thread(look.reader.totals)
+        choices = await asyncio.to_thread(monitor.reader.choices)
+        totals = await asyncio.to_thread(monitor.reader.totals)
         answer = render(request, "sequences.html.j2", **values, choices=choices, totals=totals)
     answer.headers["Vary"] = "HX-Target"
     return answer
@@ -78,13 +83,13 @@ async def sequences(request: Request) -> Response:
 @router.get("/sequences/{seq_id:path}")
 async def sequence(request: Request, seq_id: str) -> Response:
     """One sequence."""
-    look = look_of(request)
-    detail = await asyncio.to_thread(look.reader.sequence, checked_id(seq_id))
+    monitor = monitor_of(request)
+    detail = await asyncio.to_thread(monitor.reader.sequence, checked_id(seq_id))
     if detail is None:
         return problem_page(request, 404, _GONE)
-    resolved = await asyncio.to_thread(look.run_config.read)
-    desk = desk_of(request.app.state, resolved.config)
-    page = await build(desk, look.config, detail, Choice.read(request.query_params))
+    resolved = await asyncio.to_thread(monitor.run_config.read)
+    runner = runner_of(request.app.state, resolved.config)
+    page = await build(runner, monitor.config, detail, Choice.read(request.query_params))
     words = {"kinds": KINDS, "colourings": COLOURINGS, "most": MOST_TOKENS}
     return render(request, "sequence.html.j2", page=page, detail=detail, row=detail.row, **words)
 
@@ -92,22 +97,17 @@ async def sequence(request: Request, seq_id: str) -> Response:
 @router.get("/pictures/{seq_id:path}")
 async def picture(request: Request, seq_id: str) -> Response:
     """The picture of a finished sequence, as it lies on disk."""
-    look = look_of(request)
-    detail = await asyncio.to_thread(look.reader.sequence, checked_id(seq_id))
+    monitor = monitor_of(request)
+    detail = await asyncio.to_thread(monitor.reader.sequence, checked_id(seq_id))
     if detail is None or detail.result is None:
         return problem_page(request, 404, _GONE)
     try:
-        found = await asyncio.to_thread(read_picture, look.config, detail.result)
+        found = await asyncio.to_thread(read_picture, monitor.config, detail.result)
     except RequestError as error:
         return problem_page(request, 404, f"This sequence's picture is not shown: {error}")
     if found is None:
         return problem_page(request, 404, "This sequence has no picture.")
     return Response(found.data, media_type=found.media_type)
-
-
-MOST_TOKENS = 500
-_LEAD = 40  # prompt tokens before the first sampled one, where the page has to begin somewhere
-SHEETS = {"sampled": "What was sampled", "trained": "What is trained on"}
 
 
 @dataclass(frozen=True)
@@ -166,37 +166,37 @@ class SequencePage:
     tokens: Tokens | None
     tokens_problem: str
     outcome: Outcome | None
-    scene: Scene | None
+    drawing: Drawing | None
     picture: tuple[int, int] | None  # its size
     picture_problem: str
 
 
-async def build(desk: Desk, config: Config, detail: SequenceDetail, choice: Choice) -> SequencePage:
+async def build(runner: TaskRunner, config: Config, detail: SequenceDetail, choice: Choice) -> SequencePage:
     """`config`: of this process, which says what pictures may be read. Never raises for what is stored."""
-    tokens, tokens_problem = await asyncio.to_thread(_tokens, desk, detail, choice)
+    tokens, tokens_problem = await asyncio.to_thread(_tokens, runner, detail, choice)
     result = detail.result
     if result is None:
         return SequencePage(tokens, tokens_problem, None, None, None, "")
-    made = await _outcome(desk, result)
+    made = await _outcome(runner, result)
     size, picture_problem = await asyncio.to_thread(_picture_size, config, result)
     is_scene = isinstance(made, Detection) or size is not None
-    drawn = scene(made.things if isinstance(made, Detection) else (), size) if is_scene else None
+    drawn = drawing(made.pairs if isinstance(made, Detection) else (), size) if is_scene else None
     return SequencePage(tokens, tokens_problem, made, drawn, size, picture_problem)
 
 
-async def _outcome(desk: Desk, result: SequenceResult) -> Outcome:
+async def _outcome(runner: TaskRunner, result: SequenceResult) -> Outcome:
     try:
-        return await desk.steps.run(lambda: _run_task(desk, result))
+        return await runner.steps.run(lambda: _run_task(runner, result))
     except BusyError as error:
         return Failed(f"the outcome is not shown: {error}")
     except TimeoutError:
-        took = f"parse and match took more than {desk.steps.deadline_s:g} s on this sequence"
+        took = f"parse and match took more than {runner.steps.deadline_s:g} s on this sequence"
         return Failed(f"{took}, so their outcome is not shown")
 
 
-def _run_task(desk: Desk, result: SequenceResult) -> Outcome:
+def _run_task(runner: TaskRunner, result: SequenceResult) -> Outcome:
     try:
-        task, context = desk.task()
+        task, context = runner.task()
     except SluiceError as error:
         return Failed(f"the run's task cannot be loaded here: {error}")
     return outcome(result, task, context)
@@ -210,16 +210,16 @@ def _picture_size(config: Config, result: SequenceResult) -> tuple[tuple[int, in
     return (found.size if found else None), ""
 
 
-def _tokens(desk: Desk, detail: SequenceDetail, choice: Choice) -> tuple[Tokens | None, str]:
+def _tokens(runner: TaskRunner, detail: SequenceDetail, choice: Choice) -> tuple[Tokens | None, str]:
     sheets = {"sampled": detail.result, "trained": detail.sample}
     known = {name: title for name, title in SHEETS.items() if sheets[name] is not None}
     if not known:
         return None, "This sequence ended without tokens."
     if choice.sheet not in known:
         choice = Choice(next(iter(known)), choice.colour, choice.start)
-    sheet = _sheet(desk.config, detail, choice.sheet)
+    sheet = _sheet(runner.config, detail, choice.sheet)
     try:
-        codec = desk.codec()
+        codec = runner.codec()
     except SluiceError as error:
         return None, f"Tokens cannot be shown: {error}"
     total, first = len(sheet.ids), sheet.first_sampled()
@@ -255,10 +255,6 @@ def _sheet(config: Config, detail: SequenceDetail, name: str) -> Sheet:
     return sampled_sheet(detail.result, detail.sample, scores, needed_below)
 
 
-_TEXTS = ("search", "state", "finish_reason", "worker", "task", "job_id")
-_VERSION_DIGITS = 12
-
-
 def read_filter(asked: Mapping[str, str]) -> tuple[SequenceFilter, str]:
     """The filter, and what of it could not be read ("" if all was)."""
     texts = {name: clean(asked.get(name, "")) for name in _TEXTS}
@@ -278,8 +274,7 @@ def address(wanted: SequenceFilter, before: str = "") -> str:
     """`/sequences?state=dead&…`."""
     triggered = {True: "yes", False: "no", None: ""}[wanted.triggered]
     fields = msgspec.structs.asdict(wanted) | {"triggered": triggered, "before": before}
-    query = urlencode({name: value for name, value in fields.items() if value not in ("", None)}, errors="replace")
-    return f"/sequences?{query}" if query else "/sequences"
+    return f"/sequences?{query(fields)}".rstrip("?")
 
 
 def count_set(wanted: SequenceFilter) -> int:

@@ -10,7 +10,7 @@ import msgspec
 import yaml
 from fastapi import APIRouter, Request, Response
 
-from consumers.dashboard.monitor import look_of
+from consumers.dashboard.monitor import monitor_of
 from consumers.dashboard.render import render
 from pipeline.config import Config, resolved_yaml
 from pipeline.config.load import hide_password
@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 async def config(request: Request, search: str = "", changed: str = "") -> Response:
     """Keys and values that contain `search`; with `changed`, those that are no default."""
     text = search.strip()[:_MOST]
-    resolved = await asyncio.to_thread(look_of(request).run_config.read)
+    resolved = await asyncio.to_thread(monitor_of(request).run_config.read)
     every = settings(resolved.config)
     found = [one for one in every if _fits(one, text.lower()) and not (changed and one.is_default)]
     parts = {"found": found, "total": len(every), "origin": resolved.origin}

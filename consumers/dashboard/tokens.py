@@ -31,6 +31,16 @@ from pipeline.wire.tokens import FloatArray, Runs
 
 Kind = Literal["prompt", "sampled", "other", "added"]
 Proximal = Literal["valid", "missing", "not_needed"]
+COLOURINGS = {"mask": "Mask", "version": "Weight version", "logprob": "Logprob", "proximal": "Proximal"}
+HUES = 8
+SURPRISE = (0.05, 0.5, 1.0, 2.0, 4.0, 8.0)  # nats, upper ends of the classes l0…l5; l6 is above
+KINDS: dict[Kind, str] = {
+    "prompt": "prompt",
+    "sampled": "sampled by the policy",
+    "other": "not sampled: of a tool, a user or a forced end",
+    "added": "added by the task",
+}
+PROXIMAL = {"valid": "valid: scored under version + 1", "missing": "missing", "not_needed": "not needed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +159,7 @@ def sampled_sheet(
     start = len(result.prompt_token_ids)
     ids = [*result.prompt_token_ids, *result.token_ids]
     agreed = _common(ids, sample.token_ids) if sample else 0
+    prompt: list[Kind] = ["prompt"] * start
     answer: list[Kind] = ["sampled" if mask else "other" for mask in sampled(result)]
     versions = _spread(result.proximal_versions.expand(), start, len(ids), -1)
     logprobs = _spread(list(result.proximal_logprobs), start, len(ids), math.nan)
@@ -156,7 +167,7 @@ def sampled_sheet(
         versions[:agreed], logprobs[:agreed] = scores.versions.expand()[:agreed], list(scores.logprobs)[:agreed]
     return Sheet(
         ids=ids,
-        kinds=[*_prompt(start), *answer],
+        kinds=prompt + answer,
         versions=[-1] * start + result.versions.expand(),
         logprobs=[0.0] * start + list(result.logprobs),
         proximal_versions=versions,
@@ -187,10 +198,6 @@ def trained_sheet(
         agreed=length,
         boxes=_boxes(sample),
     )
-
-
-def _prompt(count: int) -> list[Kind]:
-    return ["prompt"] * count
 
 
 def segment_name(code: int) -> str:
@@ -226,18 +233,6 @@ def _boxes(sample: TrainingSample | None) -> frozenset[int]:
 def _spread(values: list[Any], start: int, length: int, empty: Any) -> list[Any]:
     """`values` from `start` on, `empty` elsewhere; shape (length,)."""
     return ([empty] * start + values + [empty] * length)[:length]
-
-
-COLOURINGS = {"mask": "Mask", "version": "Weight version", "logprob": "Logprob", "proximal": "Proximal"}
-HUES = 8
-SURPRISE = (0.05, 0.5, 1.0, 2.0, 4.0, 8.0)  # nats, upper ends of the classes l0…l5; l6 is above
-KINDS: dict[Kind, str] = {
-    "prompt": "prompt",
-    "sampled": "sampled by the policy",
-    "other": "not sampled: of a tool, a user or a forced end",
-    "added": "added by the task",
-}
-PROXIMAL = {"valid": "valid: scored under version + 1", "missing": "missing", "not_needed": "not needed"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from fastapi import APIRouter, Request, Response
 
 from consumers.dashboard import live
-from consumers.dashboard.monitor import Look, look_of
+from consumers.dashboard.monitor import Monitor, monitor_of
 from consumers.dashboard.render import render
 from pipeline.errors import MessageError
 from pipeline.status.snapshot import Process
@@ -23,6 +23,8 @@ router = APIRouter()
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer", "dashboard")
 _IN_COLUMNS = {"owner", "engine", "repeat_terminate", "version", "running", "tokens", "memory_bytes", "url", "metrics"}
 _CLASSES = {"working": "calm", "waiting": "", "failed": "bad", "silent": "bad"}
+_SHOWN = 24
+_DIGEST = b":digest"
 
 
 class Line(NamedTuple):
@@ -38,13 +40,13 @@ class Line(NamedTuple):
 
 @router.get("/workers")
 async def workers(request: Request) -> Response:
-    """The page, with the newest look."""
-    return render(request, "workers.html.j2", **_parts(look_of(request)))
+    """The page, with the newest snapshot."""
+    return render(request, "workers.html.j2", **_parts(monitor_of(request)))
 
 
-def _parts(look: Look) -> dict[str, Any]:
-    rows = sorted(look.newest.processes, key=lambda row: (_place(row.role), row.name))
-    lines = [_line(look, row) for row in rows]
+def _parts(monitor: Monitor) -> dict[str, Any]:
+    rows = sorted(monitor.newest.processes, key=lambda row: (_place(row.role), row.name))
+    lines = [_line(monitor, row) for row in rows]
     return {
         "workers": [line for line in lines if line.row.role == "worker"],
         "others": [line for line in lines if line.row.role != "worker"],
@@ -52,14 +54,14 @@ def _parts(look: Look) -> dict[str, Any]:
     }
 
 
-def _line(look: Look, row: Process) -> Line:
+def _line(monitor: Monitor, row: Process) -> Line:
     state = _state(row)
     return Line(
         row=row,
         state=state,
         css=_CLASSES[state],
         guard="on" if "repeat_terminate" in row.facts else "off",
-        tokens_per_s=look.process_rates.tokens_per_s(row),
+        tokens_per_s=monitor.process_rates.tokens_per_s(row),
         facts={name: value for name, value in row.facts.items() if name not in _IN_COLUMNS},
     )
 
@@ -79,10 +81,6 @@ def _place(role: str) -> int:
 live.add("workers", "workers_live.html.j2", _parts)
 
 
-_SHOWN = 24
-_DIGEST = b":digest"
-
-
 class Version(NamedTuple):
     """One registered version; `manifest` and `num_bytes` are None once it is retired."""
 
@@ -96,17 +94,17 @@ class Version(NamedTuple):
 @router.get("/weights")
 async def weights(request: Request) -> Response:
     """The newest `_SHOWN` versions."""
-    look = look_of(request)
-    table = await look.ask(cast(Any, look.client).hgetall(look.keys.versions))
-    versions = await asyncio.to_thread(_versions, look, table)
-    parts = {"versions": versions[:_SHOWN], "total": len(versions), "retention": look.config.weights.retention}
+    monitor = monitor_of(request)
+    table = await monitor.ask(cast(Any, monitor.client).hgetall(monitor.keys.versions))
+    versions = await asyncio.to_thread(_versions, monitor, table)
+    parts = {"versions": versions[:_SHOWN], "total": len(versions), "retention": monitor.config.weights.retention}
     return render(request, "weights.html.j2", **parts)
 
 
-def _versions(look: Look, table: dict[bytes, bytes]) -> list[Version]:
+def _versions(monitor: Monitor, table: dict[bytes, bytes]) -> list[Version]:
     """Newest first; sizes of the shown ones alone are looked up."""
     served: dict[int, list[str]] = defaultdict(list)
-    for row in look.newest.alive("worker"):
+    for row in monitor.newest.alive("worker"):
         if isinstance(number := row.facts.get("version"), int):
             served[number].append(row.name)
     names = {key.removesuffix(_DIGEST) for key in table}

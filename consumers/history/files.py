@@ -45,6 +45,11 @@ def consumer_file(partition: int) -> str:
     return f"consumer-{partition}.sqlite"
 
 
+def consumer_files(directory: Path) -> list[str]:
+    """The names of those that are there now."""
+    return sorted(path.name for path in directory.glob("consumer-*.sqlite"))
+
+
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """The file, made if need be. Raises DataError for another schema; OSError and sqlite3.Error as they come."""
     path.parent.mkdir(parents=True, exist_ok=True)

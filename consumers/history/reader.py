@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from consumers.history.files import TRAINER, open_for_reading
+from consumers.history.files import TRAINER, consumer_files, open_for_reading
 from consumers.history.records import STATES, JobRow, Page, SequenceDetail, SequenceFilter, SequenceRow, Trained, unpack
 from pipeline.errors import DataError, MessageError
 from pipeline.queue.live_jobs import parse_log
@@ -30,6 +30,7 @@ from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, d
 
 _STORED = "details.row, details.result, details.sample, details.letter"
 _JOB = "job_id, task, group_size, enqueued_at, at, attempts, handed_on, dropped, dead"
+_END = 1 << 62
 
 
 class HistoryReader:
@@ -61,7 +62,8 @@ class HistoryReader:
     def sequence(self, seq_id: str) -> SequenceDetail | None:
         """All of one; None when it is not there, or not there any more."""
         sql = f"select {_STORED} from sequences cross join details using (num) where seq_id = ?"
-        found = [detail for name in self._files.consumers() for detail in self._details(name, sql, [seq_id])]
+        names = self._files.consumers()
+        found = [one for name in names for one in self._files.details(name, self._files.ask(name, sql, [seq_id]))]
         return max(found, key=lambda detail: detail.row.at, default=None)
 
     def jobs(self, search: str = "", limit: int = 50, before: str = "") -> Page[JobRow]:
@@ -109,9 +111,6 @@ class HistoryReader:
             yield from self._files.details(name, [row[1:] for row in found])
             last = found[-1][0]
 
-    def _details(self, name: str, sql: str, args: Sequence[Any]) -> list[SequenceDetail]:
-        return self._files.details(name, self._files.ask(name, sql, args))
-
     def _page(self, sql: str, args: Sequence[Any], limit: int, before: str) -> tuple[list[Any], str]:
         """Rows (num, at, …) of all files, newest first, and the next page's cursor."""
         if limit < 1:
@@ -142,9 +141,6 @@ def _job(row: Sequence[Any]) -> JobRow:
         states=states,
         events=parse_log(rest[3]) if len(rest) > 3 else [],
     )
-
-
-_END = 1 << 62
 
 
 def conditions(wanted: SequenceFilter) -> tuple[str, list[Any]]:
@@ -217,7 +213,7 @@ class Files:
 
     def consumers(self) -> list[str]:
         """The names of what is there now."""
-        return sorted(path.name for path in self._directory.glob("consumer-*.sqlite"))
+        return consumer_files(self._directory)
 
     def ask(self, name: str, sql: str, args: Sequence[Any] = ()) -> list[Any]:
         """The rows; none of a file that is not there yet. Raises DataError for one that cannot be read."""

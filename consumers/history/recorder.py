@@ -47,6 +47,8 @@ _TRAINED = (
     "insert into trained (seq_id, step, state, trained) values (?, ?, ?, ?) on conflict (seq_id) do update set"
     " step=excluded.step, state=excluded.state, trained=excluded.trained"
 )
+R = TypeVar("R")
+C = TypeVar("C", contravariant=True)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,10 +193,6 @@ class TrainedStore(_File):
 
 def _small(message: Wire | None) -> bytes | None:
     return None if message is None else zlib.compress(encode(message), 1)
-
-
-R = TypeVar("R")
-C = TypeVar("C", contravariant=True)
 
 
 class _Store(Protocol[C]):

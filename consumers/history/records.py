@@ -20,6 +20,7 @@ STATES: tuple[SequenceState, ...] = ("handed_on", "dropped", "dead")
 TEXT_CHARS = 160
 R = TypeVar("R")
 T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 
 
 class SequenceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +121,3 @@ def unpack(kind: type[T], raw: bytes) -> T:
         return msgspec.msgpack.decode(raw, type=kind, dec_hook=from_wire)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, TypeError) as error:
         raise MessageError(f"not a {kind.__name__} of the history: {error}") from error
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)

@@ -22,6 +22,7 @@ from pipeline.errors import ModelError
 
 NUM_COORDS = 1000
 _MAX_BYTES_OF_CHAR = 4
+_MOST_TORN = 5  # a character has at most 4 bytes, hence at most 4 tokens
 
 
 def coord_token(value: int) -> str:
@@ -156,9 +157,6 @@ def _coords(path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         missing = coord_token(ids.index(None))
         raise ModelError(f"{path}: {len(known)} of {NUM_COORDS} coordinate tokens; add {missing}")
     return known
-
-
-_MOST_TORN = 5  # a character has at most 4 bytes, hence at most 4 tokens
 
 
 def covering(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:

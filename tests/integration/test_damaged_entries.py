@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from consumers.dashboard.app import make_app
-from consumers.dashboard.monitor import Look
+from consumers.dashboard.monitor import Monitor
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
 from pipeline.broker.connection import Scripts
@@ -78,10 +78,10 @@ async def test_both_dashboards_go_on(config: Config, client: Any, keys: Keys, na
     assert view.problem == ""
     assert keys.run in frame(view, 80)
     reader = HistoryReader(history_directory(config))
-    look = Look(config, client, reader)
-    await look.refresh()
-    assert look.problem is None
-    transport = httpx.ASGITransport(make_app(look))  # pyright: ignore[reportArgumentType]
+    monitor = Monitor(config, client, reader)
+    await monitor.refresh()
+    assert monitor.problem is None
+    transport = httpx.ASGITransport(make_app(monitor))  # pyright: ignore[reportArgumentType]
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as browser:
         for page in PAGES:
             answer = await browser.get(page)

@@ -37,6 +37,14 @@ from consumers.tasks.task import Parsed, TaskContext
 from pipeline.telemetry.training_metrics import DROP_REASONS
 from pipeline.wire.messages import SequenceResult
 
+Span = tuple[int, int]
+_NONE = Geometry("bbox_2d", (0, 0, 0, 0))
+_NAME = re.compile(r"object_(0|[1-9][0-9]{0,8})")
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_COORD = re.compile(r"<\|coord_(0|[1-9][0-9]*)\|>")
+_GEOMETRY = re.compile(r"bbox|box|poly|point|line|quad|mask|circle|ellipse|keypoint|segment")
+_LONGEST_NUMBER = 4  # "-999"; longer ones are out of range and never converted
+
 
 @dataclass(frozen=True)
 class DetectionParse:
@@ -100,16 +108,6 @@ def _metrics(value: DetectionParse) -> dict[str, float]:
     }
     reasons = {f"strict_drop/reason/{reason}": dropped.count(reason) for reason in DROP_REASONS}
     return {key: float(count) for key, count in (counts | reasons).items()}
-
-
-Span = tuple[int, int]
-_NONE = Geometry("bbox_2d", (0, 0, 0, 0))
-
-_NAME = re.compile(r"object_(0|[1-9][0-9]{0,8})")
-_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
-_COORD = re.compile(r"<\|coord_(0|[1-9][0-9]*)\|>")
-_GEOMETRY = re.compile(r"bbox|box|poly|point|line|quad|mask|circle|ellipse|keypoint|segment")
-_LONGEST_NUMBER = 4  # "-999"; longer ones are out of range and never converted
 
 
 @dataclass(frozen=True)

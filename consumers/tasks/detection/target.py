@@ -44,6 +44,9 @@ from pipeline.errors import ConfigError
 from pipeline.wire.messages import GeometryTarget, TrainingSample
 
 _RANK = {segment: rank for rank, segment in enumerate(MIXED_ORDER)}
+_LEFT_TOKENS = 16
+_RIGHT_CHARS = 48
+"""Context that a pre-tokenizer may look at; more of it would only cost time."""
 
 
 def check_options(ctx: TaskContext) -> None:
@@ -245,11 +248,6 @@ def _text(pieces: list[Piece]) -> str:
 
 def _codes(pieces: list[Piece]) -> list[Segment]:
     return [code for text, code in pieces for _ in text]
-
-
-_LEFT_TOKENS = 16
-_RIGHT_CHARS = 48
-"""Context that a pre-tokenizer may look at; more of it would only cost time."""
 
 
 class Edit(NamedTuple):

@@ -18,6 +18,8 @@ from consumers.tasks.segments import Segment
 from consumers.tasks.task import TextCodec
 from pipeline.errors import TaskError
 
+Piece = tuple[str, Segment]
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -79,9 +81,6 @@ def _polygon(poly: Any, where: str) -> Geometry:
 
 def _keys(grammar: Grammar) -> str:
     return " or ".join(f"{{desc, {name}}}" for name in grammar.geometries)
-
-
-Piece = tuple[str, Segment]
 
 
 def desc_text(truth: Truth) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from consumers.dashboard.app import make_app
 from consumers.dashboard.live import MOST_STREAMS
-from consumers.dashboard.monitor import Look
+from consumers.dashboard.monitor import Monitor
 from pipeline.broker import connection as broker
 from pipeline.config.types import BrokerConfig
 from tests.dashboard_site import Site
@@ -81,25 +81,25 @@ def test_streams_are_bounded_and_free_their_place(site: Site) -> None:
 
 async def test_streams_end_with_the_dashboard(site: Site) -> None:
     """Well before the grace time, which a stream without an end would use up."""
-    look = Look(site.config, broker.connect(site.config.broker), site.reader)
-    async with served(make_app(look), grace_s=60) as server:
-        await look.refresh()
+    monitor = Monitor(site.config, broker.connect(site.config.broker), site.reader)
+    async with served(make_app(monitor), grace_s=60) as server:
+        await monitor.refresh()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(f"GET {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         await reader.readuntil(b"event: tick")
-        look.close()
+        monitor.close()
         async with asyncio.timeout(20):
             assert (await reader.read()).endswith(b"0\r\n\r\n")
         writer.close()
-    await look.client.aclose()
+    await monitor.client.aclose()
 
 
 async def test_a_broker_that_is_away_is_said_and_nothing_hangs(site: Site) -> None:
     away = broker.connect(BrokerConfig(url="redis://127.0.0.1:1"))
-    look = Look(site.config, away, site.reader)
-    async with served(make_app(look), grace_s=1) as server:
-        await look.refresh()
-        assert look.number == 1
+    monitor = Monitor(site.config, away, site.reader)
+    async with served(make_app(monitor), grace_s=1) as server:
+        await monitor.refresh()
+        assert monitor.number == 1
         for path, status, words in (
             ("/", 200, "The broker does not answer, and nothing was seen of the run yet."),
             ("/workers", 200, "start them all with"),

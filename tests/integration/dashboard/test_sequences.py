@@ -15,7 +15,7 @@ from PIL import Image
 from redis.asyncio import Redis
 
 from consumers.dashboard.app import make_app
-from consumers.dashboard.monitor import Look
+from consumers.dashboard.monitor import Monitor
 from consumers.groups import Group
 from consumers.history.files import history_directory
 from consumers.history.reader import HistoryReader
@@ -97,9 +97,9 @@ async def shelf(
     waiting = [decode_job(f"{keys.run}:waits-{at}", messages=[{"role": "user", "content": EVIL}]) for at in range(30)]
     await JobQueue(client, keys).enqueue(waiting, Credit(100, 100, 1))
     reader = HistoryReader(history_directory(config))
-    look = Look(given, client, reader)  # which says neither model nor task: the run's own configuration does
-    await look.refresh()
-    transport = httpx.ASGITransport(make_app(look), client=("127.0.0.1", 1))
+    monitor = Monitor(given, client, reader)  # which says neither model nor task: the run's own configuration does
+    await monitor.refresh()
+    transport = httpx.ASGITransport(make_app(monitor), client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as browser:
         yield browser, keys.run
     reader.close()

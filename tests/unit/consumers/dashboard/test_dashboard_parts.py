@@ -18,7 +18,7 @@ from consumers.dashboard import formats
 from consumers.dashboard.app import make_app
 from consumers.dashboard.dead_letters import Reasons, in_time
 from consumers.dashboard.live import Live, event
-from consumers.dashboard.monitor import Look, ProcessRates
+from consumers.dashboard.monitor import Monitor, ProcessRates
 from consumers.dashboard.overview import points
 from consumers.dashboard.render import fragment
 from consumers.dashboard.settings import settings
@@ -63,11 +63,11 @@ def test_a_long_sentence_keeps_its_first_part_and_since_when() -> None:
 
 
 def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None:
-    look = Look(Config(), Redis(), HistoryReader(Path("none")))
-    live = Live(look)
+    monitor = Monitor(Config(), Redis(), HistoryReader(Path("none")))
+    live = Live(monitor)
 
     def heard(*stalls: Stall) -> str:
-        look.newest, look.number = Snapshot(run="r", state="running", stalls=list(stalls)), look.number + 1
+        monitor.newest, monitor.number = Snapshot(run="r", state="running", stalls=list(stalls)), monitor.number + 1
         return live.render("heard").strip()
 
     first = heard(Stall(kind="no_worker", says="5 jobs wait for 3 s", since=1.0, remedy="start one"))
@@ -77,13 +77,13 @@ def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None
 
 
 def test_nothing_hides_in_a_dead_letter() -> None:
-    look, hidden = Look(Config(), Redis(), HistoryReader(Path("none"))), "a\x1b[31m\u202eb"
+    monitor, hidden = Monitor(Config(), Redis(), HistoryReader(Path("none"))), "a\x1b[31m\u202eb"
     letter = DeadLetter(seq_id=hidden, reason=hidden, detail=hidden, worker=hidden)
     row = Row(entry_id="1-1", letter=letter, job=b"a", index=0, n=1)
     parts = {"reason": hidden, "job": "", "before": "", "next": "", "here": "/", "counted": 1}
     reasons = Reasons("1-1", 1, {hidden: 1}, True)
     page = fragment(
-        look, "dead_letters.html.j2", **parts, rows=[row], reasons=reasons, path="/dead-letters", allow_actions=False
+        monitor, "dead_letters.html.j2", **parts, rows=[row], reasons=reasons, path="/dead-letters", allow_actions=False
     )
     shown = re.sub(r'value="[^"]*"', "", page)  # of a form: sent back as it is
     assert "\x1b" not in shown
@@ -92,8 +92,8 @@ def test_nothing_hides_in_a_dead_letter() -> None:
 
 
 async def test_the_page_of_an_unexpected_error_has_the_headers_of_every_page() -> None:
-    look = Look(Config(), cast(Any, None), HistoryReader(Path("none")))
-    transport = httpx.ASGITransport(make_app(look), raise_app_exceptions=False, client=("127.0.0.1", 1))
+    monitor = Monitor(Config(), cast(Any, None), HistoryReader(Path("none")))
+    transport = httpx.ASGITransport(make_app(monitor), raise_app_exceptions=False, client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as browser:
         answer = await browser.get("/weights")
     assert answer.status_code == 500

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.outcome import Answer, Detection, Failed, Other, Thing, outcome
-from consumers.dashboard.picture import WIDTH, scene
+from consumers.dashboard.outcome import Answer, Detection, Failed, Other, Pair, outcome
+from consumers.dashboard.picture import WIDTH, drawing
 from consumers.tasks.registry import TASKS
 from consumers.tasks.task import Matched, Parsed, Task, TaskContext
 from tests.detection_rollouts import BOXES, answer, context, obj, rollout
@@ -29,7 +29,7 @@ def test_every_object_and_every_truth_has_one_fate() -> None:
     made = detect(answer(said, tiny_codec("words"), closed=False))
     assert isinstance(made, Detection)
     assert made.truncated
-    matched, false, dropped, missed = made.things
+    matched, false, dropped, missed = made.pairs
     assert (matched.fate, matched.predicted, matched.truth, matched.iou) == (
         "matched", "seven", "seven", pytest.approx(0.8),
     )  # fmt: skip
@@ -73,12 +73,12 @@ def test_a_task_that_fails_or_is_of_another_kind() -> None:
 
 @given(st.lists(st.tuples(BOXES, BOXES, st.text(max_size=60)), max_size=8), st.integers(1, 5000), st.integers(1, 5000))
 def test_shapes_and_labels_stay_inside(boxes: Any, width: int, height: int) -> None:
-    things = [
-        Thing(number, "matched", desc, tuple(box), desc, tuple(true), 0.5)
+    pairs = [
+        Pair(number, "matched", desc, tuple(box), desc, tuple(true), 0.5)
         for number, (box, true, desc) in enumerate(boxes, 1)
     ]
-    drawn = scene(things, (width, height))
-    assert len(drawn.shapes) == 2 * len(things)
+    drawn = drawing(pairs, (width, height))
+    assert len(drawn.shapes) == 2 * len(pairs)
     assert drawn.width == WIDTH
     for shape in drawn.shapes:
         assert 0 <= shape.x <= shape.x + shape.width <= WIDTH + 1.2
@@ -88,25 +88,25 @@ def test_shapes_and_labels_stay_inside(boxes: Any, width: int, height: int) -> N
 
 
 def test_coordinates_are_those_of_the_picture() -> None:
-    missed = Thing(1, "missed", truth="nine\u202e", truth_box=(0, 999, 999, 999))
-    drawn = scene([Thing(2, "false positive", "seven", (0, 0, 999, 500)), missed], (200, 100))
+    missed = Pair(1, "missed", truth="nine\u202e", truth_box=(0, 999, 999, 999))
+    drawn = drawing([Pair(2, "false positive", "seven", (0, 0, 999, 500)), missed], (200, 100))
     first, second = drawn.shapes
     assert (first.x, first.y, first.width, first.height) == (0, 0, WIDTH, pytest.approx(WIDTH / 2 * 500 / 999, abs=0.1))
     assert (first.css, first.label) == ("prediction false-positive", "2 ✗ seven")
     assert second.css == "truth missed"
     assert "\u202e" not in second.label + second.title
     assert drawn.height == WIDTH / 2
-    assert scene([]).height == WIDTH
+    assert drawing([]).height == WIDTH
 
 
 def test_too_many_boxes_are_counted_not_drawn() -> None:
-    drawn = scene([Thing(at, "false positive", "x", (0, 0, 9, 9)) for at in range(500)])
+    drawn = drawing([Pair(at, "false positive", "x", (0, 0, 9, 9)) for at in range(500)])
     assert (len(drawn.shapes), drawn.hidden) == (400, 100)
 
 
 def test_labels_that_would_overlap_go_apart() -> None:
-    things = [Thing(at, "false positive", "seven", (100, 300, 200, 400)) for at in range(3)]
-    rows = [shape.label_y for shape in scene(things).shapes]
+    pairs = [Pair(at, "false positive", "seven", (100, 300, 200, 400)) for at in range(3)]
+    rows = [shape.label_y for shape in drawing(pairs).shapes]
     assert [second - first for first, second in itertools.pairwise(rows)] == [18, 18]
-    apart = scene([things[0], Thing(9, "false positive", "nine", (500, 300, 600, 400))]).shapes
+    apart = drawing([pairs[0], Pair(9, "false positive", "nine", (500, 300, 600, 400))]).shapes
     assert apart[0].label_y == apart[1].label_y
