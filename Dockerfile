@@ -12,7 +12,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
  && python -m venv /opt/venv
 COPY pyproject.toml README.md ./
 COPY requirements requirements
+COPY sluice sluice
 COPY configs configs
+COPY examples examples
 COPY pipeline pipeline
 COPY workers workers
 COPY producers producers

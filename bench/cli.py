@@ -36,9 +36,9 @@ def pipeline(
 
     Example: `sluice bench pipeline --workers 2 --json`
     """
-    from bench.pipeline.compare import compare
-    from bench.pipeline.plan import Plan
-    from bench.report import finish
+    from sluice.bench.pipeline.compare import compare
+    from sluice.bench.pipeline.plan import Plan
+    from sluice.bench.report import finish
 
     plan = Plan.of(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch, model=model)
     finish(compare(plan), as_json=json)
@@ -66,9 +66,9 @@ def queue(
 
     Example: `sluice bench queue --workers 2 --workers 8 --json`
     """
-    from bench.queue.measure import measure
-    from bench.queue.plan import Plan
-    from bench.report import finish
+    from sluice.bench.queue.measure import measure
+    from sluice.bench.queue.plan import Plan
+    from sluice.bench.report import finish
 
     finish(measure(Plan.of(workers=workers, jobs=jobs, quick=quick)), as_json=json)
 
@@ -94,9 +94,9 @@ def engine(
 
     Example: `sluice bench engine --counts 32 --no-vllm --json`
     """
-    from bench.engine.compare import compare
-    from bench.engine.plan import Plan
-    from bench.report import finish
+    from sluice.bench.engine.compare import compare
+    from sluice.bench.engine.plan import Plan
+    from sluice.bench.report import finish
 
     plan = Plan.of(counts=counts, rounds=rounds, threads=threads, longest=longest, vllm=vllm, quick=quick)
     finish(compare(plan), as_json=json)
@@ -123,9 +123,9 @@ def guard(
 
     Example: `sluice bench guard --no-vllm --json`
     """
-    from bench.guard.measure import measure
-    from bench.guard.plan import Plan
-    from bench.report import finish
+    from sluice.bench.guard.measure import measure
+    from sluice.bench.guard.plan import Plan
+    from sluice.bench.report import finish
 
     plan = Plan.of(
         counts=counts, sequences=sequences, longest=longest, run_sequences=run_sequences, vllm=vllm, quick=quick
@@ -150,9 +150,9 @@ def proximal(
 
     Example: `sluice bench proximal --backends hf --json`
     """
-    from bench.proximal.measure import measure
-    from bench.proximal.plan import Plan
-    from bench.report import finish
+    from sluice.bench.proximal.measure import measure
+    from sluice.bench.proximal.plan import Plan
+    from sluice.bench.report import finish
 
     finish(measure(Plan.of(backends=backends, rounds=rounds, quick=quick)), as_json=json)
 
@@ -174,9 +174,9 @@ def rollout(
 
     Example: `sluice bench rollout --no-vllm --json`
     """
-    from bench.report import finish
-    from bench.rollout.measure import measure
-    from bench.rollout.plan import Plan
+    from sluice.bench.report import finish
+    from sluice.bench.rollout.measure import measure
+    from sluice.bench.rollout.plan import Plan
 
     finish(measure(Plan.of(rounds=rounds, vllm=vllm, quick=quick)), as_json=json)
 
@@ -197,9 +197,9 @@ def operate(
 
     Example: `sluice bench operate --json`
     """
-    from bench.operate.measure import measure
-    from bench.operate.plan import Plan
-    from bench.report import finish
+    from sluice.bench.operate.measure import measure
+    from sluice.bench.operate.plan import Plan
+    from sluice.bench.report import finish
 
     finish(measure(Plan.of(finished=sequences, rounds=rounds, quick=quick)), as_json=json)
 
@@ -221,9 +221,9 @@ def scale(
 
     Example: `sluice bench scale --count 100000 --json`
     """
-    from bench.report import finish
-    from bench.scale.measure import measure
-    from bench.scale.plan import Plan
+    from sluice.bench.report import finish
+    from sluice.bench.scale.measure import measure
+    from sluice.bench.scale.plan import Plan
 
     finish(measure(Plan.of(count=count, workers=workers, idle_s=idle_s)), as_json=json)
 
@@ -246,9 +246,9 @@ def truth(
 
     Example: `sluice bench truth Gemma3 Qwen3.5 --json`
     """
-    from bench.report import finish
-    from bench.truth.measure import measure
-    from bench.truth.measure import table as table_of
+    from sluice.bench.report import finish
+    from sluice.bench.truth.measure import measure
+    from sluice.bench.truth.measure import table as table_of
 
     found = measure(names, quick=quick)
     if table:

@@ -14,9 +14,9 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.child_process import tethered
-from pipeline.errors import DeadlineExceeded, SluiceError
-from pipeline.run.supervisor import last_line
+from sluice.pipeline.child_process import tethered
+from sluice.pipeline.errors import DeadlineExceeded, SluiceError
+from sluice.pipeline.run.supervisor import last_line
 
 _GRACE_S = 5.0
 _EXIT_S = 0.5  # from the end of a process's output to its exit code

@@ -10,3 +10,6 @@
 - `training`, `handoff`: the built-in trainer, and what an outside one takes batches with.
 - `history`: what a run finished, on disk; `dashboard`, `export` and `audit` read it.
 """
+
+if not __name__.startswith("sluice."):
+    raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")

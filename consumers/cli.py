@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from pipeline.cli.options import ConfigPath, Json, Overrides
-from pipeline.terminal import say
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.terminal import say
 
 
 def consume(
@@ -25,8 +25,8 @@ def consume(
     """
     import asyncio
 
-    from consumers.loop import consume as run
-    from pipeline.config import load_config
+    from sluice.consumers.loop import consume as run
+    from sluice.pipeline.config import load_config
 
     asyncio.run(run(load_config(config, overrides), partition))
 
@@ -52,9 +52,9 @@ def audit(
 
     Example: `sluice audit .sluice/runs/default --limit 200`
     """
-    from consumers.run_files import find_run, stored_config
-    from pipeline.config import load_config
-    from pipeline.errors import ConfigError
+    from sluice.consumers.run_files import find_run, stored_config
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.errors import ConfigError
 
     if not 0 < tolerance < float("inf"):
         raise ConfigError(f"--tolerance must be above 0, got {tolerance}")
@@ -64,9 +64,9 @@ def audit(
     directory = find_run(run, given)
     settings = stored_config(directory, given, overrides)
 
-    from consumers.audit.audit import audit_run
-    from consumers.audit.report import print_report
-    from pipeline.json_out import print_json
+    from sluice.consumers.audit.audit import audit_run
+    from sluice.consumers.audit.report import print_report
+    from sluice.pipeline.json_out import print_json
 
     found = audit_run(directory, settings, tolerance=tolerance, steps=steps, limit=limit, seed=seed)
     if as_json:
@@ -103,14 +103,14 @@ def export(
 
     Example: `sluice export -c configs/text.yaml --to trl --out sft`
     """
-    from consumers.run_files import find_run, stored_config
-    from pipeline.config import load_config
+    from sluice.consumers.run_files import find_run, stored_config
+    from sluice.pipeline.config import load_config
 
     given = load_config(config, overrides)
     directory = find_run(run or given.run, given)
     settings = stored_config(directory, given, overrides)
 
-    from consumers.export import export_run
+    from sluice.consumers.export import export_run
 
     done = export_run(directory, to, out, source, settings.model.path)
     say(f"{done.sequences} sequences in {out}")
@@ -138,7 +138,7 @@ def dashboard(
     """
     import asyncio
 
-    from consumers.dashboard.app import dashboard as serve
-    from pipeline.config import load_config
+    from sluice.consumers.dashboard.app import dashboard as serve
+    from sluice.pipeline.config import load_config
 
     asyncio.run(serve(load_config(config, overrides), allow_actions=allow_actions))

@@ -26,18 +26,18 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from consumers.history.files import consumer_files
-from consumers.history.reader import HistoryReader
-from consumers.history.records import SequenceDetail
-from consumers.pack import IGNORED
-from consumers.run_files import HISTORY, ROLLOUTS
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.task import TextCodec
-from consumers.training.step_log import read_rollouts
-from pipeline.errors import DataError, ModelError
-from pipeline.logs import get_logger
-from pipeline.prompts.rows import parquet_module
-from pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.consumers.history.files import consumer_files
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.records import SequenceDetail
+from sluice.consumers.pack import IGNORED
+from sluice.consumers.run_files import HISTORY, ROLLOUTS
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.task import TextCodec
+from sluice.consumers.training.step_log import read_rollouts
+from sluice.pipeline.errors import DataError, ModelError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts.rows import parquet_module
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 
 Format = Literal["jsonl", "parquet", "datasets", "trl"]
 Kind = Literal["trained", "handed-on"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.wire.messages import DeadLetter, SequenceResult
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult
 
 Place = tuple[int, int]
 """Index in the group, and part of that index."""

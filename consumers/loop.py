@@ -22,25 +22,25 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from consumers.groups import Assembler, Group
-from consumers.history.recorder import FinishedJob, Recorder
-from consumers.pack import pack_rows
-from consumers.samples import Sampler, letter
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.registry import check_options, load_task
-from consumers.tasks.task import Task, TaskContext
-from pipeline.broker.connection import is_cluster
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import Entry, hand_off, result_reader
-from pipeline.config.types import Config
-from pipeline.errors import ConfigError, MessageError, ResultsLost
-from pipeline.logs import get_logger
-from pipeline.run.role import Role, default_name, role_process
-from pipeline.status.snapshot import snapshot
-from pipeline.telemetry import training_metrics
-from pipeline.wire.codec import integer
-from pipeline.wire.keys import ARQ_RESULT, run_of
-from pipeline.wire.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
+from sluice.consumers.groups import Assembler, Group
+from sluice.consumers.history.recorder import FinishedJob, Recorder
+from sluice.consumers.pack import pack_rows
+from sluice.consumers.samples import Sampler, letter
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.registry import check_options, load_task
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.broker.connection import is_cluster
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Entry, hand_off, result_reader
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, MessageError, ResultsLost
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.telemetry import training_metrics
+from sluice.pipeline.wire.codec import integer
+from sluice.pipeline.wire.keys import ARQ_RESULT, run_of
+from sluice.pipeline.wire.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
 
 _READ = 128
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.messages import TrainingSample
 
 IGNORED = -100
 

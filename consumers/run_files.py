@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config import Config, load_config
-from pipeline.errors import DataError
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.errors import DataError
 
 ROLLOUTS, WEIGHTS, HISTORY = "rollouts", "weights", "history"
 RESOLVED, METRICS = "config.resolved.yaml", "metrics.jsonl"

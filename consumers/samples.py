@@ -15,12 +15,12 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from consumers.groups import Group, Place
-from consumers.tasks.rollout import rewarded
-from consumers.tasks.task import Task, TaskContext
-from pipeline.config.types import ConsumerConfig
-from pipeline.errors import TaskError
-from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
+from sluice.consumers.groups import Group, Place
+from sluice.consumers.tasks.rollout import rewarded
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.config.types import ConsumerConfig
+from sluice.pipeline.errors import TaskError
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
 
 _UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
 _DETAIL_CHARS = 1500

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from consumers.training.step_log import read_steps
-from pipeline.config import Config
-from pipeline.queue import job_id_for
-from pipeline.status.snapshot import Snapshot
-from producers.source import Row, identity, read_rows
+from sluice.consumers.training.step_log import read_steps
+from sluice.pipeline.config import Config
+from sluice.pipeline.queue import job_id_for
+from sluice.pipeline.status.snapshot import Snapshot
+from sluice.producers.source import Row, identity, read_rows
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def demo(
     dir
         Where the cached warm start and the runs are kept.
     """
-    from demo.run import run_demo
-    from demo.tasks import load_task
+    from sluice.demo.run import run_demo
+    from sluice.demo.tasks import load_task
 
     return run_demo(load_task(task), dir, seed=seed, workers=workers, kill=kill, as_json=json)

@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo.tasks import DemoTask
-from pipeline.config import Config
-from pipeline.run.progress_panel import Progress
-from pipeline.run.supervisor import Supervisor
-from pipeline.status.snapshot import Snapshot
+from sluice.demo.tasks import DemoTask
+from sluice.pipeline.config import Config
+from sluice.pipeline.run.progress_panel import Progress
+from sluice.pipeline.run.supervisor import Supervisor
+from sluice.pipeline.status.snapshot import Snapshot
 
 _EVAL_SEED = 78
 _KILL_AT = 0.25  # share of the sequences decoded
@@ -46,7 +46,7 @@ class Drill:
         versions = self.evals.parent / "weights"
         count = self.task.num_heldout // 2
         arguments = [self.task.name, str(versions), str(self.evals), str(count), str(_EVAL_SEED)]
-        return {"evaluator": [sys.executable, "-m", "demo.evaluator", *arguments]}
+        return {"evaluator": [sys.executable, "-m", "sluice.demo.evaluator", *arguments]}
 
     def scores(self) -> list[dict[str, float]]:
         """Held-out scores so far, by version."""

@@ -1,7 +1,7 @@
 """Held-out score of weight versions, decoded by the pipeline's own engine, greedily.
 
-As a process (`python -m demo.evaluator TASK VERSIONS_DIR OUT.jsonl COUNT SEED`) it follows a run: it measures the
-newest version again and again, at low priority. Held-out problems are made here; no other process ever sees them.
+As a process (`python -m sluice.demo.evaluator TASK VERSIONS_DIR OUT.jsonl COUNT SEED`) it follows a run: it measures
+the newest version again and again, at low priority. Held-out problems are made here; no other process ever sees them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo.tasks import DemoTask, load_task
-from pipeline.errors import WeightsError
-from workers.engine.generation_engine import GenerationEngine
-from workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from sluice.demo.tasks import DemoTask, load_task
+from sluice.pipeline.errors import WeightsError
+from sluice.workers.engine.generation_engine import GenerationEngine
+from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
 
 _EVERY_S = 3.0  # leaves the cores to the pipeline
 

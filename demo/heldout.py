@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo.evaluator import decode
-from demo.tasks import DemoTask
+from sluice.demo.evaluator import decode
+from sluice.demo.tasks import DemoTask
 
 _SEED = 77
 

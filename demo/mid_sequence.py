@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from consumers.training.step_log import read_rollouts
+from sluice.consumers.training.step_log import read_rollouts
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from consumers.training.step_log import read_steps
-from demo.charts import Line, bar_chart, line_chart
-from demo.drill import Drill
-from demo.heldout import Heldout
-from demo.mid_sequence import MidSequence
-from demo.tasks import DemoTask
-from pipeline.files import write_atomic
+from sluice.consumers.training.step_log import read_steps
+from sluice.demo.charts import Line, bar_chart, line_chart
+from sluice.demo.drill import Drill
+from sluice.demo.heldout import Heldout
+from sluice.demo.mid_sequence import MidSequence
+from sluice.demo.tasks import DemoTask
+from sluice.pipeline.files import write_atomic
 
 
 def write(

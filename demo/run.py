@@ -12,16 +12,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from demo import report
-from demo.audit import audit
-from demo.drill import Drill
-from demo.heldout import Heldout
-from demo.mid_sequence import mid_sequence
-from demo.tasks import DemoTask
-from demo.tiny.warm_start import WarmStartProgress
-from pipeline.config import Config, load_config
-from pipeline.json_out import print_json
-from pipeline.run.stack import run_stack
+from sluice.demo import report
+from sluice.demo.audit import audit
+from sluice.demo.drill import Drill
+from sluice.demo.heldout import Heldout
+from sluice.demo.mid_sequence import mid_sequence
+from sluice.demo.tasks import DemoTask
+from sluice.demo.tiny.warm_start import WarmStartProgress
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.json_out import print_json
+from sluice.pipeline.run.stack import run_stack
 
 SCHEMA = 1
 _KEEP_RUNS = 3

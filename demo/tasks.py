@@ -12,15 +12,14 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo.tiny.warm_start import OnProgress
-from pipeline.config.suggest import did_you_mean
-from pipeline.errors import ConfigError, SluiceError
+from sluice.demo.tiny.warm_start import OnProgress
+from sluice.pipeline.config.suggest import did_you_mean
+from sluice.pipeline.errors import ConfigError
 
 NAMES = ("digits", "arithmetic", "tools")
 
@@ -58,14 +57,11 @@ class DemoTask:
 
     def config_path(self) -> Path:
         """The config file of the checkout, or of the installed package."""
-        for root in (Path(__file__).parents[1] / "configs", Path(sys.prefix) / "share/sluice/configs"):
-            if (root / self.config_file).exists():
-                return root / self.config_file
-        raise SluiceError(f"configs/{self.config_file} is not installed; reinstall sluice")
+        return Path(__file__).parents[1] / "configs" / self.config_file
 
 
 def load_task(name: str) -> DemoTask:
     """The task of that name; raises ConfigError for another."""
     if name not in NAMES:
         raise ConfigError(f"--task: unknown task {name!r}; {did_you_mean(name, list(NAMES))}")
-    return importlib.import_module(f"demo.{name}.task").TASK
+    return importlib.import_module(f"sluice.demo.{name}.task").TASK

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from producers.agents.tools import ToolError, tool
+from sluice.producers.agents.tools import ToolError, tool
 
 Day = Annotated[str, Field(description="A date such as 2026-11-21.")]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from consumers.tasks.detection.geometry import iou_matrix
-from consumers.tasks.detection.match import match as by_boxes
-from consumers.tasks.task import Matched, Parsed, TaskContext
+from sluice.consumers.tasks.detection.geometry import iou_matrix
+from sluice.consumers.tasks.detection.match import match as by_boxes
+from sluice.consumers.tasks.task import Matched, Parsed, TaskContext
 
 
 def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:

@@ -6,4 +6,5 @@ streams.results ──▶ consumers ──hand-off──▶ streams.batches ─�
 supervise starts the processes, lifecycle ends them, status and progress show them
 """
 
-__version__ = "0.1.0"
+if not __name__.startswith("sluice."):
+    raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")

@@ -1,4 +1,4 @@
-"""Run a command that ends with its parent: `python -m pipeline.child_process PARENT_PID COMMAND…`.
+"""Run a command that ends with its parent: `python -m sluice.pipeline.child_process PARENT_PID COMMAND…`.
 
 Linux sends SIGTERM to the command when the parent dies, however it dies; elsewhere the command just runs.
 """
@@ -23,7 +23,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 def tethered(command: list[str]) -> list[str]:
     """The same command, tied to the calling process. Start it from the main thread."""
-    return [sys.executable, "-m", "pipeline.child_process", str(os.getpid()), *command]
+    return [sys.executable, "-P", "-m", "sluice.pipeline.child_process", str(os.getpid()), *command]
 
 
 if __name__ == "__main__":

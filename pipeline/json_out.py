@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pipeline.terminal import escaped_json
+from sluice.pipeline.terminal import escaped_json
 
 
 def json_line(shown: msgspec.Struct | Mapping[str, object], schema_version: int | None = None) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from pipeline.terminal import escaped
+from sluice.pipeline.terminal import escaped
 
 _KEPT = (bool, int, float, type(None))
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator
 from types import FrameType
 
-from pipeline.logs import get_logger
+from sluice.pipeline.logs import get_logger
 
 _LIMIT_S = 1.0
 _STANDARD = (sysconfig.get_path("stdlib"), "<frozen")

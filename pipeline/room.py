@@ -6,7 +6,7 @@ import time
 
 from redis.exceptions import OutOfMemoryError
 
-from pipeline.logs import get_logger
+from sluice.pipeline.logs import get_logger
 
 REMEDY = (
     "give it more memory (`redis-cli config set maxmemory 4gb`, and in its configuration), or free some "

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from pipeline.errors import DeadlineExceeded, EngineError, RequestError
+from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
 
 _LEFT_ALONE_S = 600.0  # for work without a deadline of its own whose caller left
 

@@ -17,3 +17,6 @@ rows (source) ─▶ submit ─┬─ DecodeJob, within credit ─────�
 
 Imports run `agents → gateway → http`; `rollout_client` needs only `http`.
 """
+
+if not __name__.startswith("sluice."):
+    raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")

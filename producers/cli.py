@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from pipeline.cli.options import ConfigPath, Overrides
+from sluice.pipeline.cli.options import ConfigPath, Overrides
 
 
 def produce(
@@ -24,8 +24,8 @@ def produce(
     """
     import asyncio
 
-    from pipeline.config import load_config
-    from producers.submit import produce as run
+    from sluice.pipeline.config import load_config
+    from sluice.producers.submit import produce as run
 
     more = () if rollout_url is None else (f"rollout.url={rollout_url}",)
     asyncio.run(run(load_config(config, [*overrides, *more])))
@@ -45,8 +45,8 @@ def gateway(
     """
     import asyncio
 
-    from pipeline.config import load_config
-    from producers.gateway.server import gateway as serve
+    from sluice.pipeline.config import load_config
+    from sluice.producers.gateway.server import gateway as serve
 
     asyncio.run(serve(load_config(config, overrides), index))
 
@@ -67,8 +67,8 @@ def rollout_server(
     import asyncio
     import sys
 
-    from pipeline.config import load_config
-    from producers.agents.server import serve_rollouts
+    from sluice.pipeline.config import load_config
+    from sluice.producers.agents.server import serve_rollouts
 
     stopped_by = asyncio.run(serve_rollouts(load_config(config, overrides), index))
     if stopped_by is not None:
@@ -102,10 +102,10 @@ def try_(
     """
     import logging
 
-    from pipeline import logs
-    from pipeline.config import load_config
-    from pipeline.errors import ConfigError
-    from producers.agents.trial import Trial, TryOptions
+    from sluice.pipeline import logs
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.errors import ConfigError
+    from sluice.producers.agents.trial import Trial, TryOptions
 
     settings = load_config(config, [*overrides, *([f"model.path={model}"] if model else [])])
     if not settings.model.path:

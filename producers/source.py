@@ -21,18 +21,18 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from pipeline.config.types import Config, DataConfig
-from pipeline.errors import ConfigError, DataError
-from pipeline.logs import get_logger
-from pipeline.prompts import rows
-from pipeline.prompts.admission import Limits
-from pipeline.prompts.rows import MAX_ROW_BYTES, Malformed, admit_row
-from pipeline.queue import Credit
-from pipeline.run.preflight import RowsFound
-from pipeline.run.resume_point import read_cursor
-from pipeline.run.role import Role
-from pipeline.wire.codec import shown
-from pipeline.wire.messages import ImageRef
+from sluice.pipeline.config.types import Config, DataConfig
+from sluice.pipeline.errors import ConfigError, DataError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts import rows
+from sluice.pipeline.prompts.admission import Limits
+from sluice.pipeline.prompts.rows import MAX_ROW_BYTES, Malformed, admit_row
+from sluice.pipeline.queue import Credit
+from sluice.pipeline.run.preflight import RowsFound
+from sluice.pipeline.run.resume_point import read_cursor
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.wire.codec import shown
+from sluice.pipeline.wire.messages import ImageRef
 
 _SAMPLE_BYTES = 1 << 20
 

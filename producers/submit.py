@@ -14,16 +14,16 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import Config
-from pipeline.errors import DataError
-from pipeline.logs import get_logger
-from pipeline.prompts.admission import Limits
-from pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
-from pipeline.queue.trained import trained_among
-from pipeline.run.role import Role, default_name, role_process
-from pipeline.wire.messages import DecodeJob
-from producers.source import BEFORE_FIRST, Malformed, Row, SourceProgress, count_rows, identity, read_rows
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts.admission import Limits
+from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
+from sluice.pipeline.queue.trained import trained_among
+from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.wire.messages import DecodeJob
+from sluice.producers.source import BEFORE_FIRST, Malformed, Row, SourceProgress, count_rows, identity, read_rows
 
 _CREDIT = "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)"
 _PAGE = 100  # rows
@@ -110,7 +110,7 @@ async def _intake(role: Role) -> AsyncGenerator[Intake]:
     if role.config.rollout.url is None:
         yield DecodeIntake(role)
         return
-    from producers.rollout_client.intake import rollout_intake
+    from sluice.producers.rollout_client.intake import rollout_intake
 
     async with rollout_intake(role, role.config.rollout.url) as intake:
         yield intake

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import MessageError, ModelError
-from pipeline.prompts.chat_template import image_placeholders, settle
-from pipeline.prompts.turn_tokens import Renderer
-from pipeline.wire.codec import read_json
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import MessageError, ModelError
+from sluice.pipeline.prompts.chat_template import image_placeholders, settle
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.pipeline.wire.codec import read_json
 
 
 def load_policy_tokenizer(model: ModelConfig) -> Renderer:

@@ -27,14 +27,24 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from pipeline.config import Config
-from pipeline.config.load import ENVIRONMENT
-from pipeline.errors import ConfigError
-from pipeline.files import write_atomic
-from pipeline.telemetry.families import FAMILIES, Family
-from pipeline.telemetry.training_metrics import METRICS, RECORDED_ONLY, Last, Max, Mean, Metric, Percentile, Ratio, Sum
-from pipeline.wire import keys, messages
-from pipeline.wire.codec import SCHEMA
+from sluice.pipeline.config import Config
+from sluice.pipeline.config.load import ENVIRONMENT
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.files import write_atomic
+from sluice.pipeline.telemetry.families import FAMILIES, Family
+from sluice.pipeline.telemetry.training_metrics import (
+    METRICS,
+    RECORDED_ONLY,
+    Last,
+    Max,
+    Mean,
+    Metric,
+    Percentile,
+    Ratio,
+    Sum,
+)
+from sluice.pipeline.wire import keys, messages
+from sluice.pipeline.wire.codec import SCHEMA
 
 BEGIN = "<!-- made from the code by `python scripts/reference.py {page} --write docs/{page}.md` -->"
 END = "<!-- end of what is made -->"

@@ -9,14 +9,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pipeline.queue import NO_LIMIT, Claim, Finished, JobQueue, Piece
-from pipeline.queue.replies import End, Expected, Replies
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DecodeJob, Progress, TokenDelta
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.queue import NO_LIMIT, Claim, Finished, JobQueue, Piece
+from sluice.pipeline.queue.replies import End, Expected, Replies
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DecodeJob, Progress, TokenDelta
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.workers.decode_worker import delta_of
 from tests.factories import decode_job, sequence_result
-from workers.decode_worker import delta_of
 
 DEADLINE_S = 45.0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cyclopts import App
 
-from pipeline.cli import main as cli
+from sluice.pipeline.cli import main as cli
 
 
 def call(*arguments: str) -> int:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.broker import connection as broker
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config.load import ENVIRONMENT
-from pipeline.config.types import BrokerConfig
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection as broker
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.load import ENVIRONMENT
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.wire.keys import Keys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

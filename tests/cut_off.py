@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import first_cause
+from sluice.pipeline.errors import first_cause
 
 
 class CutOff(Exception):

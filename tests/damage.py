@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, encode
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, encode
 
 HEARTBEAT = {"role": "worker", "name": "w", "pid": 7, "host": "h", "started": 1.7e9}
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -17,27 +17,27 @@ from typing import Any
 
 import msgspec
 
-from consumers.dashboard.app import make_app, run_dashboard
-from consumers.dashboard.monitor import Monitor
-from consumers.history.files import history_directory
-from consumers.history.reader import HistoryReader
-from consumers.loop import Consumer
-from consumers.tasks import exact_answer
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.task import Task, TaskContext
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, DashboardConfig
-from pipeline.queue import Credit, JobQueue
-from pipeline.run.role import Role
-from pipeline.status.snapshot import snapshot
-from pipeline.weights.versions import WeightsRegistry, write_version
-from pipeline.wire.keys import ARQ_JOB, Keys
-from pipeline.wire.messages import DecodeJob, SamplingParams, WeightVersion
+from sluice.consumers.dashboard.app import make_app, run_dashboard
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.loop import Consumer
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, DashboardConfig
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, WeightVersion
+from sluice.workers.engine.hf import HfBackend
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config
 from tests.served import served
-from workers.engine.hf import HfBackend
 
 _PLENTY = Credit(10_000, 10_000, 1)
 _START_S = 90.0

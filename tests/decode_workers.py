@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from pipeline.config.types import Config
+from sluice.pipeline.config.types import Config
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.contracts import Backend
+from sluice.workers.job_prompts import JobPrompts
 from tests.roles import role_of
-from workers.decode_worker import DecodeWorker
-from workers.engine.contracts import Backend
-from workers.job_prompts import JobPrompts
 
 _END_S = 20.0
 

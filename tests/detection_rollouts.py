@@ -9,14 +9,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from consumers.tasks.codec import HFTextCodec, coord_token
-from consumers.tasks.detection.match import match
-from consumers.tasks.detection.parse import parse
-from consumers.tasks.detection.target import target
-from consumers.tasks.task import Matched, TaskContext
-from pipeline.config.types import RolloutMatchingConfig
-from pipeline.wire.messages import SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.tasks.codec import HFTextCodec, coord_token
+from sluice.consumers.tasks.detection.match import match
+from sluice.consumers.tasks.detection.parse import parse
+from sluice.consumers.tasks.detection.target import target
+from sluice.consumers.tasks.task import Matched, TaskContext
+from sluice.pipeline.config.types import RolloutMatchingConfig
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.tiny_tokenizer import WORDS
 
 PROMPT = [5, 6, 7]

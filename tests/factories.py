@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 def decode_job(job_id: str, *, n: int = 1, **changes: Any) -> DecodeJob:

@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.queue.rollouts import Rollouts
-from pipeline.wire.keys import Keys
+from sluice.pipeline.queue.rollouts import Rollouts
+from sluice.pipeline.wire.keys import Keys
 from tests.factories import sequence_result
 
 Body = dict[str, Any]

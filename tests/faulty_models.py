@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bench.truth import architectures
+from sluice.bench.truth import architectures
 
 _CODE = """
 import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from consumers.history.files import consumer_file
-from consumers.history.recorder import Finished, FinishedJob, HistoryStore
-from consumers.history.records import SequenceRow
+from sluice.consumers.history.files import consumer_file
+from sluice.consumers.history.recorder import Finished, FinishedJob, HistoryStore
+from sluice.consumers.history.records import SequenceRow
 from tests.factories import sequence_result, training_sample
 
 

@@ -13,30 +13,30 @@ from typing import Any
 
 import msgspec
 
-from consumers.audit.stored import trained_versions
-from consumers.groups import Assembler
-from consumers.history.records import SequenceRow, pack, unpack
-from consumers.samples import Sampler
-from consumers.tasks import exact_answer
-from consumers.tasks.task import Task, TaskContext
-from consumers.training import checkpoint
-from consumers.training.checkpoint import HandoffState, read_state, write_state
-from consumers.training.step_log import KeptRollouts, StepLog, read_rollouts, read_steps
-from consumers.training.trackers import _Remote
-from pipeline.broker.connection import broker_url
-from pipeline.config import load_config, resolved_yaml
-from pipeline.config.types import BrokerConfig, ConsumerConfig, RolloutMatchingConfig
-from pipeline.errors import SluiceError
-from pipeline.prompts.rows import Malformed, read_rows
-from pipeline.queue.dead_letters import _row as read_letter_row
-from pipeline.queue.envelope import arq_payload, arq_serializer, read_envelope
-from pipeline.queue.live_jobs import parse_log
-from pipeline.queue.queue import joined, packed
-from pipeline.queue.trained import INDEX, LEDGER, TrainedIds, trained_among
-from pipeline.status.heartbeat import Heartbeat, read_row
-from pipeline.weights.versions import read_manifest, tensor_table
-from pipeline.wire.codec import Wire
-from pipeline.wire.messages import (
+from sluice.consumers.audit.stored import trained_versions
+from sluice.consumers.groups import Assembler
+from sluice.consumers.history.records import SequenceRow, pack, unpack
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.consumers.training import checkpoint
+from sluice.consumers.training.checkpoint import HandoffState, read_state, write_state
+from sluice.consumers.training.step_log import KeptRollouts, StepLog, read_rollouts, read_steps
+from sluice.consumers.training.trackers import _Remote
+from sluice.pipeline.broker.connection import broker_url
+from sluice.pipeline.config import load_config, resolved_yaml
+from sluice.pipeline.config.types import BrokerConfig, ConsumerConfig, RolloutMatchingConfig
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.prompts.rows import Malformed, read_rows
+from sluice.pipeline.queue.dead_letters import _row as read_letter_row
+from sluice.pipeline.queue.envelope import arq_payload, arq_serializer, read_envelope
+from sluice.pipeline.queue.live_jobs import parse_log
+from sluice.pipeline.queue.queue import joined, packed
+from sluice.pipeline.queue.trained import INDEX, LEDGER, TrainedIds, trained_among
+from sluice.pipeline.status.heartbeat import Heartbeat, read_row
+from sluice.pipeline.weights.versions import read_manifest, tensor_table
+from sluice.pipeline.wire.codec import Wire
+from sluice.pipeline.wire.messages import (
     DeadLetter,
     DecodeJob,
     ImageRef,
@@ -50,15 +50,15 @@ from pipeline.wire.messages import (
     decode,
     encode,
 )
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from producers.source import Row, identity
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.producers.source import Row, identity
+from sluice.workers.offline.answers import Answer
+from sluice.workers.offline.sinks import header_line, recover
 from tests import mutants
 from tests.damage import HEARTBEAT
 from tests.factories import decode_job, sequence_result, training_sample
 from tests.rollout_state import head, turn
 from tests.tiny_tokenizer import tiny_codec
-from workers.offline.answers import Answer
-from workers.offline.sinks import header_line, recover
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CONTEXT = TaskContext(tiny_codec("bytes"), RolloutMatchingConfig(task="exact_answer"))

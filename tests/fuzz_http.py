@@ -19,16 +19,16 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from consumers.dashboard.app import make_app
-from consumers.dashboard.monitor import Monitor
-from consumers.history.files import history_directory
-from consumers.history.reader import HistoryReader
-from pipeline.config.types import Config, GatewayConfig
+from sluice.consumers.dashboard.app import make_app
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.pipeline.config.types import Config, GatewayConfig
+from sluice.workers.engine.hf import HfBackend
 from tests import mutants
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve
 from tests.served import served
-from workers.engine.hf import HfBackend
 
 _AT_ONCE = 16
 _ANSWER_S = 60

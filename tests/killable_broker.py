@@ -7,7 +7,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from pipeline.broker.embedded import find_server
+from sluice.pipeline.broker.embedded import find_server
 
 
 def free_ports(count: int) -> list[int]:

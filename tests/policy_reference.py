@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.config.types import PolicyConfig
+from sluice.pipeline.config.types import PolicyConfig
 
 Token = tuple[float, float, float, float]  # logp, proximal, behaviour, advantage
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.types import (
+from sluice.pipeline.config.types import (
     BrokerConfig,
     Config,
     ConsumerConfig,
@@ -19,9 +19,9 @@ from pipeline.config.types import (
     TrainerConfig,
     WorkerConfig,
 )
-from pipeline.run.role import Role, role_process
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.run.role import Role, role_process
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SamplingParams
 
 SECTIONS: dict[str, Any] = {
     "consumer": ConsumerConfig,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.queue.rollouts import RolloutHead, Turn
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.queue.rollouts import RolloutHead, Turn
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.queue.scores import ScoreJobs, TakenJob
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import ScoreJob, ScoreResult, encode
-from pipeline.wire.tokens import FloatArray, TokenArray
+from sluice.pipeline.queue.scores import ScoreJobs, TakenJob
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, encode
+from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 from tests.roles import eventually
 
 LONG_S = 60.0

@@ -12,28 +12,28 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
-from consumers.loop import Consumer
-from consumers.tasks import exact_answer
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.task import Task, TaskContext
-from consumers.training.trainer import Trainer
-from pipeline.broker.connection import connect
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, PolicyConfig, RolloutMatchingConfig
-from pipeline.queue import Credit, JobQueue
-from pipeline.run.role import Role
-from pipeline.status.inspection import inspect
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.wire.keys import Keys
-from producers.agents.server import serve_until
-from producers.gateway.server import run_gateway
+from sluice.consumers.loop import Consumer
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.consumers.training.trainer import Trainer
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.agents.server import serve_until
+from sluice.producers.gateway.server import run_gateway
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.scorer.scorer import serve_scores
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, role_of, run_config
 from tests.trainers import train_step
-from workers.engine.hf import HfBackend
-from workers.scorer.scorer import serve_scores
 
 JOBS = 4
 _TASK = Task("exact_answer", exact_answer.parse, exact_answer.match, exact_answer.target)

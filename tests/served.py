@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
-from pipeline.http.server import Connection, serve
+from sluice.pipeline.http.server import Connection, serve
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from consumers.tasks.codec import HFTextCodec, coord_token
+from sluice.consumers.tasks.codec import HFTextCodec, coord_token
 
 TURN_END = "<|im_end|>"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", TURN_END]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from demo.tiny.model import ModelSettings, build_model
-from demo.tiny.warm_start import Example, Recipe, WarmStartSettings
-from demo.tools import demonstrations, tokenizer
-from demo.tools.problems import Problem, Step
+from sluice.demo.tiny.model import ModelSettings, build_model
+from sluice.demo.tiny.warm_start import Example, Recipe, WarmStartSettings
+from sluice.demo.tools import demonstrations, tokenizer
+from sluice.demo.tools.problems import Problem, Step
 
 
 @dataclass(frozen=True)

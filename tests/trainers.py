@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from consumers.training.model import load_policy
-from consumers.training.step import TrainStep
-from pipeline.config.types import ModelConfig, PolicyConfig, TrainerConfig
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.training.model import load_policy
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import ModelConfig, PolicyConfig, TrainerConfig
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
 
 VOCAB = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.cli.options import ConfigPath, Overrides
+from sluice.pipeline.cli.options import ConfigPath, Overrides
 
 
 def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
@@ -12,8 +12,8 @@ def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """
     import asyncio
 
-    from pipeline.config import load_config
-    from workers.role import work
+    from sluice.pipeline.config import load_config
+    from sluice.workers.role import work
 
     asyncio.run(work(load_config(config, overrides)))
 
@@ -28,7 +28,7 @@ def score(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """
     import asyncio
 
-    from pipeline.config import load_config
-    from workers.scorer.scorer import serve_scores
+    from sluice.pipeline.config import load_config
+    from sluice.workers.scorer.scorer import serve_scores
 
     asyncio.run(serve_scores(load_config(config, overrides)))

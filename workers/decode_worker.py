@@ -26,16 +26,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import RequestError
-from pipeline.queue import Claim, Claimed, Finished, LeasedWorker, Piece, func, seed_for
-from pipeline.run.role import Role
-from pipeline.wire.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.guard.repeat import triggers
-from workers.job_prompts import JobPrompt, JobPrompts
-from workers.slots import HeldJob, HeldJobs
-from workers.weights_watch import WeightsWatch
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.queue import Claim, Claimed, Finished, LeasedWorker, Piece, func, seed_for
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.wire.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.guard.repeat import triggers
+from sluice.workers.job_prompts import JobPrompt, JobPrompts
+from sluice.workers.slots import HeldJob, HeldJobs
+from sluice.workers.weights_watch import WeightsWatch
 
 _TOO_EARLY_S = 0.5  # a job that wants newer weights than these comes again after it
 

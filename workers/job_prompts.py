@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline.config.types import ImagesConfig, ModelConfig
-from pipeline.errors import DeadlineExceeded, EngineError, RequestError
-from pipeline.prompts.admission import Limits, admit_prompt
-from pipeline.thread_pool import ThreadPool
-from pipeline.wire.messages import DecodeJob
-from workers.engine.contracts import EngineFacts
-from workers.engine.limits import fit_prompt
-from workers.engine.prompts import Prompts
-from workers.images.store import ImageStore
+from sluice.pipeline.config.types import ImagesConfig, ModelConfig
+from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
+from sluice.pipeline.prompts.admission import Limits, admit_prompt
+from sluice.pipeline.thread_pool import ThreadPool
+from sluice.pipeline.wire.messages import DecodeJob
+from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.limits import fit_prompt
+from sluice.workers.engine.prompts import Prompts
+from sluice.workers.images.store import ImageStore
 
 _RENDERERS = 2  # the engine needs the other cores
 

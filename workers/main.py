@@ -1,4 +1,4 @@
-"""`arq workers.main.WorkerSettings` starts a worker too.
+"""`arq sluice.workers.main.WorkerSettings` starts a worker too.
 
 arq's command builds its own Worker, so these settings are a shim: it polls an empty private queue, while the
 leased worker serves the real one from start-up to shutdown. The configuration comes from SLUICE_CONFIG.
@@ -14,12 +14,12 @@ import secrets
 import signal
 from typing import Any
 
-from pipeline.broker.connection import broker_url, connect
-from pipeline.config import load_config
-from pipeline.queue import arq_pool, arq_redis_settings
-from pipeline.run.role import default_name, leave_within
-from pipeline.wire.keys import Keys
-from workers.role import work
+from sluice.pipeline.broker.connection import broker_url, connect
+from sluice.pipeline.config import load_config
+from sluice.pipeline.queue import arq_pool, arq_redis_settings
+from sluice.pipeline.run.role import default_name, leave_within
+from sluice.pipeline.wire.keys import Keys
+from sluice.workers.role import work
 
 _config = load_config(os.environ.get("SLUICE_CONFIG"))
 _queue = f"{Keys(_config.run).prefix}arq-shim:{secrets.token_hex(6)}"

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from functools import partial
 
-from pipeline.config.types import Config
-from pipeline.logs import get_logger
-from pipeline.run.gpu import use_free_gpu
-from pipeline.run.role import Role, default_name, role_process
-from workers.engine.contracts import EngineFacts
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.run.gpu import use_free_gpu
+from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.workers.engine.contracts import EngineFacts
 
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
@@ -24,9 +24,9 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
 
 async def serve(role: Role) -> None:
     """Load the engine and serve the queue."""
-    from workers.decode_worker import DecodeWorker
-    from workers.engine.backends import make_backend
-    from workers.job_prompts import JobPrompts
+    from sluice.workers.decode_worker import DecodeWorker
+    from sluice.workers.engine.backends import make_backend
+    from sluice.workers.job_prompts import JobPrompts
 
     config = role.config
     guard = config.rollout_matching.repeat_terminate

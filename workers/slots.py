@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipeline.queue import Claim
-from pipeline.wire.messages import DecodeJob
-from workers.job_prompts import JobPrompt
+from sluice.pipeline.queue import Claim
+from sluice.pipeline.wire.messages import DecodeJob
+from sluice.workers.job_prompts import JobPrompt
 
 
 @dataclass(eq=False)

@@ -12,13 +12,13 @@ import asyncio
 import time
 from pathlib import Path
 
-from pipeline.config.types import Config
-from pipeline.errors import ModelError, TornWeights, WeightsError
-from pipeline.logs import get_logger
-from pipeline.run.role import Role
-from pipeline.weights.versions import WeightsRegistry, verify
-from pipeline.wire.messages import WeightVersion
-from workers.engine.contracts import Backend, WeightsProbe
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ModelError, TornWeights, WeightsError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.wire.messages import WeightVersion
+from sluice.workers.engine.contracts import Backend, WeightsProbe
 
 _HALF_LENIENCE = 4  # half precision alone must not end a worker; another model would be off by much more
 

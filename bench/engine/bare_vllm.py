@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.load import Ask
-from bench.engine.ours import enforce_eager
+from sluice.bench.engine.load import Ask
+from sluice.bench.engine.ours import enforce_eager
 
 
 class BareVllm:

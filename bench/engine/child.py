@@ -1,4 +1,4 @@
-"""One side in a process of its own: `python -m bench.engine.child SIDE MODEL THREADS MAX_BATCH`.
+"""One side in a process of its own: `python -m sluice.bench.engine.child SIDE MODEL THREADS MAX_BATCH`.
 
 - It loads its engine, decodes one token, answers `{}` and warms up; then each line `NUMBER COUNT LONGEST` on stdin
   is a round, answered with a Sample. Between rounds it blocks on stdin.
@@ -17,9 +17,9 @@ from typing import IO, Any, Protocol
 
 import msgspec
 
-from bench.engine.load import Ask, asks
-from bench.engine.stats import Sample
-from bench.engine.usage import cpu_s, peak_mb
+from sluice.bench.engine.load import Ask, asks
+from sluice.bench.engine.stats import Sample
+from sluice.bench.engine.usage import cpu_s, peak_mb
 
 _WARM_UP = 1_000_000  # a round number that no round has
 
@@ -39,18 +39,18 @@ class Side(Protocol):
 def make_side(name: str, model: Path, max_batch: int) -> Side:
     """The side of this name; each imports what it needs and no more."""
     if name == "padded":
-        from bench.engine.padded import Padded
+        from sluice.bench.engine.padded import Padded
 
         return Padded(model)
     if name == "continuous":
-        from bench.engine.continuous import Continuous
+        from sluice.bench.engine.continuous import Continuous
 
         return Continuous(model, max_batch)
     if name == "vllm_bare":
-        from bench.engine.bare_vllm import BareVllm
+        from sluice.bench.engine.bare_vllm import BareVllm
 
         return BareVllm(model, max_batch)
-    from bench.engine.ours import Ours, hf_backend, vllm_backend
+    from sluice.bench.engine.ours import Ours, hf_backend, vllm_backend
 
     return Ours((vllm_backend if name == "vllm" else hf_backend)(model, max_batch))
 

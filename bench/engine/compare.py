@@ -15,12 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.engine.plan import PEERS, Plan
-from bench.engine.processes import SideProcesses
-from bench.engine.stats import Round, Sample, check_equal, cpu_ratios, ratios, spread, tokens_equal
-from bench.interruptible import run_interruptible
-from bench.pipeline.plan import HOME
-from bench.report import say
+from sluice.bench.engine.plan import PEERS, Plan
+from sluice.bench.engine.processes import SideProcesses
+from sluice.bench.engine.stats import Round, Sample, check_equal, cpu_ratios, ratios, spread, tokens_equal
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.pipeline.plan import HOME
+from sluice.bench.report import say
 
 EQUAL_FLOOR = 0.9
 _RATIO_NAMES = {"padded": "hf_vs_padded", "continuous": "hf_vs_continuous", "vllm_bare": "vllm_efficiency"}

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.load import LONGEST, Ask
-from bench.engine.model import CONTEXT
-from bench.engine.padded import load_module
-from pipeline.errors import EngineError
+from sluice.bench.engine.load import LONGEST, Ask
+from sluice.bench.engine.model import CONTEXT
+from sluice.bench.engine.padded import load_module
+from sluice.pipeline.errors import EngineError
 
 _POLL_S = 1.0
 _TOGETHER = 16  # requests

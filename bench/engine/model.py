@@ -35,7 +35,7 @@ class Shape:
 
 def ensure_model(home: Path, shape: Shape | None = None) -> Path:
     """Directory of the model and its tokenizer; made now unless an equal one is there."""
-    from demo.tiny import cache
+    from sluice.demo.tiny import cache
 
     shape = shape or Shape()
     libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}

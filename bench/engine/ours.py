@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.engine.load import Ask
-from pipeline.config.types import ModelConfig
-from pipeline.wire.messages import SamplingParams
-from workers.engine.contracts import Backend, SequenceRequest
+from sluice.bench.engine.load import Ask
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceRequest
 
 
 class Ours:
@@ -42,15 +42,15 @@ def request_of(index: int, ask: Ask) -> SequenceRequest:
 
 def hf_backend(model: Path, max_batch: int) -> Backend:
     """Not started."""
-    from workers.engine.hf import HfBackend
+    from sluice.workers.engine.hf import HfBackend
 
     return HfBackend(ModelConfig(path=str(model), dtype="float32"), max_batch=max_batch)
 
 
 def vllm_backend(model: Path, max_batch: int) -> Backend:
     """Not started."""
-    from pipeline.config.types import VllmEngineOptions
-    from workers.engine.vllm import VllmBackend
+    from sluice.pipeline.config.types import VllmEngineOptions
+    from sluice.workers.engine.vllm import VllmBackend
 
     options = VllmEngineOptions(enforce_eager=enforce_eager())
     return VllmBackend(ModelConfig(path=str(model), dtype="float32"), max_batch=max_batch, options=options)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.load import Ask
+from sluice.bench.engine.load import Ask
 
 
 class Padded:

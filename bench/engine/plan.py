@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.engine.load import LONGEST, SHORTEST
-from bench.engine.model import ensure_model
-from bench.pipeline.plan import HOME
-from pipeline.errors import ConfigError
+from sluice.bench.engine.load import LONGEST, SHORTEST
+from sluice.bench.engine.model import ensure_model
+from sluice.bench.pipeline.plan import HOME
+from sluice.pipeline.errors import ConfigError
 
 PEERS = {"padded": "hf", "continuous": "hf", "vllm_bare": "vllm"}
 """Each peer, and the side of ours that it is compared with."""

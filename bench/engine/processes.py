@@ -14,11 +14,11 @@ from types import TracebackType
 
 import msgspec
 
-from bench.engine.load import asks
-from bench.engine.plan import Plan
-from bench.engine.stats import Sample
-from bench.processes import Fleet
-from bench.report import say
+from sluice.bench.engine.load import asks
+from sluice.bench.engine.plan import Plan
+from sluice.bench.engine.stats import Sample
+from sluice.bench.processes import Fleet
+from sluice.bench.report import say
 
 _START_S = 300.0
 _ROUND_S = 1800.0
@@ -65,7 +65,9 @@ class SideProcesses:
         arguments = [side, str(self._plan.model), str(self._plan.threads), str(max(self._plan.rounds))]
         started = time.perf_counter()
         await fleet.start(
-            [sys.executable, "-m", "bench.engine.child", *arguments], _environment(self._plan.threads), piped=True
+            [sys.executable, "-m", "sluice.bench.engine.child", *arguments],
+            _environment(self._plan.threads),
+            piped=True,
         )
         await fleet.answers(_START_S)
         self.startup_s[side] = time.perf_counter() - started

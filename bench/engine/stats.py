@@ -7,8 +7,8 @@ from statistics import median
 
 import msgspec
 
-from bench.engine.load import Ask
-from pipeline.errors import SluiceError
+from sluice.bench.engine.load import Ask
+from sluice.pipeline.errors import SluiceError
 
 Round = Mapping[str, "Sample"]
 """The samples of all sides over the same sequences."""

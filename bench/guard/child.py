@@ -1,6 +1,6 @@
 """One engine with the guard in a process of its own.
 
-- `python -m bench.guard.child BACKEND MODEL THREADS MAX_BATCH THRESHOLDS`, the last the subtree as JSON.
+- `python -m sluice.bench.guard.child BACKEND MODEL THREADS MAX_BATCH THRESHOLDS`, the last the subtree as JSON.
 - It loads its engine and answers `{}`; then each line on stdin is a Work, answered with a Done.
 - Answers go to the stdout it was started with; whatever libraries print goes to its log.
 - The guard's cost is taken by the engine itself, inside its process, and read every quarter of a second. What counts
@@ -17,12 +17,12 @@ from typing import IO, Any
 
 import msgspec
 
-from bench.guard.work import Done, Work
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.wire.messages import SamplingParams
-from workers.engine.contracts import SequenceOutput, SequenceRequest
-from workers.engine.hf import HfBackend
-from workers.guard.watch import GuardCost
+from sluice.bench.guard.work import Done, Work
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.guard.watch import GuardCost
 
 _INTERVAL_S = 0.25
 
@@ -34,7 +34,7 @@ def make_backend(name: str, model: Path, max_batch: int, thresholds: RepeatTermi
         return HfBackend(settings, max_batch=max_batch, repeat_terminate=thresholds)
     import torch
 
-    from workers.engine.vllm import VllmBackend
+    from sluice.workers.engine.vllm import VllmBackend
 
     options = VllmEngineOptions(enforce_eager=not torch.cuda.is_available())  # compiling outlasts the run on a CPU
     return VllmBackend(settings, max_batch=max_batch, options=options, repeat_terminate=thresholds)

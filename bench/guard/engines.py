@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from bench.guard.plan import DEFAULTS
-from bench.guard.work import Done, Work
-from bench.processes import Fleet
-from pipeline.config.types import RepeatTerminateConfig
+from sluice.bench.guard.plan import DEFAULTS
+from sluice.bench.guard.work import Done, Work
+from sluice.bench.processes import Fleet
+from sluice.pipeline.config.types import RepeatTerminateConfig
 
 _START_S = 300.0
 _WORK_S = 1800.0
@@ -39,7 +39,7 @@ async def engine(
     backend: str, model: Path, max_batch: int, logs: Path, thresholds: RepeatTerminateConfig = DEFAULTS
 ) -> AsyncIterator[Engine]:
     """Started and warm; it ends with the block."""
-    command = [sys.executable, "-m", "bench.guard.child", backend, str(model), str(THREADS), str(max_batch)]
+    command = [sys.executable, "-m", "sluice.bench.guard.child", backend, str(model), str(THREADS), str(max_batch)]
     command.append(msgspec.json.encode(thresholds).decode())
     async with Fleet(f"{backend}-{model.name}", logs) as fleet:
         await fleet.start(command, _environment(), piped=True)

@@ -76,7 +76,7 @@ def word(token: int) -> str:
 
 def ensure_model(home: Path) -> Path:
     """Directory of the model and its tokenizer; made now unless an equal one is there."""
-    from demo.tiny import cache
+    from sluice.demo.tiny import cache
 
     libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     target = home / f"loop-model-{cache.content_key(asdict(Shape()), [sys.modules[__name__]], libraries)}"

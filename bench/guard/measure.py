@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from bench.guard.engines import THREADS
-from bench.guard.plan import DEFAULTS, HOME, Plan
-from bench.guard.pure import ns_per_token
-from bench.guard.runs import runs
-from bench.guard.saved import saved
-from bench.guard.step_share import step_share
-from bench.interruptible import run_interruptible
-from bench.report import say
+from sluice.bench.guard.engines import THREADS
+from sluice.bench.guard.plan import DEFAULTS, HOME, Plan
+from sluice.bench.guard.pure import ns_per_token
+from sluice.bench.guard.runs import runs
+from sluice.bench.guard.saved import saved
+from sluice.bench.guard.step_share import step_share
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.report import say
 
 _STREAM = 2048  # tokens
 
@@ -28,9 +28,9 @@ def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `step_share`: guard time over step time inside the engine's process, by backend and number of sequences.
-    `ns_per_token`, `naive_ns_per_token`, `upstream_ns_per_token`: of the rule alone, see `bench.guard.pure`;
+    `ns_per_token`, `naive_ns_per_token`, `upstream_ns_per_token`: of the rule alone, see `sluice.bench.guard.pure`;
     `any_period_ns_per_token` and `object_keys_ns_per_token` with that one key more.
-    `saved_share`: tail tokens that the guard saves over those of an oracle, see `bench.guard.workload`;
+    `saved_share`: tail tokens that the guard saves over those of an oracle, see `sluice.bench.guard.workload`;
     `saved_share_any_period`: the same with that key; `saved_share_ceiling`: what any rule could that is armed after
     `min_new_tokens`.
     `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved` of the

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.config.types import RepeatTerminateConfig
 
 
 def naive_rule(tokens: Sequence[int], config: RepeatTerminateConfig) -> str | None:

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 
 import msgspec
 
-from bench.guard.loop_model import CONTEXT
-from bench.pipeline.plan import HOME
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError
+from sluice.bench.guard.loop_model import CONTEXT
+from sluice.bench.pipeline.plan import HOME
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError
 
 __all__ = ["ANY_PERIOD", "DEFAULTS", "HOME", "Plan"]
 

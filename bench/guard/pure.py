@@ -17,13 +17,13 @@ from typing import Any
 
 from msgspec import structs
 
-from bench.guard.naive import naive_rule
-from bench.guard.plan import ANY_PERIOD, DEFAULTS
-from bench.guard.streams import VOCABULARY, random_stream, text_stream
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import SluiceError
-from workers.guard.object_keys import ObjectKeys
-from workers.guard.repeat import OFF, RepeatGuard
+from sluice.bench.guard.naive import naive_rule
+from sluice.bench.guard.plan import ANY_PERIOD, DEFAULTS
+from sluice.bench.guard.streams import VOCABULARY, random_stream, text_stream
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import SluiceError
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.repeat import OFF, RepeatGuard
 
 _KEYS = structs.replace(DEFAULTS, max_object_keys=OFF)
 

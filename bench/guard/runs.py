@@ -15,17 +15,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.guard.loop_model import Chains, ensure_model, word
-from bench.guard.plan import HOME, Plan
-from bench.guard.workload import starts
-from bench.report import say
-from consumers.training.step_log import read_steps
-from pipeline.config import Config, load_config
-from pipeline.errors import SluiceError
-from pipeline.run.progress_panel import Progress
-from pipeline.run.stack import INTERRUPTED, run_stack
-from pipeline.run.supervisor import Supervisor
-from pipeline.status.snapshot import Snapshot
+from sluice.bench.guard.loop_model import Chains, ensure_model, word
+from sluice.bench.guard.plan import HOME, Plan
+from sluice.bench.guard.workload import starts
+from sluice.bench.report import say
+from sluice.consumers.training.step_log import read_steps
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.run.progress_panel import Progress
+from sluice.pipeline.run.stack import INTERRUPTED, run_stack
+from sluice.pipeline.run.supervisor import Supervisor
+from sluice.pipeline.status.snapshot import Snapshot
 
 _VERSIONS = 4
 _COUNTERS = {

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from bench.guard.engines import engine
-from bench.guard.loop_model import Chains, ensure_model
-from bench.guard.plan import ANY_PERIOD, DEFAULTS, HOME, Plan
-from bench.guard.work import Done, Work
-from bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
-from bench.report import say
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import SluiceError
+from sluice.bench.guard.engines import engine
+from sluice.bench.guard.loop_model import Chains, ensure_model
+from sluice.bench.guard.plan import ANY_PERIOD, DEFAULTS, HOME, Plan
+from sluice.bench.guard.work import Done, Work
+from sluice.bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
+from sluice.bench.report import say
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import SluiceError
 
 _MAX_BATCH = 64
 _OTHER_SIZES = (48, 60, 120)  # for comparison: every period that divides the size is seen

@@ -10,12 +10,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-from bench.engine.model import ensure_model
-from bench.guard.engines import engine
-from bench.guard.plan import DEFAULTS, HOME, Plan
-from bench.guard.work import Work
-from bench.report import say
-from pipeline.errors import SluiceError
+from sluice.bench.engine.model import ensure_model
+from sluice.bench.guard.engines import engine
+from sluice.bench.guard.plan import DEFAULTS, HOME, Plan
+from sluice.bench.guard.work import Work
+from sluice.bench.report import say
+from sluice.pipeline.errors import SluiceError
 
 _PROMPT = 16  # tokens
 _PROMPT_IDS = 256

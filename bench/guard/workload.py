@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.guard.loop_model import HEALTHY, LEAD, Chains
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.repeat import RepeatGuard
+from sluice.bench.guard.loop_model import HEALTHY, LEAD, Chains
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.repeat import RepeatGuard
 
 _LEAD_STRIDE, _HEALTHY_STRIDE = 97, 131  # coprime to the spans, so that neighbours differ much
 

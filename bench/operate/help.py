@@ -6,8 +6,8 @@ import subprocess
 import time
 from statistics import median
 
-from pipeline.errors import SluiceError
-from pipeline.run.supervisor import sluice_command
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.run.supervisor import sluice_command
 
 _DEADLINE_S = 60
 

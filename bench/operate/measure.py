@@ -13,19 +13,19 @@ from typing import Any
 
 import msgspec
 
-from bench.interruptible import run_interruptible
-from bench.operate.help import help_s
-from bench.operate.overhead import overhead
-from bench.operate.pages import pages
-from bench.operate.past import fill_broker, fill_history
-from bench.operate.plan import HOME, RUN, Plan
-from bench.pipeline.model import ensure_model
-from bench.report import say
-from pipeline.broker.connection import connect
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config import Config, load_config
-from pipeline.config.types import BrokerConfig
-from pipeline.run import provenance
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.operate.help import help_s
+from sluice.bench.operate.overhead import overhead
+from sluice.bench.operate.pages import pages
+from sluice.bench.operate.past import fill_broker, fill_history
+from sluice.bench.operate.plan import HOME, RUN, Plan
+from sluice.bench.pipeline.model import ensure_model
+from sluice.bench.report import say
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.run import provenance
 
 _AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01}
 

@@ -16,16 +16,16 @@ from typing import Any
 
 import aiohttp
 
-from bench.operate.plan import Plan
-from bench.pipeline import load
-from bench.pipeline import plan as pipeline_plan
-from bench.pipeline.stats import Sample
-from bench.pipeline.through_queue import QueuedEngines
-from bench.processes import Fleet
-from bench.report import say
-from pipeline.broker.connection import connect
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import SluiceError
+from sluice.bench.operate.plan import Plan
+from sluice.bench.pipeline import load
+from sluice.bench.pipeline import plan as pipeline_plan
+from sluice.bench.pipeline.stats import Sample
+from sluice.bench.pipeline.through_queue import QueuedEngines
+from sluice.bench.processes import Fleet
+from sluice.bench.report import say
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import SluiceError
 
 _SCRAPE_EVERY_S = 1.0
 _ASK_S = 5.0

@@ -15,19 +15,19 @@ from urllib.parse import quote
 
 import aiohttp
 
-from bench.operate.plan import Plan
-from bench.percentile import percentile
-from bench.processes import Fleet
-from bench.report import say
-from bench.rollout.http import open_session
-from bench.rollout.stack import free_ports, until_healthy
-from consumers.history.files import history_directory
-from consumers.history.reader import HistoryReader
-from consumers.history.records import SequenceFilter
-from pipeline.config.types import Config
-from pipeline.errors import SluiceError
-from pipeline.queue.dead_letters import DeadLetters
-from pipeline.run.supervisor import sluice_command
+from sluice.bench.operate.plan import Plan
+from sluice.bench.percentile import percentile
+from sluice.bench.processes import Fleet
+from sluice.bench.report import say
+from sluice.bench.rollout.http import open_session
+from sluice.bench.rollout.stack import free_ports, until_healthy
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.records import SequenceFilter
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue.dead_letters import DeadLetters
+from sluice.pipeline.run.supervisor import sluice_command
 
 _WARM = 2
 

@@ -15,20 +15,20 @@ from typing import Any
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from bench.operate.plan import Plan
-from consumers.groups import Group
-from consumers.history.recorder import Recorder
-from consumers.samples import Sampler
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.registry import load_task
-from consumers.tasks.task import TaskContext
-from pipeline.config.types import Config
-from pipeline.errors import SluiceError
-from pipeline.queue import NO_LIMIT, JobQueue, job_id_for
-from pipeline.status.heartbeat import StatusReporter
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.bench.operate.plan import Plan
+from sluice.consumers.groups import Group
+from sluice.consumers.history.recorder import Recorder
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.registry import load_task
+from sluice.consumers.tasks.task import TaskContext
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue import NO_LIMIT, JobQueue, job_id_for
+from sluice.pipeline.status.heartbeat import StatusReporter
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _SCENES = 256  # different ones
 _FLUSH_EVERY = 500
@@ -116,8 +116,8 @@ def _results(run: str, codec: HFTextCodec, count: int) -> Iterator[SequenceResul
 
 def _scenes(codec: HFTextCodec) -> list[tuple[list[int], list[int], str, Any]]:
     """(prompt's tokens, answer's tokens, answer, truth) each."""
-    from demo.digits.data import answer_text, messages_of
-    from demo.digits.scenes import scenes
+    from sluice.demo.digits.data import answer_text, messages_of
+    from sluice.demo.digits.scenes import scenes
 
     found = []
     for scene in scenes("train", _SCENES, 3):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from bench.pipeline.plan import HOME
-from pipeline.errors import ConfigError
+from sluice.bench.pipeline.plan import HOME
+from sluice.pipeline.errors import ConfigError
 
 __all__ = ["HOME", "Plan"]
 

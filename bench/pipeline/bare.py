@@ -1,7 +1,7 @@
 """The engine alone: W processes, each with its share of a round's jobs; no Redis.
 
-As a process (`python -m bench.pipeline.bare WORKER WORKERS DIGITS SET…`) it loads its engine, then for every line
-`NAME COUNT LONGEST` on stdin prepares the jobs and answers `ready`, and for the line `go` decodes them and answers
+As a process (`python -m sluice.bench.pipeline.bare WORKER WORKERS DIGITS SET…`) it loads its engine, then for every
+line `NAME COUNT LONGEST` on stdin prepares the jobs and answers `ready`, and for the line `go` decodes them and answers
 with their tokens. Rendering the prompts lies outside the clock here, and inside it on the queue's side.
 """
 
@@ -13,12 +13,12 @@ import time
 
 import msgspec
 
-from bench.pipeline.load import jobs, request_of, share
-from bench.pipeline.plan import Plan
-from bench.pipeline.stats import Sample
-from bench.processes import Fleet
-from pipeline.config import Config, load_config
-from workers.engine.contracts import Backend, SequenceRequest
+from sluice.bench.pipeline.load import jobs, request_of, share
+from sluice.bench.pipeline.plan import Plan
+from sluice.bench.pipeline.stats import Sample
+from sluice.bench.processes import Fleet
+from sluice.pipeline.config import Config, load_config
+from sluice.workers.engine.contracts import Backend, SequenceRequest
 
 _DEADLINE_S = 600.0
 
@@ -33,7 +33,7 @@ class BareEngines:
         """Start the processes; they load while other things happen."""
         for worker in range(self._plan.workers):
             arguments = [str(worker), str(self._plan.workers), str(int(self._plan.digits)), *self._plan.overrides()]
-            await self._fleet.start([sys.executable, "-m", "bench.pipeline.bare", *arguments], piped=True)
+            await self._fleet.start([sys.executable, "-m", "sluice.bench.pipeline.bare", *arguments], piped=True)
 
     async def round(self, name: str, count: int, longest: int) -> Sample:
         """Decode the jobs of a round; the clock runs from `go` to the last answer."""
@@ -56,8 +56,8 @@ class BareEngines:
 
 async def _serve(config: Config, worker: int, workers: int, digits: bool) -> None:
     """The child's side."""
-    from workers.engine.backends import make_backend
-    from workers.job_prompts import JobPrompts
+    from sluice.workers.engine.backends import make_backend
+    from sluice.workers.job_prompts import JobPrompts
 
     backend = make_backend(config.model, config.worker)
     await backend.start()

@@ -13,20 +13,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.interruptible import run_interruptible
-from bench.pipeline import stats
-from bench.pipeline.bare import BareEngines
-from bench.pipeline.load import LONGEST, jobs
-from bench.pipeline.plan import HOME, Plan
-from bench.pipeline.sink import Arrival
-from bench.pipeline.stats import Round
-from bench.pipeline.through_queue import QueuedEngines
-from bench.processes import Fleet
-from bench.report import say
-from pipeline.broker.connection import connect
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import SluiceError
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.pipeline import stats
+from sluice.bench.pipeline.bare import BareEngines
+from sluice.bench.pipeline.load import LONGEST, jobs
+from sluice.bench.pipeline.plan import HOME, Plan
+from sluice.bench.pipeline.sink import Arrival
+from sluice.bench.pipeline.stats import Round
+from sluice.bench.pipeline.through_queue import QueuedEngines
+from sluice.bench.processes import Fleet
+from sluice.bench.report import say
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import SluiceError
 
 _LATENCY_LOAD = 0.5  # share of the saturated rate
 _WARM_TOKENS = 32

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.pipeline.plan import RUN
-from pipeline.queue import job_id_for, seed_for
-from pipeline.wire.messages import DecodeJob, Message, SamplingParams
-from workers.engine.contracts import SequenceRequest
+from sluice.bench.pipeline.plan import RUN
+from sluice.pipeline.queue import job_id_for, seed_for
+from sluice.pipeline.wire.messages import DecodeJob, Message, SamplingParams
+from sluice.workers.engine.contracts import SequenceRequest
 
 SHORTEST, LONGEST = 32, 128
 _STRIDE = 37  # coprime to the span of lengths, so neighbours differ much
@@ -51,7 +51,7 @@ def _prompts(count: int, digits: bool) -> list[list[Message]]:
     if not digits:
         text = "Problem {0}: a shop sells {0} apples and buys {1} more. How many are there? Explain step by step."
         return [[{"role": "user", "content": text.format(i, 7 * i % 100)}] for i in range(count)]
-    from demo.digits.data import messages_of
-    from demo.digits.scenes import scenes
+    from sluice.demo.digits.data import messages_of
+    from sluice.demo.digits.scenes import scenes
 
     return [list(messages_of(scene)) for scene in scenes("train", count, 11)]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 def ensure_model(home: Path) -> Path:
     """Directory of the model and its tokenizer; made now unless an equal one is there."""
-    from demo.digits import model, tokenizer
-    from demo.tiny import cache
-    from demo.tiny import model as shape
-    from demo.tiny import tokenizer as words
+    from sluice.demo.digits import model, tokenizer
+    from sluice.demo.tiny import cache
+    from sluice.demo.tiny import model as shape
+    from sluice.demo.tiny import tokenizer as words
 
     settings = model.ModelSettings()
     libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.pipeline.model import ensure_model
-from pipeline.errors import ConfigError
+from sluice.bench.pipeline.model import ensure_model
+from sluice.pipeline.errors import ConfigError
 
 HOME = Path(".sluice/bench")
 RUN = "bench"

@@ -12,10 +12,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pipeline.broker.streams import result_reader
-from pipeline.errors import DeadlineExceeded
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult, decode
+from sluice.pipeline.broker.streams import result_reader
+from sluice.pipeline.errors import DeadlineExceeded
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult, decode
 
 _PAGE = 64
 _BLOCK_MS = 500

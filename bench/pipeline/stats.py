@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from statistics import median
 
-from bench.percentile import percentile
-from pipeline.errors import SluiceError
+from sluice.bench.percentile import percentile
+from sluice.pipeline.errors import SluiceError
 
 __all__ = ["Round", "Sample", "median", "percentile", "summary"]
 

@@ -15,16 +15,16 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from bench.pipeline.plan import RUN, Plan
-from bench.pipeline.sink import Arrival, Sink
-from bench.pipeline.stats import Sample
-from bench.processes import Fleet
-from pipeline.errors import BrokerError, DeadlineExceeded
-from pipeline.queue import Credit, JobQueue
-from pipeline.run.supervisor import sluice_command
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DecodeJob
+from sluice.bench.pipeline.plan import RUN, Plan
+from sluice.bench.pipeline.sink import Arrival, Sink
+from sluice.bench.pipeline.stats import Sample
+from sluice.bench.processes import Fleet
+from sluice.pipeline.errors import BrokerError, DeadlineExceeded
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DecodeJob
 
 _START_S = 180.0
 _CHUNK = 100

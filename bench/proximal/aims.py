@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.engine.model import CONTEXT
-from bench.proximal.plan import Sizes
+from sluice.bench.engine.model import CONTEXT
+from sluice.bench.proximal.plan import Sizes
 
 COST = {"hf": 1.15, "vllm": 1.5}
 """Most that an update which scores may cost, over one which only re-prefills."""

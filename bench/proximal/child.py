@@ -1,4 +1,4 @@
-"""One engine in a process of its own: `python -m bench.proximal.child BACKEND MODEL VARIANTS MAX_BATCH`.
+"""One engine in a process of its own: `python -m sluice.bench.proximal.child BACKEND MODEL VARIANTS MAX_BATCH`.
 
 - It loads its engine and answers Ready; then each line on stdin is a Work, answered with its fields, one line each.
   While it serves a queue it says what it saw, until the next line, which it answers with `{}`.
@@ -16,17 +16,17 @@ from typing import IO, Any
 
 import msgspec
 
-from bench.proximal.score_cost import score_cost
-from bench.proximal.served import serve
-from bench.proximal.throughput import throughput
-from bench.proximal.valid_share import valid_share
-from bench.proximal.versions import Variants
-from bench.proximal.work import CostWork, Failed, Ready, ServeWork, ShareWork, ThroughputWork, Work
-from pipeline.config import load_config
-from pipeline.config.types import ModelConfig, VllmEngineOptions, WorkerConfig
-from pipeline.errors import first_cause
-from workers.engine.backends import make_backend
-from workers.engine.contracts import Backend
+from sluice.bench.proximal.score_cost import score_cost
+from sluice.bench.proximal.served import serve
+from sluice.bench.proximal.throughput import throughput
+from sluice.bench.proximal.valid_share import valid_share
+from sluice.bench.proximal.versions import Variants
+from sluice.bench.proximal.work import CostWork, Failed, Ready, ServeWork, ShareWork, ThroughputWork, Work
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions, WorkerConfig
+from sluice.pipeline.errors import first_cause
+from sluice.workers.engine.backends import make_backend
+from sluice.workers.engine.contracts import Backend
 
 THREADS = 1
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from bench.processes import Fleet
-from bench.proximal.work import Failed, Ready, Seen, ServeWork, Work
-from pipeline.errors import SluiceError
+from sluice.bench.processes import Fleet
+from sluice.bench.proximal.work import Failed, Ready, Seen, ServeWork, Work
+from sluice.pipeline.errors import SluiceError
 
 THREADS = 1
 _START_S = 300.0
@@ -63,7 +63,7 @@ class Engine:
 @contextlib.asynccontextmanager
 async def engine(backend: str, model: Path, variants: Path, max_batch: int, logs: Path) -> AsyncIterator[Engine]:
     """Loaded; it ends with the block."""
-    command = [sys.executable, "-m", "bench.proximal.child", backend, str(model), str(variants), str(max_batch)]
+    command = [sys.executable, "-m", "sluice.bench.proximal.child", backend, str(model), str(variants), str(max_batch)]
     async with Fleet(f"engine-{backend}", logs) as fleet:
         await fleet.start(command, environment(), piped=True)
         await fleet.answers(_START_S)

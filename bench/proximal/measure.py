@@ -15,19 +15,19 @@ from typing import Any
 
 import msgspec
 
-from bench.engine.model import ensure_model
-from bench.interruptible import run_interruptible
-from bench.processes import Fleet
-from bench.proximal.aims import aims, measured
-from bench.proximal.engines import THREADS, Engine, engine, environment
-from bench.proximal.plan import HOME, Plan
-from bench.proximal.published import published
-from bench.proximal.versions import Variants, ensure_variants
-from bench.proximal.work import CostWork, ShareWork, ThroughputWork
-from bench.report import say
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config.types import BrokerConfig
-from pipeline.run.supervisor import sluice_command
+from sluice.bench.engine.model import ensure_model
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.processes import Fleet
+from sluice.bench.proximal.aims import aims, measured
+from sluice.bench.proximal.engines import THREADS, Engine, engine, environment
+from sluice.bench.proximal.plan import HOME, Plan
+from sluice.bench.proximal.published import published
+from sluice.bench.proximal.versions import Variants, ensure_variants
+from sluice.bench.proximal.work import CostWork, ShareWork, ThroughputWork
+from sluice.bench.report import say
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.run.supervisor import sluice_command
 
 _SCORE_WAIT_S = 600  # a busy machine must not decide what is valid
 
@@ -45,8 +45,8 @@ class Place:
 def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `publish_to_first_token_s`: see `bench.proximal.published`. `score_cost_ratio`: an update that re-prefills and
-    scores, over one that only re-prefills (`vs_kv_recompute`) and over one decode step (`vs_no_update`).
+    `publish_to_first_token_s`: see `sluice.bench.proximal.published`. `score_cost_ratio`: an update that re-prefills
+    and scores, over one that only re-prefills (`vs_kv_recompute`) and over one decode step (`vs_no_update`).
     `tok_s_by_interval`: tokens a second by steps between updates. `valid_share`: by versions that the queue holds.
     `aims`: what each is held against, and whether it was met; `measured`: over what, in words.
     """

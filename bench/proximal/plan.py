@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import msgspec
 
-from bench.engine.model import CONTEXT
-from bench.pipeline.plan import HOME
-from pipeline.errors import ConfigError
+from sluice.bench.engine.model import CONTEXT
+from sluice.bench.pipeline.plan import HOME
+from sluice.pipeline.errors import ConfigError
 
 __all__ = ["HOME", "Plan", "Sizes"]
 

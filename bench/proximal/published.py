@@ -14,19 +14,19 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from bench.engine.model import CONTEXT
-from bench.proximal.engines import Engine
-from bench.proximal.plan import Sizes
-from bench.proximal.publisher import Publisher
-from bench.proximal.rows import PROMPT_IDS
-from bench.proximal.versions import Variants
-from pipeline.broker.connection import connect
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError, SluiceError
-from pipeline.queue import Credit, JobQueue
-from pipeline.wire.keys import Keys, tagged
-from pipeline.wire.messages import DecodeJob, SamplingParams
-from pipeline.wire.tokens import TokenArray
+from sluice.bench.engine.model import CONTEXT
+from sluice.bench.proximal.engines import Engine
+from sluice.bench.proximal.plan import Sizes
+from sluice.bench.proximal.publisher import Publisher
+from sluice.bench.proximal.rows import PROMPT_IDS
+from sluice.bench.proximal.versions import Variants
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import BrokerError, SluiceError
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.wire.keys import Keys, tagged
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams
+from sluice.pipeline.wire.tokens import TokenArray
 
 _AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1)
 _GAP_S = (0.3, 1.0)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from bench.proximal.versions import Variants
-from pipeline.broker.ownership import Ownership
-from pipeline.weights.versions import WeightsRegistry, retire, write_version
-from pipeline.wire.keys import Keys
+from sluice.bench.proximal.versions import Variants
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.weights.versions import WeightsRegistry, retire, write_version
+from sluice.pipeline.wire.keys import Keys
 
 
 @dataclass(frozen=True)

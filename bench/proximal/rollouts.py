@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench.proximal.plan import Sizes
-from bench.proximal.rows import PROMPT_IDS
-from pipeline.errors import DeadlineExceeded
-from pipeline.queue import Claim
-from pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult
-from pipeline.wire.tokens import TokenArray
-from workers.decode_worker import request_for, result_of
-from workers.engine.contracts import Backend, SequenceSoFar
-from workers.job_prompts import JobPrompt
+from sluice.bench.proximal.plan import Sizes
+from sluice.bench.proximal.rows import PROMPT_IDS
+from sluice.pipeline.errors import DeadlineExceeded
+from sluice.pipeline.queue import Claim
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.decode_worker import request_for, result_of
+from sluice.workers.engine.contracts import Backend, SequenceSoFar
+from sluice.workers.job_prompts import JobPrompt
 
 _SHORTEST = 8  # tokens
 _WAIT_S = 120.0

@@ -16,9 +16,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.errors import DeadlineExceeded, SluiceError
-from pipeline.wire.messages import SamplingParams
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.pipeline.errors import DeadlineExceeded, SluiceError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
 PROMPT_IDS = 256  # the byte tokens
 _WAIT_S = 120.0

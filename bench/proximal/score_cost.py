@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.engine.model import CONTEXT
-from bench.engine.usage import cpu_s
-from bench.proximal.plan import Sizes
-from bench.proximal.rows import requests, running
-from bench.proximal.versions import Variants
-from pipeline.errors import SluiceError
-from workers.engine.contracts import Backend, SequenceOutput
+from sluice.bench.engine.model import CONTEXT
+from sluice.bench.engine.usage import cpu_s
+from sluice.bench.proximal.plan import Sizes
+from sluice.bench.proximal.rows import requests, running
+from sluice.bench.proximal.versions import Variants
+from sluice.pipeline.errors import SluiceError
+from sluice.workers.engine.contracts import Backend, SequenceOutput
 
 STEPS = {"scored": 1, "recompute": 2}
 KINDS = (*STEPS, "none")

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from bench.proximal.work import Ready, Seen
-from pipeline.config import Config
-from pipeline.run.role import role_process
-from workers.decode_worker import DecodeWorker
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.job_prompts import JobPrompts
+from sluice.bench.proximal.work import Ready, Seen
+from sluice.pipeline.config import Config
+from sluice.pipeline.run.role import role_process
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.job_prompts import JobPrompts
 
 
 class Observed:

@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from bench.proximal.plan import Sizes, room
-from bench.proximal.rows import requests, running
-from bench.proximal.versions import COUNT, Variants
-from pipeline.weights.versions import verify, write_version
-from pipeline.wire.messages import WeightVersion
-from workers.engine.contracts import Backend
-from workers.weights_watch import probe_of
+from sluice.bench.proximal.plan import Sizes, room
+from sluice.bench.proximal.rows import requests, running
+from sluice.bench.proximal.versions import COUNT, Variants
+from sluice.pipeline.weights.versions import verify, write_version
+from sluice.pipeline.wire.messages import WeightVersion
+from sluice.workers.engine.contracts import Backend
+from sluice.workers.weights_watch import probe_of
 
 _TOLERANCE = 1e-2  # nats a probe token
 Segment = tuple[int, float]

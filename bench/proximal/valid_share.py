@@ -16,23 +16,23 @@ from typing import Any
 
 import msgspec
 
-from bench.proximal.plan import Sizes
-from bench.proximal.publisher import Publisher
-from bench.proximal.rollouts import rollouts
-from bench.proximal.versions import Variants
-from consumers.tasks import exact_answer
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.task import TaskContext
-from consumers.training.model import load_policy
-from consumers.training.step import TrainStep
-from consumers.training.trainer import Filler
-from pipeline.config import Config
-from pipeline.errors import SluiceError
-from pipeline.queue.scores import Scores
-from pipeline.run.role import Role, role_process
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult, TrainingSample
-from workers.engine.contracts import Backend
+from sluice.bench.proximal.plan import Sizes
+from sluice.bench.proximal.publisher import Publisher
+from sluice.bench.proximal.rollouts import rollouts
+from sluice.bench.proximal.versions import Variants
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.task import TaskContext
+from sluice.consumers.training.model import load_policy
+from sluice.consumers.training.step import TrainStep
+from sluice.consumers.training.trainer import Filler
+from sluice.pipeline.config import Config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue.scores import Scores
+from sluice.pipeline.run.role import Role, role_process
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.workers.engine.contracts import Backend
 
 _TOLERANCE = 1e-2  # nats; engine, scorer and trainer pack their fp32 passes differently
 _COUNTS = ("scored", "recomputed", "missing_proximal", "stale", "foreign")

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.types import ModelConfig
-from pipeline.wire.messages import WeightVersion
-from pipeline.wire.tokens import TokenArray
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.wire.messages import WeightVersion
+from sluice.pipeline.wire.tokens import TokenArray
 
 COUNT = 3
 _RELATIVE = 1e-2  # of every weight: a token's logprob changes by far more than passes differ by rounding
@@ -60,7 +60,7 @@ class Variants:
 
 def ensure_variants(home: Path, model: Path) -> Path:
     """Directory of the variants of `model`; made now unless equal ones are there."""
-    from demo.tiny import cache
+    from sluice.demo.tiny import cache
 
     settings = [model.name, COUNT, _RELATIVE, _PROBE_TOKENS]
     target = home / f"proximal-{cache.content_key(settings, [sys.modules[__name__]], {})}"
@@ -73,7 +73,7 @@ def ensure_variants(home: Path, model: Path) -> Path:
 def _save(model: Path, root: Path) -> None:
     import torch
 
-    from consumers.training.model import load_policy, probe_score, probe_tokens
+    from sluice.consumers.training.model import load_policy, probe_score, probe_tokens
 
     scores: list[float] = []
     tokens: list[int] = []

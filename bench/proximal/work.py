@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from bench.proximal.plan import Sizes
+from sluice.bench.proximal.plan import Sizes
 
 
 class CostWork(msgspec.Struct, frozen=True, tag="cost"):

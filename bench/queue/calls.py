@@ -15,14 +15,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from bench.queue.in_flight import IN_FLIGHT, in_flight
-from bench.queue.plan import Plan
-from bench.queue.results import result_of
-from bench.report import say
-from pipeline.errors import BrokerError, DeadlineExceeded
-from pipeline.queue import Call, Claim, Credit, Finished, JobQueue, job_id_for
-from pipeline.wire.keys import Keys, tagged
-from pipeline.wire.messages import DecodeJob, SamplingParams, encode
+from sluice.bench.queue.in_flight import IN_FLIGHT, in_flight
+from sluice.bench.queue.plan import Plan
+from sluice.bench.queue.results import result_of
+from sluice.bench.report import say
+from sluice.pipeline.errors import BrokerError, DeadlineExceeded
+from sluice.pipeline.queue import Call, Claim, Credit, Finished, JobQueue, job_id_for
+from sluice.pipeline.wire.keys import Keys, tagged
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, encode
 
 _CHUNK = 100
 _AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1, max_bytes=1 << 50)

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.queue.in_flight import in_flight
-from bench.queue.mortal import config_of
-from bench.queue.plan import Plan
-from bench.report import say
-from pipeline.config.types import Config, UpConfig
-from pipeline.errors import BrokerError, DeadlineExceeded
-from pipeline.queue import Call, JobQueue
-from pipeline.run.stack import Deaths
-from pipeline.run.supervisor import Supervisor
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
+from sluice.bench.queue.in_flight import in_flight
+from sluice.bench.queue.mortal import config_of
+from sluice.bench.queue.plan import Plan
+from sluice.bench.report import say
+from sluice.pipeline.config.types import Config, UpConfig
+from sluice.pipeline.errors import BrokerError, DeadlineExceeded
+from sluice.pipeline.queue import Call, JobQueue
+from sluice.pipeline.run.stack import Deaths
+from sluice.pipeline.run.supervisor import Supervisor
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
 
 _KILLS = 2
 _CHUNK = 100
@@ -112,7 +112,7 @@ async def _fleet(client: Any, config: Config, home: Path, workers: int) -> Async
     env = {**os.environ, "REDIS_URL": config.broker.url or ""}
     supervisor = Supervisor(_BACKOFF, home / config.run, env, Deaths(client, config).settle)
     for number in range(workers):
-        supervisor.add(f"worker-{number}", [sys.executable, "-m", "bench.queue.mortal", config.run])
+        supervisor.add(f"worker-{number}", [sys.executable, "-m", "sluice.bench.queue.mortal", config.run])
     began = time.perf_counter()
 
     async def up() -> bool:

@@ -10,14 +10,14 @@ import random
 import time
 from pathlib import Path
 
-from bench.percentile import percentile
-from bench.processes import Fleet
-from bench.queue.plan import Plan
-from bench.queue.systems import Ours
-from bench.report import say
-from pipeline.errors import SluiceError
-from pipeline.queue import Call, JobQueue
-from pipeline.wire.keys import Keys
+from sluice.bench.percentile import percentile
+from sluice.bench.processes import Fleet
+from sluice.bench.queue.plan import Plan
+from sluice.bench.queue.systems import Ours
+from sluice.bench.report import say
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue import Call, JobQueue
+from sluice.pipeline.wire.keys import Keys
 
 _RUN = "idle"
 _GAP_S = (0.005, 0.045)

@@ -11,18 +11,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.interruptible import run_interruptible
-from bench.queue import calls
-from bench.queue.deaths import deaths
-from bench.queue.idle import idle
-from bench.queue.plan import Plan
-from bench.queue.race import Outcome, Race
-from bench.queue.stock_saq import MISSING, is_installed
-from bench.queue.worker import MAX_JOBS, broker_config
-from bench.report import say
-from pipeline.broker.connection import connect, connect_sync, ping
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config.types import BrokerConfig
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.queue import calls
+from sluice.bench.queue.deaths import deaths
+from sluice.bench.queue.idle import idle
+from sluice.bench.queue.plan import Plan
+from sluice.bench.queue.race import Outcome, Race
+from sluice.bench.queue.stock_saq import MISSING, is_installed
+from sluice.bench.queue.worker import MAX_JOBS, broker_config
+from sluice.bench.report import say
+from sluice.pipeline.broker.connection import connect, connect_sync, ping
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.types import BrokerConfig
 
 HOME = Path(".sluice/bench")
 SYSTEMS = ("ours", "arq", "arq_best", "saq")

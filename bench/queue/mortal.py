@@ -1,4 +1,4 @@
-"""One worker process that may be killed: `python -m bench.queue.mortal RUN`, the broker in REDIS_URL, until SIGTERM.
+"""One worker process that may be killed: `python -m sluice.bench.queue.mortal RUN`, broker in REDIS_URL, until SIGTERM.
 
 Its heartbeat says whose leases end with it, as a decode worker's does.
 """
@@ -10,10 +10,10 @@ import os
 import sys
 from typing import Any
 
-from bench.queue.worker import broker_config
-from pipeline.config.types import Config
-from pipeline.queue import LeasedWorker
-from pipeline.run.role import default_name, role_process
+from sluice.bench.queue.worker import broker_config
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.run.role import default_name, role_process
 
 MAX_JOBS = 64  # all of a round's jobs: one worker may hold every one of them
 

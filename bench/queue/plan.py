@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError
 
 Settings = dict[str, float | int | bool]
 

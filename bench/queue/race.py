@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.processes import Fleet
-from bench.queue.plan import Plan, Settings
-from bench.queue.stock_saq import is_installed
-from bench.queue.systems import Arq, Ours, Saq, System
-from bench.report import say
-from pipeline.errors import DeadlineExceeded
+from sluice.bench.processes import Fleet
+from sluice.bench.queue.plan import Plan, Settings
+from sluice.bench.queue.stock_saq import is_installed
+from sluice.bench.queue.systems import Arq, Ours, Saq, System
+from sluice.bench.report import say
+from sluice.pipeline.errors import DeadlineExceeded
 
 _DEADLINE_S = 120.0
 _LOOK_S = 0.003

@@ -6,8 +6,8 @@ from functools import cache
 
 import msgspec
 
-from pipeline.wire.messages import SamplingParams, SequenceResult, encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _PROMPT = 64
 _WORD = "word "  # text of one token

@@ -1,4 +1,4 @@
-"""arq's own command, with its own worker: `arq bench.queue.stock_arq.settings`; settings in BENCH_SETTINGS."""
+"""arq's own command, with its own worker: `arq sluice.bench.queue.stock_arq.settings`; settings in BENCH_SETTINGS."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import os
 from typing import Any
 
-from bench.queue.noop import noop, ready
-from pipeline.queue import arq_redis_settings
+from sluice.bench.queue.noop import noop, ready
+from sluice.pipeline.queue import arq_redis_settings
 
 settings: dict[str, Any] = {
     "functions": [noop],

@@ -1,4 +1,4 @@
-"""SAQ's own command, with its own worker and its defaults: `saq bench.queue.stock_saq.settings`.
+"""SAQ's own command, with its own worker and its defaults: `saq sluice.bench.queue.stock_saq.settings`.
 
 SAQ is installed for benchmarks only (the extra `bench`).
 """
@@ -10,7 +10,7 @@ import importlib.util
 import os
 from typing import Any
 
-from bench.queue.noop import noop, ready
+from sluice.bench.queue.noop import noop, ready
 
 MISSING = "SAQ is not installed, saq_jobs_s is null; to have it: pip install 'sluice[bench]'"
 

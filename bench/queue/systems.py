@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 import msgspec
 from redis.asyncio import Redis
 
-from bench.processes import Fleet
-from bench.queue import stock_saq
-from bench.queue.in_flight import in_flight
-from bench.queue.plan import Settings
-from bench.queue.worker import Totals, broker_config
-from pipeline.broker.connection import connect
-from pipeline.errors import BrokerError
-from pipeline.queue import Call, JobQueue, arq_pool
-from pipeline.wire.keys import Keys
+from sluice.bench.processes import Fleet
+from sluice.bench.queue import stock_saq
+from sluice.bench.queue.in_flight import in_flight
+from sluice.bench.queue.plan import Settings
+from sluice.bench.queue.worker import Totals, broker_config
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.queue import Call, JobQueue, arq_pool
+from sluice.pipeline.wire.keys import Keys
 
 _START_S = 60.0
 _ARQ_QUEUE = "arq:queue"
@@ -91,7 +91,7 @@ class Ours(System):
         self._queue = JobQueue(self.client, self._keys)
 
     def command(self, worker: int) -> list[str]:
-        return ["bench.queue.worker", f"worker-{worker}", self._keys.run]
+        return ["sluice.bench.queue.worker", f"worker-{worker}", self._keys.run]
 
     async def enqueue(self, count: int) -> None:
         calls = [Call(job_id=f"{self._keys.run}:{self.filled + i}", function="noop") for i in range(count)]
@@ -124,8 +124,8 @@ class Arq(System):
         self._pool.job_serializer = self._pool.job_deserializer = None  # its own
 
     def command(self, worker: int) -> list[str]:
-        quiet = ["--custom-log-dict", "bench.queue.stock_arq.quiet"] if self.settings else []
-        return ["arq", "bench.queue.stock_arq.settings", *quiet]
+        quiet = ["--custom-log-dict", "sluice.bench.queue.stock_arq.quiet"] if self.settings else []
+        return ["arq", "sluice.bench.queue.stock_arq.settings", *quiet]
 
     async def enqueue(self, count: int) -> None:
         await in_flight((self._pool.enqueue_job("noop") for _ in range(count)), _ENQUEUES)
@@ -144,7 +144,7 @@ class Saq(System):
         self._queue = stock_saq.saq_queue(url)
 
     def command(self, worker: int) -> list[str]:
-        return ["saq", "bench.queue.stock_saq.settings"]
+        return ["saq", "sluice.bench.queue.stock_saq.settings"]
 
     async def enqueue(self, count: int) -> None:
         await in_flight((self._queue.enqueue("noop") for _ in range(count)), _ENQUEUES)

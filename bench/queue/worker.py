@@ -1,4 +1,4 @@
-"""One worker process of ours: `python -m bench.queue.worker NAME RUN`, the broker in REDIS_URL, until SIGTERM.
+"""One worker process of ours: `python -m sluice.bench.queue.worker NAME RUN`, the broker in REDIS_URL, until SIGTERM.
 
 It says `ready`, serves, and at its end prints its totals as one JSON line.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from bench.queue.noop import noop, ready
-from pipeline.broker.connection import connect
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.logs import configure
-from pipeline.queue import Claimed, LeasedWorker
-from pipeline.wire.keys import Keys
+from sluice.bench.queue.noop import noop, ready
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.logs import configure
+from sluice.pipeline.queue import Claimed, LeasedWorker
+from sluice.pipeline.wire.keys import Keys
 
 MAX_JOBS = 100  # as many as one claim brings
 PAUSED_S = 120.0  # a process that was stopped meanwhile must not take its connections for dead

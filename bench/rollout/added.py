@@ -15,14 +15,14 @@ from typing import Any
 
 import aiohttp
 
-from bench.percentile import percentile
-from bench.rollout.direct import Direct
-from bench.rollout.http import first_text_s, post
-from bench.rollout.model import prompt_text
-from bench.rollout.plan import Sizes
-from pipeline.config.types import GatewayConfig
-from pipeline.errors import SluiceError
-from pipeline.prompts.turn_tokens import Renderer
+from sluice.bench.percentile import percentile
+from sluice.bench.rollout.direct import Direct
+from sluice.bench.rollout.http import first_text_s, post
+from sluice.bench.rollout.model import prompt_text
+from sluice.bench.rollout.plan import Sizes
+from sluice.pipeline.config.types import GatewayConfig
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.prompts.turn_tokens import Renderer
 
 Pair = tuple[float, float]
 """Seconds through the gateway, and directly."""

@@ -7,11 +7,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from pipeline.config import load_config
-from pipeline.errors import SluiceError
-from pipeline.wire.messages import SamplingParams
-from workers.engine.backends import make_backend
-from workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.backends import make_backend
+from sluice.workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
 
 
 class Direct:

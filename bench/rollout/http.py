@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipeline.errors import SluiceError
+from sluice.pipeline.errors import SluiceError
 
 _CALL_S = 600.0
 _HEALTH_S = 2.0

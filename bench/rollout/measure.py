@@ -12,19 +12,19 @@ from typing import Any
 
 import msgspec
 
-from bench.interruptible import run_interruptible
-from bench.processes import Fleet
-from bench.report import say
-from bench.rollout.added import added
-from bench.rollout.direct import direct_engine
-from bench.rollout.http import open_session
-from bench.rollout.model import NUM_TURNS, TURN_TOKENS, ensure_model
-from bench.rollout.plan import HOME, Plan
-from bench.rollout.rollouts import rollouts
-from bench.rollout.served import served, start_stock
-from bench.rollout.stack import Place, free_ports, running, settings, until_healthy
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config.types import BrokerConfig
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.processes import Fleet
+from sluice.bench.report import say
+from sluice.bench.rollout.added import added
+from sluice.bench.rollout.direct import direct_engine
+from sluice.bench.rollout.http import open_session
+from sluice.bench.rollout.model import NUM_TURNS, TURN_TOKENS, ensure_model
+from sluice.bench.rollout.plan import HOME, Plan
+from sluice.bench.rollout.rollouts import rollouts
+from sluice.bench.rollout.served import served, start_stock
+from sluice.bench.rollout.stack import Place, free_ports, running, settings, until_healthy
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.types import BrokerConfig
 
 _AIM = 0.95
 """Of `gateway_vs_vllm_serve`."""
@@ -72,7 +72,7 @@ async def _run(plan: Plan, place: Place) -> dict[str, dict[str, Any]]:
 
 
 async def _on_hf(plan: Plan, place: Place, session: Any) -> dict[str, dict[str, Any]]:
-    from producers.tokenizer import load_renderer
+    from sluice.producers.tokenizer import load_renderer
 
     sizes, renderer = plan.sizes, load_renderer(str(place.model))
     chosen = settings(place, "hf", sizes.rollout_batch, sizes)

@@ -1,6 +1,6 @@
 """A Qwen3 that plays an agent, written by hand: with tools it calls the calculator, turn after turn, and then answers.
 
-- Every token has one successor (see `bench.guard.loop_model`); the mark with which the chat template opens an
+- Every token has one successor (see `sluice.bench.guard.loop_model`); the mark with which the chat template opens an
   assistant's turn says which chain follows. All layers are computed, and add nothing.
 - With tools each turn has exactly `TURN_TOKENS` tokens, and the last one is an answer. Without tools it never ends.
 - What a turn is parsed to renders as it was sampled, so that no call is a resync.
@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from demo.tiny.model import ModelSettings
-from demo.tiny.tokenizer import TURN_END
+from sluice.demo.tiny.model import ModelSettings
+from sluice.demo.tiny.tokenizer import TURN_END
 
 NUM_TURNS = 3
 TURN_TOKENS = 32
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 
 def ensure_model(home: Path) -> Path:
     """Directory of the model and its tokenizer; made now unless an equal one is there."""
-    from demo.tiny import cache, model, tokenizer
+    from sluice.demo.tiny import cache, model, tokenizer
 
     libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     sources = [sys.modules[__name__], model, tokenizer]
@@ -88,7 +88,7 @@ def conversation(text: str, num_turns: int) -> list[dict[str, Any]]:
 
 def chains() -> list[list[str]]:
     """Each in words, from its mark to its end; the endless one ends with its first word."""
-    from demo.tools.tokenizer import CALL
+    from sluice.demo.tools.tokenizer import CALL
 
     start, arguments, second, end = CALL
     call = [start, _TOOL, arguments, _A, second, _B, end, TURN_END]
@@ -106,7 +106,7 @@ def _word(kind: str, number: int) -> str:
 
 
 def _tokenizer() -> Any:
-    from demo.tiny.tokenizer import build_tokenizer
+    from sluice.demo.tiny.tokenizer import build_tokenizer
 
     written = [word for chain in chains() for word in chain[1:] if word != TURN_END]
     chunks = dict.fromkeys([*written, *(_word("q", number) for number in range(_ENDLESS)), "tool\n"])
@@ -123,7 +123,7 @@ def _write(network: Any, codec: Any) -> None:
     """Under `torch.no_grad`."""
     import torch
 
-    from bench.guard.loop_model import write_successors
+    from sluice.bench.guard.loop_model import write_successors
 
     ids = [[token for (token,) in (codec.encode(word, add_special_tokens=False) for word in one)] for one in chains()]
     steps = [step for chain in ids for step in pairwise(chain)]

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import msgspec
 
-from bench.pipeline.plan import HOME
-from pipeline.errors import ConfigError
+from sluice.bench.pipeline.plan import HOME
+from sluice.pipeline.errors import ConfigError
 
 __all__ = ["HOME", "Plan", "Sizes"]
 

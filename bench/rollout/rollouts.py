@@ -19,16 +19,16 @@ from typing import Any
 
 import aiohttp
 
-from bench.percentile import percentile
-from bench.report import say
-from bench.rollout.direct import Direct
-from bench.rollout.http import post
-from bench.rollout.model import NUM_TURNS, TURN_TOKENS, conversation, prompt_text
-from bench.rollout.plan import Sizes
-from bench.rollout.stack import Stack
-from pipeline.errors import SluiceError
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from pipeline.prompts.turn_tokens import Renderer
+from sluice.bench.percentile import percentile
+from sluice.bench.report import say
+from sluice.bench.rollout.direct import Direct
+from sluice.bench.rollout.http import post
+from sluice.bench.rollout.model import NUM_TURNS, TURN_TOKENS, conversation, prompt_text
+from sluice.bench.rollout.plan import Sizes
+from sluice.bench.rollout.stack import Stack
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.pipeline.prompts.turn_tokens import Renderer
 
 SHOWN: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
 _WARM = 8

@@ -17,15 +17,15 @@ from typing import Any
 
 import aiohttp
 
-from bench.processes import Fleet
-from bench.proximal.engines import environment
-from bench.queue.in_flight import in_flight
-from bench.report import say
-from bench.rollout.http import post
-from bench.rollout.model import prompt_text
-from bench.rollout.plan import Sizes
-from bench.rollout.stack import MODEL_NAME
-from pipeline.errors import SluiceError
+from sluice.bench.processes import Fleet
+from sluice.bench.proximal.engines import environment
+from sluice.bench.queue.in_flight import in_flight
+from sluice.bench.report import say
+from sluice.bench.rollout.http import post
+from sluice.bench.rollout.model import prompt_text
+from sluice.bench.rollout.plan import Sizes
+from sluice.bench.rollout.stack import MODEL_NAME
+from sluice.pipeline.errors import SluiceError
 
 Rates = tuple[float, float]
 """Completion tokens a second: through the gateway, and of vLLM's own server."""

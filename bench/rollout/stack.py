@@ -19,17 +19,17 @@ from typing import Any
 
 import aiohttp
 
-from bench.processes import Fleet
-from bench.proximal.engines import environment
-from bench.rollout.http import is_healthy
-from bench.rollout.plan import Sizes
-from pipeline.broker.connection import connect
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import DeadlineExceeded
-from pipeline.run.supervisor import sluice_command
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from producers.rollout_client.peer import KEY_NAMES
+from sluice.bench.processes import Fleet
+from sluice.bench.proximal.engines import environment
+from sluice.bench.rollout.http import is_healthy
+from sluice.bench.rollout.plan import Sizes
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import DeadlineExceeded
+from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.rollout_client.peer import KEY_NAMES
 
 MODEL_NAME = "policy"
 _START_S = 300.0

@@ -1,4 +1,4 @@
-"""A decode worker whose engine only answers: `python -m bench.scale.engine SET…`, until SIGTERM."""
+"""A decode worker whose engine only answers: `python -m sluice.bench.scale.engine SET…`, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from consumers.tasks.codec import HFTextCodec
-from pipeline.config import load_config
-from pipeline.config.types import Config
-from pipeline.errors import EngineError
-from pipeline.run.role import default_name, role_process
-from workers.decode_worker import DecodeWorker
-from workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
-from workers.job_prompts import JobPrompts
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import EngineError
+from sluice.pipeline.run.role import default_name, role_process
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
+from sluice.workers.job_prompts import JobPrompts
 
 ANSWER = "7"
 

@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.processes import Fleet
-from bench.report import say
-from bench.scale.engine import ANSWER
-from bench.scale.idle import broker_s
-from bench.scale.plan import Plan
-from bench.scale.queued import used_bytes
-from pipeline.config import load_config
-from pipeline.errors import DeadlineExceeded, SluiceError
-from pipeline.run.supervisor import sluice_command
-from pipeline.wire.keys import Keys
+from sluice.bench.processes import Fleet
+from sluice.bench.report import say
+from sluice.bench.scale.engine import ANSWER
+from sluice.bench.scale.idle import broker_s
+from sluice.bench.scale.plan import Plan
+from sluice.bench.scale.queued import used_bytes
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import DeadlineExceeded, SluiceError
+from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.wire.keys import Keys
 
 _LOOK_S = 0.05
 _STUCK_S = 120.0
@@ -42,8 +42,8 @@ async def flow(plan: Plan, client: Any, url: str, home: Path) -> dict[str, Any]:
     settings = [part for value in overrides for part in ("--set", value)]
     python = [sys.executable, "-m"]
     commands = {
-        "trainer": [*python, "bench.scale.trainer", *overrides],
-        "worker": [*python, "bench.scale.engine", *overrides],
+        "trainer": [*python, "sluice.bench.scale.trainer", *overrides],
+        "worker": [*python, "sluice.bench.scale.engine", *overrides],
         "consumer": sluice_command("consume", *settings),
         "producer": sluice_command("produce", *settings),
     }

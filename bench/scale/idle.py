@@ -1,4 +1,4 @@
-"""Workers that wait for jobs: as a process `python -m bench.scale.idle RUN WORKERS`, the broker in REDIS_URL.
+"""Workers that wait for jobs: as a process `python -m sluice.bench.scale.idle RUN WORKERS`, the broker in REDIS_URL.
 
 Each has connections, a lease keeper and a heartbeat of its own, as a worker process has.
 """
@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.processes import Fleet
-from bench.queue.mortal import config_of
-from bench.report import say
-from bench.scale.plan import Plan
-from pipeline import logs
-from pipeline.broker.connection import connect
-from pipeline.config.types import Config
-from pipeline.queue import LeasedWorker
-from pipeline.status.heartbeat import StatusReporter
-from pipeline.wire.keys import Keys
+from sluice.bench.processes import Fleet
+from sluice.bench.queue.mortal import config_of
+from sluice.bench.report import say
+from sluice.bench.scale.plan import Plan
+from sluice.pipeline import logs
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.status.heartbeat import StatusReporter
+from sluice.pipeline.wire.keys import Keys
 
 _RUN = "idle"
 _START_S = 60.0
@@ -31,7 +31,7 @@ _SETTLE_S = 3.0
 async def idle(plan: Plan, client: Any, url: str, home: Path) -> dict[str, float]:
     """Share of one core that the broker uses."""
     async with Fleet("idle", home) as fleet:
-        command = [sys.executable, "-m", "bench.scale.idle", _RUN, str(plan.workers)]
+        command = [sys.executable, "-m", "sluice.bench.scale.idle", _RUN, str(plan.workers)]
         await fleet.start(command, {"REDIS_URL": url}, piped=True)
         await fleet.answers(_START_S)
         await asyncio.sleep(_SETTLE_S)

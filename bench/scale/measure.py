@@ -9,15 +9,15 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from bench.interruptible import run_interruptible
-from bench.queue.worker import broker_config
-from bench.scale.flow import flow
-from bench.scale.idle import idle
-from bench.scale.plan import HOME, Plan
-from bench.scale.queued import queued
-from pipeline.broker.connection import connect
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config.types import BrokerConfig
+from sluice.bench.interruptible import run_interruptible
+from sluice.bench.queue.worker import broker_config
+from sluice.bench.scale.flow import flow
+from sluice.bench.scale.idle import idle
+from sluice.bench.scale.plan import HOME, Plan
+from sluice.bench.scale.queued import queued
+from sluice.pipeline.broker.connection import connect
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.types import BrokerConfig
 
 
 def measure(plan: Plan) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from bench.queue.calls import decode_job
-from bench.queue.in_flight import in_flight
-from bench.report import say
-from bench.scale.plan import Plan
-from pipeline.broker.connection import Scripts
-from pipeline.errors import BrokerError
-from pipeline.queue import NO_LIMIT, Claim, JobQueue
-from pipeline.wire.keys import Keys
+from sluice.bench.queue.calls import decode_job
+from sluice.bench.queue.in_flight import in_flight
+from sluice.bench.report import say
+from sluice.bench.scale.plan import Plan
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.queue import NO_LIMIT, Claim, JobQueue
+from sluice.pipeline.wire.keys import Keys
 
 _RUN, _CHUNK, _LEASE_S, _EACH = "queued", 100, 3600.0, 32
 _RENEW_S = 5.0  # of worker.renew_s

@@ -1,14 +1,14 @@
-"""A trainer that only acks: `python -m bench.scale.trainer SET…`, to the end of the run."""
+"""A trainer that only acks: `python -m sluice.bench.scale.trainer SET…`, to the end of the run."""
 
 from __future__ import annotations
 
 import sys
 
-from consumers.training.handoff import SessionThread
-from consumers.training.session import Session
-from pipeline import logs
-from pipeline.config import load_config
-from pipeline.config.types import Config
+from sluice.consumers.training.handoff import SessionThread
+from sluice.consumers.training.session import Session
+from sluice.pipeline import logs
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import Config
 
 
 def ack_all(config: Config) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from bench.truth.architectures import CONTEXT, WINDOW, save
-from bench.truth.oracle import generate, plain_logprobs
-from consumers.training.model import load_policy
-from consumers.training.step import TrainStep
-from pipeline.config.types import ModelConfig, TrainerConfig
-from pipeline.errors import EngineError, ModelError
-from pipeline.wire.messages import SamplingParams, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
-from workers.engine.hf import HfBackend
+from sluice.bench.truth.architectures import CONTEXT, WINDOW, save
+from sluice.bench.truth.oracle import generate, plain_logprobs
+from sluice.consumers.training.model import load_policy
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import ModelConfig, TrainerConfig
+from sluice.pipeline.errors import EngineError, ModelError
+from sluice.pipeline.wire.messages import SamplingParams, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from sluice.workers.engine.hf import HfBackend
 
 MakeBackend = Callable[[Path, int], Backend]
 _BATCH = 4

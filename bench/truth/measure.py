@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from bench.pipeline.plan import HOME
-from bench.report import say
-from bench.truth.architectures import ARCHITECTURES
-from bench.truth.check import Finding, Sizes, check
-from pipeline import logs
-from pipeline.errors import ConfigError
+from sluice.bench.pipeline.plan import HOME
+from sluice.bench.report import say
+from sluice.bench.truth.architectures import ARCHITECTURES
+from sluice.bench.truth.check import Finding, Sizes, check
+from sluice.pipeline import logs
+from sluice.pipeline.errors import ConfigError
 
 _QUICK = Sizes(prompts=3, longest_prompt=12, new_tokens=4)
 _ROWS = {

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from consumers.audit.evidence import Compared, Evidence, Groups, Mask, evidence_of
-from consumers.audit.recompute import Recomputed, recompute
-from consumers.audit.report import Advantages, Fault, FaultKind, NotChecked, Report, Unchecked
-from consumers.audit.stored import Stored, choose, read_sequences, trained_versions
-from consumers.history.reader import HistoryReader
-from consumers.run_files import HISTORY, ROLLOUTS, WEIGHTS
-from pipeline.config.types import Config
-from pipeline.errors import DataError
-from pipeline.weights.versions import newest_number
+from sluice.consumers.audit.evidence import Compared, Evidence, Groups, Mask, evidence_of
+from sluice.consumers.audit.recompute import Recomputed, recompute
+from sluice.consumers.audit.report import Advantages, Fault, FaultKind, NotChecked, Report, Unchecked
+from sluice.consumers.audit.stored import Stored, choose, read_sequences, trained_versions
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.run_files import HISTORY, ROLLOUTS, WEIGHTS
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.weights.versions import newest_number
 
 _WORST = 5  # of a kind
 _COUNTS = ("tokens", "right", "marked", "wrong", "unchecked", "told_apart", "compared")

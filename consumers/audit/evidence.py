@@ -29,13 +29,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.audit.report import Unchecked
-from consumers.audit.stored import Stored
-from consumers.history.reader import HistoryReader
-from consumers.samples import group_advantages
-from consumers.tasks.segments import LeftOut
-from pipeline.config.types import Config
-from pipeline.wire.messages import TrainingSample
+from sluice.consumers.audit.report import Unchecked
+from sluice.consumers.audit.stored import Stored
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.samples import group_advantages
+from sluice.consumers.tasks.segments import LeftOut
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.wire.messages import TrainingSample
 
 _RELATIVE = 1e-6  # the same code on the same numbers, maybe on another machine
 Place = int | str

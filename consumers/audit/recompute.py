@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from consumers.audit.report import listed
-from consumers.audit.stored import Stored
-from pipeline.config.types import ModelConfig
-from pipeline.errors import DataError, ModelError, WeightsError
-from pipeline.terminal import Console
-from pipeline.weights.versions import read_manifest, verify
+from sluice.consumers.audit.report import listed
+from sluice.consumers.audit.stored import Stored
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import DataError, ModelError, WeightsError
+from sluice.pipeline.terminal import Console
+from sluice.pipeline.weights.versions import read_manifest, verify
 
 _ROWS = 256  # positions whose softmax is taken at a time: (rows, vocab) in fp32
 _PLAIN_EVERY_S = 10.0

@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.terminal import Console
+from sluice.pipeline.terminal import Console
 
 FaultKind = Literal["version", "proximal_version", "behaviour", "proximal", "marked", "mask", "advantage", "handed_on"]
 Unchecked = Literal[

@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.run_files import METRICS
-from consumers.training.step_log import read_rollouts
-from pipeline.errors import ConfigError, DataError, MessageError
-from pipeline.wire.codec import read_json
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.run_files import METRICS
+from sluice.consumers.training.step_log import read_rollouts
+from sluice.pipeline.errors import ConfigError, DataError, MessageError
+from sluice.pipeline.wire.codec import read_json
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,19 +16,19 @@ from fastapi.responses import JSONResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from consumers.dashboard import dead_letters, jobs, live, overview, sequences, settings, workers
-from consumers.dashboard.auth import KEY_NAME, Gate, SafeHeaders, check_host
-from consumers.dashboard.live import Live
-from consumers.dashboard.monitor import Monitor
-from consumers.dashboard.render import STATIC, add_problem_pages
-from consumers.history.files import history_directory
-from consumers.history.reader import HistoryReader
-from pipeline import __version__
-from pipeline.config.types import Config
-from pipeline.http.middleware import BodyLimit, HostGate
-from pipeline.http.server import serve
-from pipeline.logs import get_logger
-from pipeline.run.role import Role, default_name, role_process
+from sluice import __version__
+from sluice.consumers.dashboard import dead_letters, jobs, live, overview, sequences, settings, workers
+from sluice.consumers.dashboard.auth import KEY_NAME, Gate, SafeHeaders, check_host
+from sluice.consumers.dashboard.live import Live
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.dashboard.render import STATIC, add_problem_pages
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.http.middleware import BodyLimit, HostGate
+from sluice.pipeline.http.server import serve
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.run.role import Role, default_name, role_process
 
 PAGES = (overview, jobs, sequences, workers, dead_letters, settings, live)
 _GRACE_S = 3.0

@@ -15,10 +15,10 @@ import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.config.types import DashboardConfig
-from pipeline.errors import ConfigError
-from pipeline.http.errors import problem_response
-from pipeline.http.middleware import OPEN_PATHS, is_loopback, with_unread_body
+from sluice.pipeline.config.types import DashboardConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.http.errors import problem_response
+from sluice.pipeline.http.middleware import OPEN_PATHS, is_loopback, with_unread_body
 
 KEY_NAME = "SLUICE_DASHBOARD_KEY"
 _ASK = {"WWW-Authenticate": 'Basic realm="Sluice dashboard", charset="UTF-8"', "Connection": "close"}

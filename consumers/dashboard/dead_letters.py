@@ -21,11 +21,11 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from consumers.dashboard.monitor import Monitor, monitor_of
-from consumers.dashboard.render import checked_id, render
-from pipeline.errors import BrokerError, SluiceError
-from pipeline.logs import get_logger
-from pipeline.queue.dead_letters import DeadLetters, Done, Row, Selection, read_letter
+from sluice.consumers.dashboard.monitor import Monitor, monitor_of
+from sluice.consumers.dashboard.render import checked_id, render
+from sluice.pipeline.errors import BrokerError, SluiceError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.dead_letters import DeadLetters, Done, Row, Selection, read_letter
 
 router = APIRouter()
 _SHOWN = 50

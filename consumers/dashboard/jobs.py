@@ -18,12 +18,12 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from redis.exceptions import RedisError
 
-from consumers.dashboard.formats import query
-from consumers.dashboard.monitor import Monitor, monitor_of
-from consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
-from consumers.history.records import JobRow, Page, SequenceFilter
-from pipeline.errors import BrokerError
-from pipeline.queue.live_jobs import JOB_STATES, JobEvent, LiveJob, LiveJobs, live_job, live_jobs
+from sluice.consumers.dashboard.formats import query
+from sluice.consumers.dashboard.monitor import Monitor, monitor_of
+from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
+from sluice.consumers.history.records import JobRow, Page, SequenceFilter
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.queue.live_jobs import JOB_STATES, JobEvent, LiveJob, LiveJobs, live_job, live_jobs
 
 FINISHED = "finished"
 ROWS = 50

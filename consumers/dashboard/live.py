@@ -15,9 +15,9 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from consumers.dashboard.formats import clock
-from consumers.dashboard.monitor import Monitor
-from consumers.dashboard.render import fragment
+from sluice.consumers.dashboard.formats import clock
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.dashboard.render import fragment
 
 MOST_STREAMS = 64
 _LIFE_S = 900.0

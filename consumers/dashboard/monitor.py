@@ -22,16 +22,16 @@ from fastapi import Request
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from consumers.history.reader import HistoryReader
-from consumers.run_files import RESOLVED, stored_config
-from pipeline.config.types import Config
-from pipeline.errors import BrokerError, ConfigError, SluiceError
-from pipeline.logs import get_logger
-from pipeline.status.inspection import inspect
-from pipeline.status.rates import Rates
-from pipeline.status.snapshot import Process, Snapshot
-from pipeline.status.stages import Stage, stages
-from pipeline.wire.keys import Keys
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.run_files import RESOLVED, stored_config
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import BrokerError, ConfigError, SluiceError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.rates import Rates
+from sluice.pipeline.status.snapshot import Process, Snapshot
+from sluice.pipeline.status.stages import Stage, stages
+from sluice.pipeline.wire.keys import Keys
 
 EVERY_S = 1.0
 _INSPECT_S = 3.0

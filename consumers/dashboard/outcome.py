@@ -24,16 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.detection.geometry import Box, iou_matrix
-from consumers.tasks.detection.match import DetectionMatch
-from consumers.tasks.detection.parse import DetectionParse
-from consumers.tasks.exact_answer import Verdict, extract
-from consumers.tasks.registry import load_task
-from consumers.tasks.task import Task, TaskContext
-from pipeline.config.types import Config
-from pipeline.errors import SluiceError
-from pipeline.wire.messages import SequenceResult
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.detection.geometry import Box, iou_matrix
+from sluice.consumers.tasks.detection.match import DetectionMatch
+from sluice.consumers.tasks.detection.parse import DetectionParse
+from sluice.consumers.tasks.exact_answer import Verdict, extract
+from sluice.consumers.tasks.registry import load_task
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.wire.messages import SequenceResult
 
 Fate = Literal["matched", "false positive", "dropped", "missed"]
 MOST = 2

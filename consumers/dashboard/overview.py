@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from consumers.dashboard import live
-from consumers.dashboard.formats import NOTHING, figure, rate, span
-from consumers.dashboard.monitor import Monitor, monitor_of
-from consumers.dashboard.render import render
-from pipeline.status.snapshot import Snapshot
-from pipeline.status.stages import Stage
-from pipeline.status.text import guard_counts
-from pipeline.telemetry import run_metrics
-from pipeline.telemetry.families import CONTENT_TYPE
+from sluice.consumers.dashboard import live
+from sluice.consumers.dashboard.formats import NOTHING, figure, rate, span
+from sluice.consumers.dashboard.monitor import Monitor, monitor_of
+from sluice.consumers.dashboard.render import render
+from sluice.pipeline.status.snapshot import Snapshot
+from sluice.pipeline.status.stages import Stage
+from sluice.pipeline.status.text import guard_counts
+from sluice.pipeline.telemetry import run_metrics
+from sluice.pipeline.telemetry.families import CONTENT_TYPE
 
 router = APIRouter()
 _SERIES = (

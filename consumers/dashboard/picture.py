@@ -22,12 +22,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from consumers.dashboard.formats import visible
-from consumers.dashboard.outcome import Pair
-from consumers.tasks.detection.geometry import MAX_COORD, Box
-from pipeline.config.types import Config, ImagesConfig
-from pipeline.errors import RequestError
-from pipeline.wire.messages import SequenceResult
+from sluice.consumers.dashboard.formats import visible
+from sluice.consumers.dashboard.outcome import Pair
+from sluice.consumers.tasks.detection.geometry import MAX_COORD, Box
+from sluice.pipeline.config.types import Config, ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import SequenceResult
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -22,12 +22,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from consumers.dashboard import formats
-from consumers.dashboard.monitor import Monitor, monitor_of
-from pipeline.errors import BrokerError, SluiceError
-from pipeline.http.errors import problem_response
-from pipeline.logs import get_logger
-from pipeline.status.text import condition
+from sluice.consumers.dashboard import formats
+from sluice.consumers.dashboard.monitor import Monitor, monitor_of
+from sluice.pipeline.errors import BrokerError, SluiceError
+from sluice.pipeline.http.errors import problem_response
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.status.text import condition
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"

@@ -19,12 +19,12 @@ from urllib.parse import urlencode
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from consumers.dashboard.formats import query, url
-from consumers.dashboard.monitor import monitor_of
-from consumers.dashboard.outcome import BusyError, Detection, Failed, Outcome, TaskRunner, outcome, runner_of
-from consumers.dashboard.picture import Drawing, drawing, read_picture
-from consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
-from consumers.dashboard.tokens import (
+from sluice.consumers.dashboard.formats import query, url
+from sluice.consumers.dashboard.monitor import monitor_of
+from sluice.consumers.dashboard.outcome import BusyError, Detection, Failed, Outcome, TaskRunner, outcome, runner_of
+from sluice.consumers.dashboard.picture import Drawing, drawing, read_picture
+from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
+from sluice.consumers.dashboard.tokens import (
     COLOURINGS,
     KINDS,
     Entry,
@@ -36,10 +36,10 @@ from consumers.dashboard.tokens import (
     sampled_sheet,
     trained_sheet,
 )
-from consumers.history.records import SequenceDetail, SequenceFilter
-from pipeline.config.types import Config
-from pipeline.errors import RequestError, SluiceError
-from pipeline.wire.messages import SequenceResult
+from sluice.consumers.history.records import SequenceDetail, SequenceFilter
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import RequestError, SluiceError
+from sluice.pipeline.wire.messages import SequenceResult
 
 ROWS = 50
 _GONE = (

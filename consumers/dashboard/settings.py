@@ -10,10 +10,10 @@ import msgspec
 import yaml
 from fastapi import APIRouter, Request, Response
 
-from consumers.dashboard.monitor import monitor_of
-from consumers.dashboard.render import render
-from pipeline.config import Config, resolved_yaml
-from pipeline.config.load import hide_password
+from sluice.consumers.dashboard.monitor import monitor_of
+from sluice.consumers.dashboard.render import render
+from sluice.pipeline.config import Config, resolved_yaml
+from sluice.pipeline.config.load import hide_password
 
 router = APIRouter()
 _MOST = 100  # characters of a search

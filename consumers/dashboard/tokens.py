@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
-from consumers.dashboard.formats import token_text, visible
-from consumers.history.records import Trained
-from consumers.tasks.rollout import sampled
-from consumers.tasks.segments import Segment
-from consumers.tasks.task import TextCodec
-from pipeline.wire.messages import SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.dashboard.formats import token_text, visible
+from sluice.consumers.history.records import Trained
+from sluice.consumers.tasks.rollout import sampled
+from sluice.consumers.tasks.segments import Segment
+from sluice.consumers.tasks.task import TextCodec
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 
 Kind = Literal["prompt", "sampled", "other", "added"]
 Proximal = Literal["valid", "missing", "not_needed"]

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, Request, Response
 
-from consumers.dashboard import live
-from consumers.dashboard.monitor import Monitor, monitor_of
-from consumers.dashboard.render import render
-from pipeline.errors import MessageError
-from pipeline.status.snapshot import Process
-from pipeline.wire.messages import WeightVersion, decode
+from sluice.consumers.dashboard import live
+from sluice.consumers.dashboard.monitor import Monitor, monitor_of
+from sluice.consumers.dashboard.render import render
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.status.snapshot import Process
+from sluice.pipeline.wire.messages import WeightVersion, decode
 
 router = APIRouter()
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer", "dashboard")

@@ -11,8 +11,8 @@ import os
 import sqlite3
 from pathlib import Path
 
-from pipeline.config.types import Config
-from pipeline.errors import DataError
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DataError
 
 SCHEMA = 1
 TRAINER = "trainer.sqlite"

@@ -21,12 +21,21 @@ from typing import Any
 
 import msgspec
 
-from consumers.history.files import TRAINER, consumer_files, open_for_reading
-from consumers.history.records import STATES, JobRow, Page, SequenceDetail, SequenceFilter, SequenceRow, Trained, unpack
-from pipeline.errors import DataError, MessageError
-from pipeline.queue.live_jobs import parse_log
-from pipeline.wire.codec import T, Unreadable
-from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, decode
+from sluice.consumers.history.files import TRAINER, consumer_files, open_for_reading
+from sluice.consumers.history.records import (
+    STATES,
+    JobRow,
+    Page,
+    SequenceDetail,
+    SequenceFilter,
+    SequenceRow,
+    Trained,
+    unpack,
+)
+from sluice.pipeline.errors import DataError, MessageError
+from sluice.pipeline.queue.live_jobs import parse_log
+from sluice.pipeline.wire.codec import T, Unreadable
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, decode
 
 _STORED = "details.row, details.result, details.sample, details.letter"
 _JOB = "job_id, task, group_size, enqueued_at, at, attempts, handed_on, dropped, dead"

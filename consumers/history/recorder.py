@@ -20,13 +20,13 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from consumers.groups import Group
-from consumers.history.files import TRAINER, consumer_file, history_directory, open_for_writing
-from consumers.history.records import STATES, TEXT_CHARS, SequenceRow, Trained, pack
-from pipeline.config.types import Config
-from pipeline.logs import get_logger
-from pipeline.queue.live_jobs import parse_log
-from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, Wire, encode
+from sluice.consumers.groups import Group
+from sluice.consumers.history.files import TRAINER, consumer_file, history_directory, open_for_writing
+from sluice.consumers.history.records import STATES, TEXT_CHARS, SequenceRow, Trained, pack
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.live_jobs import parse_log
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, Wire, encode
 
 _CHUNK = 256
 _SEQUENCE = (

@@ -10,10 +10,10 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from pipeline.errors import MessageError
-from pipeline.queue.live_jobs import JobEvent
-from pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, from_wire, to_wire
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.queue.live_jobs import JobEvent
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, from_wire, to_wire
 
 SequenceState = Literal["handed_on", "dropped", "dead"]
 STATES: tuple[SequenceState, ...] = ("handed_on", "dropped", "dead")

@@ -17,8 +17,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from consumers.tasks.task import TextCodec
-from pipeline.errors import ModelError
+from sluice.consumers.tasks.task import TextCodec
+from sluice.pipeline.errors import ModelError
 
 NUM_COORDS = 1000
 _MAX_BYTES_OF_CHAR = 4

@@ -20,11 +20,11 @@ from typing import Any
 
 import regex
 
-from consumers.tasks.rollout import Response, answer_ids, last_turn, rollout_metrics, sampled, training_sample
-from consumers.tasks.segments import Segment
-from consumers.tasks.task import Matched, Parsed, TaskContext
-from pipeline.errors import TaskError
-from pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.consumers.tasks.rollout import Response, answer_ids, last_turn, rollout_metrics, sampled, training_sample
+from sluice.consumers.tasks.segments import Segment
+from sluice.consumers.tasks.task import Matched, Parsed, TaskContext
+from sluice.pipeline.errors import TaskError
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 
 SEARCHED_CHARS = 2000
 SEARCH_TIMEOUT_S = 0.2

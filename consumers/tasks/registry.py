@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from consumers.tasks import exact_answer
-from consumers.tasks.detection import match as detection_match
-from consumers.tasks.detection import parse as detection_parse
-from consumers.tasks.detection import target as detection_target
-from consumers.tasks.task import Task, TaskContext
-from pipeline.config.suggest import did_you_mean
-from pipeline.config.types import RolloutMatchingConfig
-from pipeline.errors import ConfigError
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.detection import match as detection_match
+from sluice.consumers.tasks.detection import parse as detection_parse
+from sluice.consumers.tasks.detection import target as detection_target
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.config.suggest import did_you_mean
+from sluice.pipeline.config.types import RolloutMatchingConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.user_modules import load_object
 
 TASKS = {
     "detection": Task("detection", detection_parse.parse, detection_match.match, detection_target.target),
@@ -56,17 +56,7 @@ def check_options(task: Task, ctx: TaskContext) -> None:
 
 
 def _load(path: str, key: str) -> Callable[..., Any]:
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"{key}: {path!r} is no import path; write package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(
-            f"{key}: cannot import {module_name!r} ({type(error).__name__}: {error}); is it on PYTHONPATH?"
-        ) from error
-    step = getattr(module, name, None)
+    step = load_object(path, key)
     if not callable(step):
-        names = [known for known in vars(module) if callable(getattr(module, known))]
-        raise ConfigError(f"{key}: {module_name!r} has no function {name!r}; {did_you_mean(name, names)}")
+        raise ConfigError(f"{key}: {path!r} is no function; name one")
     return step

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from consumers.tasks.segments import Segment
-from consumers.tasks.task import TextCodec
-from pipeline.config.types import RolloutMatchingConfig
-from pipeline.wire.messages import GeometryTarget, SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.tasks.segments import Segment
+from sluice.consumers.tasks.task import TextCodec
+from sluice.pipeline.config.types import RolloutMatchingConfig
+from sluice.pipeline.wire.messages import GeometryTarget, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 @dataclass(frozen=True)

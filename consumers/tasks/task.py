@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
-from pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.pipeline.config.types import PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
 
 
 class TextCodec(Protocol):

@@ -25,14 +25,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from consumers.training.model import probe_score, read_model, write_model
-from pipeline.config.types import ModelConfig
-from pipeline.errors import DataError, MessageError, ModelError
-from pipeline.files import fsync_directory, fsync_tree, write_atomic
-from pipeline.logs import get_logger
-from pipeline.weights.versions import MANIFEST, newest_number, read_manifest, tensor_table
-from pipeline.wire.codec import read_json
-from pipeline.wire.messages import DeadLetter
+from sluice.consumers.training.model import probe_score, read_model, write_model
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import DataError, MessageError, ModelError
+from sluice.pipeline.files import fsync_directory, fsync_tree, write_atomic
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.weights.versions import MANIFEST, newest_number, read_manifest, tensor_table
+from sluice.pipeline.wire.codec import read_json
+from sluice.pipeline.wire.messages import DeadLetter
 
 _STATE = Path("trainer/state.json")
 _OPTIMIZER = Path("trainer/optimizer.safetensors")

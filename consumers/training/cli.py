@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.cli.options import ConfigPath, Overrides
+from sluice.pipeline.cli.options import ConfigPath, Overrides
 
 
 def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
@@ -12,7 +12,7 @@ def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """
     import asyncio
 
-    from consumers.training.trainer import train as run
-    from pipeline.config import load_config
+    from sluice.consumers.training.trainer import train as run
+    from sluice.pipeline.config import load_config
 
     asyncio.run(run(load_config(config, overrides)))

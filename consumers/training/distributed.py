@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from consumers.training.model import device_of
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ConfigError
-from pipeline.logs import get_logger
+from sluice.consumers.training.model import device_of
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.logs import get_logger
 
 Shard = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
 _LAUNCHED = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")

@@ -34,14 +34,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from consumers.pack import PackedRows, collate, pack_rows
-from consumers.training.losses import row_logprobs
-from consumers.training.model import random_rates
-from pipeline.agreement import Agreement, Gaps, largest, strata, window_of
-from pipeline.errors import ModelError
-from pipeline.logs import get_logger
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.pack import PackedRows, collate, pack_rows
+from sluice.consumers.training.losses import row_logprobs
+from sluice.consumers.training.model import random_rates
+from sluice.pipeline.agreement import Agreement, Gaps, largest, strata, window_of
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _PROBE_SEED = 20
 _MOST_SAMPLES = 16

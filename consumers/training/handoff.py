@@ -32,22 +32,30 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel
 
-from consumers.pack import IGNORED
-from consumers.samples import blind
-from consumers.tasks.codec import HFTextCodec
-from consumers.training.checkpoint import probe_of, stage
-from consumers.training.forward import Layout, TrainerForward
-from consumers.training.model import probe_tokens
-from consumers.training.proximal import proximal_of
-from consumers.training.session import Session
-from consumers.training.trackers import Trackers
-from pipeline.broker.ownership import Ownership
-from pipeline.config import Config, load_config
-from pipeline.errors import ConfigError, DataError, DeadlineExceeded, ModelError, SluiceError, TaskError, first_cause
-from pipeline.logs import get_logger
-from pipeline.run.role import Role, default_name, role_process
-from pipeline.weights.versions import newest_number
-from pipeline.wire.messages import TrainingSample
+from sluice.consumers.pack import IGNORED
+from sluice.consumers.samples import blind
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.training.checkpoint import probe_of, stage
+from sluice.consumers.training.forward import Layout, TrainerForward
+from sluice.consumers.training.model import probe_tokens
+from sluice.consumers.training.proximal import proximal_of
+from sluice.consumers.training.session import Session
+from sluice.consumers.training.trackers import Trackers
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    ModelError,
+    SluiceError,
+    TaskError,
+    first_cause,
+)
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.weights.versions import newest_number
+from sluice.pipeline.wire.messages import TrainingSample
 
 _ONE = (
     "one process reads a run's batches, so that each is given once; use DataLoader(…, batch_size=None, num_workers=0): "

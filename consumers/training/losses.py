@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from consumers.pack import IGNORED
+from sluice.consumers.pack import IGNORED
 
 _EPS = 1e-7
 _SCORED_AT_ONCE = 1 << 25  # logits: 128 MiB in float32

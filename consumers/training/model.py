@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError
-from pipeline.weights.versions import MANIFEST
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.weights.versions import MANIFEST
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 

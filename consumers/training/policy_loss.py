@@ -30,12 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consumers.pack import PackedRows
-from consumers.training.losses import token_logprobs
-from consumers.training.proximal import proximal_of
-from pipeline.config.types import PolicyConfig
-from pipeline.errors import MessageError
-from pipeline.wire.messages import TrainingSample
+from sluice.consumers.pack import PackedRows
+from sluice.consumers.training.losses import token_logprobs
+from sluice.consumers.training.proximal import proximal_of
+from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import TrainingSample
 
 _MOST_LOG_RATIO = 20.0  # in metrics only: one strange token must not make a mean infinite
 

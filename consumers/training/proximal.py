@@ -31,11 +31,11 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from consumers.tasks.segments import LeftOut
-from pipeline.config.types import PolicyConfig
-from pipeline.errors import MessageError
-from pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.tasks.segments import LeftOut
+from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 Mask = NDArray[np.bool_]
 DropReason = Literal["stale", "missing_proximal"]

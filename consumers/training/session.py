@@ -20,19 +20,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from consumers.training.checkpoint import HandoffState, read_state, stage_links, write_state
-from consumers.training.step_log import StepRecords
-from consumers.training.trackers import Trackers
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import Entry, ack_batches, batch_reader
-from pipeline.errors import DeadlineExceeded, MessageError, WeightsError
-from pipeline.logs import get_logger
-from pipeline.queue.trained import begin_again, recognise
-from pipeline.run.role import Role
-from pipeline.status.snapshot import snapshot
-from pipeline.weights import versions
-from pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode
-from pipeline.wire.tokens import TokenArray
+from sluice.consumers.training.checkpoint import HandoffState, read_state, stage_links, write_state
+from sluice.consumers.training.step_log import StepRecords
+from sluice.consumers.training.trackers import Trackers
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Entry, ack_batches, batch_reader
+from sluice.pipeline.errors import DeadlineExceeded, MessageError, WeightsError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.trained import begin_again, recognise
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights import versions
+from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode
+from sluice.pipeline.wire.tokens import TokenArray
 
 _READ = 8  # entries in one call
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from consumers.pack import PackedRows
-from consumers.training.distributed import whole
-from consumers.training.forward import Proof, TrainerForward
-from consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
-from consumers.training.policy_loss import PolicyTerm, temperature_rows
-from pipeline.config.types import PolicyConfig, TrainerConfig
-from pipeline.wire.messages import TrainingSample
+from sluice.consumers.pack import PackedRows
+from sluice.consumers.training.distributed import whole
+from sluice.consumers.training.forward import Proof, TrainerForward
+from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
+from sluice.consumers.training.policy_loss import PolicyTerm, temperature_rows
+from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
+from sluice.pipeline.wire.messages import TrainingSample
 
 
 class TrainStep:

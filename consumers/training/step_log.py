@@ -20,16 +20,16 @@ from typing import Any, cast
 
 import msgspec
 
-from consumers.history.recorder import TrainedRecorder
-from consumers.training.trackers import Trackers
-from pipeline.errors import DataError, MessageError
-from pipeline.files import fsync_directory, write_atomic
-from pipeline.logs import get_logger
-from pipeline.queue.trained import LEDGER, TrainedIds
-from pipeline.run.role import Role
-from pipeline.telemetry import training_metrics
-from pipeline.wire.codec import read_json
-from pipeline.wire.messages import TrainingBatch, TrainingSample, decode, encode
+from sluice.consumers.history.recorder import TrainedRecorder
+from sluice.consumers.training.trackers import Trackers
+from sluice.pipeline.errors import DataError, MessageError
+from sluice.pipeline.files import fsync_directory, write_atomic
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.trained import LEDGER, TrainedIds
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.telemetry import training_metrics
+from sluice.pipeline.wire.codec import read_json
+from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, decode, encode
 
 
 class StepLog:

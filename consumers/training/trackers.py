@@ -25,11 +25,11 @@ from uuid import uuid4
 
 import msgspec
 
-from pipeline.config.types import Config
-from pipeline.errors import ConfigError, DataError, MessageError
-from pipeline.files import write_atomic
-from pipeline.logs import get_logger
-from pipeline.wire.codec import read_json
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, DataError, MessageError
+from sluice.pipeline.files import write_atomic
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.codec import read_json
 
 _CLOSE_S = 15.0
 _NETWORK_S = 60.0

@@ -28,31 +28,31 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import torch
 
-from consumers.history.recorder import TrainedRecorder
-from consumers.samples import HAS_IMAGES, blind, letter
-from consumers.tasks.codec import HFTextCodec
-from consumers.training import checkpoint
-from consumers.training.distributed import Shard, sharding
-from consumers.training.model import load_policy, probe_score, probe_tokens
-from consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
-from consumers.training.step import TrainStep
-from consumers.training.step_log import KeptRollouts, StepLog
-from consumers.training.trackers import Trackers
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import Entry, ack_batches, batch_reader
-from pipeline.config.rules import policy_warnings
-from pipeline.config.types import Config
-from pipeline.errors import DeadlineExceeded, MessageError
-from pipeline.logs import get_logger
-from pipeline.queue.scores import Scores
-from pipeline.queue.trained import LEDGER, TrainedIds, begin_again, recognise
-from pipeline.run import provenance
-from pipeline.run.gpu import use_free_gpu
-from pipeline.run.role import Role, default_name, role_process
-from pipeline.status.snapshot import snapshot
-from pipeline.telemetry import training_metrics
-from pipeline.weights import versions
-from pipeline.wire.messages import (
+from sluice.consumers.history.recorder import TrainedRecorder
+from sluice.consumers.samples import HAS_IMAGES, blind, letter
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.training import checkpoint
+from sluice.consumers.training.distributed import Shard, sharding
+from sluice.consumers.training.model import load_policy, probe_score, probe_tokens
+from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.step import TrainStep
+from sluice.consumers.training.step_log import KeptRollouts, StepLog
+from sluice.consumers.training.trackers import Trackers
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Entry, ack_batches, batch_reader
+from sluice.pipeline.config.rules import policy_warnings
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DeadlineExceeded, MessageError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.scores import Scores
+from sluice.pipeline.queue.trained import LEDGER, TrainedIds, begin_again, recognise
+from sluice.pipeline.run import provenance
+from sluice.pipeline.run.gpu import use_free_gpu
+from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.telemetry import training_metrics
+from sluice.pipeline.weights import versions
+from sluice.pipeline.wire.messages import (
     DeadLetter,
     ScoreJob,
     ScoreResult,
@@ -61,7 +61,7 @@ from pipeline.wire.messages import (
     WeightVersion,
     decode,
 )
-from pipeline.wire.tokens import TokenArray
+from sluice.pipeline.wire.tokens import TokenArray
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from demo.arithmetic.problems import ANSWER_PATTERN, Problem, Split, problems
-from demo.tiny.jsonl import write_records
+from sluice.demo.arithmetic.problems import ANSWER_PATTERN, Problem, Split, problems
+from sluice.demo.tiny.jsonl import write_records
 
 
 def messages_of(problem: Problem) -> list[dict[str, str]]:

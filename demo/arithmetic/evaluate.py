@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from consumers.tasks.exact_answer import extract, read_answer
-from demo.arithmetic.data import truth_of
-from demo.arithmetic.problems import Problem
+from sluice.consumers.tasks.exact_answer import extract, read_answer
+from sluice.demo.arithmetic.data import truth_of
+from sluice.demo.arithmetic.problems import Problem
 
 
 def is_right(text: str, problem: Problem) -> bool:

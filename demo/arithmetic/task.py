@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from demo.arithmetic.data import messages_of, write_jsonl
-from demo.arithmetic.evaluate import accuracy, is_right
-from demo.arithmetic.problems import Problem, problems
-from demo.arithmetic.warm_start import ensure_warm_start
-from demo.tasks import DemoTask, RolloutLine
+from sluice.demo.arithmetic.data import messages_of, write_jsonl
+from sluice.demo.arithmetic.evaluate import accuracy, is_right
+from sluice.demo.arithmetic.problems import Problem, problems
+from sluice.demo.arithmetic.warm_start import ensure_warm_start
+from sluice.demo.tasks import DemoTask, RolloutLine
 
 
 def _write(path: Path, count: int, seed: int) -> Path:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from demo.arithmetic import data, problems
-from demo.tiny.model import ModelSettings, build_model
-from demo.tiny.tokenizer import build_tokenizer
-from demo.tiny.warm_start import OnProgress, Pair, Recipe, WarmStartSettings, encode_pair
+from sluice.demo.arithmetic import data, problems
+from sluice.demo.tiny.model import ModelSettings, build_model
+from sluice.demo.tiny.tokenizer import build_tokenizer
+from sluice.demo.tiny.warm_start import OnProgress, Pair, Recipe, WarmStartSettings, encode_pair
 
 SETTINGS = WarmStartSettings(num_steps=450, stop_loss=0.055, model=ModelSettings(intermediate_size=256))
 

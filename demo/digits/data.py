@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from demo.digits.patches import patch_text
-from demo.digits.scenes import Scene, SceneObject, Split, scenes
-from demo.tiny.jsonl import write_records
+from sluice.demo.digits.patches import patch_text
+from sluice.demo.digits.scenes import Scene, SceneObject, Split, scenes
+from sluice.demo.tiny.jsonl import write_records
 
 
 class Record(TypedDict):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from demo.digits.patches import NUM_PATCHES, codebook, patch_token
-from demo.digits.tokenizer import build_tokenizer
-from demo.tiny import model as tiny
-from demo.tiny.model import save_model
+from sluice.demo.digits.patches import NUM_PATCHES, codebook, patch_token
+from sluice.demo.digits.tokenizer import build_tokenizer
+from sluice.demo.tiny import model as tiny
+from sluice.demo.tiny.model import save_model
 
 __all__ = ["ModelSettings", "build_model", "save_model"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from demo.digits.data import records
-from demo.digits.evaluate import read_objects
-from demo.digits.scenes import Scene, Split, scenes
-from demo.tiny.jsonl import write_records
+from sluice.demo.digits.data import records
+from sluice.demo.digits.evaluate import read_objects
+from sluice.demo.digits.scenes import Scene, Split, scenes
+from sluice.demo.tiny.jsonl import write_records
 
 _SCALE = 14  # drawn pixels per scene pixel
 _INK_MAX = 16.0

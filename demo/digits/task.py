@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from demo.digits.data import messages_of
-from demo.digits.evaluate import detection_f1
-from demo.digits.pictures import pictures, write_with_pictures
-from demo.digits.scenes import Scene, scenes
-from demo.digits.warm_start import ensure_warm_start
-from demo.tasks import DemoTask, RolloutLine
+from sluice.demo.digits.data import messages_of
+from sluice.demo.digits.evaluate import detection_f1
+from sluice.demo.digits.pictures import pictures, write_with_pictures
+from sluice.demo.digits.scenes import Scene, scenes
+from sluice.demo.digits.warm_start import ensure_warm_start
+from sluice.demo.tasks import DemoTask, RolloutLine
 
 
 def _write(path: Path, count: int, seed: int) -> Path:

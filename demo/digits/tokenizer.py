@@ -10,10 +10,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from demo.digits.patches import NUM_PATCHES, patch_token
-from demo.digits.scenes import WORDS
-from demo.tiny import tokenizer as tiny
-from demo.tiny.tokenizer import TURN_END
+from sluice.demo.digits.patches import NUM_PATCHES, patch_token
+from sluice.demo.digits.scenes import WORDS
+from sluice.demo.tiny import tokenizer as tiny
+from sluice.demo.tiny.tokenizer import TURN_END
 
 __all__ = ["STRUCTURE", "TURN_END", "build_tokenizer", "save_tokenizer"]
 

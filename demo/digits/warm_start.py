@@ -9,9 +9,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from demo.digits import data, model, patches, scenes, tokenizer
-from demo.tiny import warm_start as tiny
-from demo.tiny.warm_start import OnProgress, Pair, Recipe, WarmStartProgress, encode_pair
+from sluice.demo.digits import data, model, patches, scenes, tokenizer
+from sluice.demo.tiny import warm_start as tiny
+from sluice.demo.tiny.warm_start import OnProgress, Pair, Recipe, WarmStartProgress, encode_pair
 
 __all__ = ["WarmStartProgress", "WarmStartSettings", "ensure_warm_start", "warm_start_key"]
 

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from demo.tiny import cache, model, tokenizer
+from sluice.demo.tiny import cache, model, tokenizer
 
 IGNORED = -100
 _CLIP_NORM = 1.0

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from demo.tiny.jsonl import write_records
-from demo.tools.problems import Problem, Split, problems
+from sluice.demo.tiny.jsonl import write_records
+from sluice.demo.tools.problems import Problem, Split, problems
 
 
 def messages_of(problem: Problem) -> list[dict[str, str]]:

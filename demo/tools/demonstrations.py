@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from demo.tiny.tokenizer import TURN_END, TURN_START
-from demo.tools.data import messages_of
-from demo.tools.problems import TOOL_OF, Problem, Step
+from sluice.demo.tiny.tokenizer import TURN_END, TURN_START
+from sluice.demo.tools.data import messages_of
+from sluice.demo.tools.problems import TOOL_OF, Problem, Step
 
 SCHEMAS: list[Any] = [{"type": "function", "function": {"name": name}} for name in TOOL_OF.values()]
 """As much of the tools as the chat template shows."""

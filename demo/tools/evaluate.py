@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumers.tasks.exact_answer import extract, read_answer
-from demo.tools.data import messages_of, truth_of
-from demo.tools.problems import Problem
-from pipeline.config.types import RolloutServerConfig
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from pipeline.prompts.turn_tokens import Renderer
-from producers.agents.tools import ToolBox, load_tools
-from producers.gateway.tool_calls import Hermes, assistant_message
-from workers.engine.generation_engine import GenerationEngine
-from workers.engine.model_files import load_tokenizer
-from workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from sluice.consumers.tasks.exact_answer import extract, read_answer
+from sluice.demo.tools.data import messages_of, truth_of
+from sluice.demo.tools.problems import Problem
+from sluice.pipeline.config.types import RolloutServerConfig
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.producers.agents.tools import ToolBox, load_tools
+from sluice.producers.gateway.tool_calls import Hermes, assistant_message
+from sluice.workers.engine.generation_engine import GenerationEngine
+from sluice.workers.engine.model_files import load_tokenizer
+from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
 
 MAX_TURNS = 4
 MAX_NEW_TOKENS = 24  # of one turn

@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from demo.tasks import DemoTask, RolloutLine
-from demo.tools.data import messages_of, write_jsonl
-from demo.tools.evaluate import MAX_NEW_TOKENS, Conversation, accuracy, converse, is_right
-from demo.tools.problems import Problem, problems
-from demo.tools.warm_start import ensure_warm_start
+from sluice.demo.tasks import DemoTask, RolloutLine
+from sluice.demo.tools.data import messages_of, write_jsonl
+from sluice.demo.tools.evaluate import MAX_NEW_TOKENS, Conversation, accuracy, converse, is_right
+from sluice.demo.tools.problems import Problem, problems
+from sluice.demo.tools.warm_start import ensure_warm_start
 
 
 def _write(path: Path, count: int, seed: int) -> Path:

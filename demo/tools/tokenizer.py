@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
-from demo.tiny import tokenizer as tiny
-from demo.tools.problems import TOOL_OF
+from sluice.demo.tiny import tokenizer as tiny
+from sluice.demo.tools.problems import TOOL_OF
 
 CALL = ('<tool_call>\n{"name": "', '", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>")
 """The pieces of a call around its values."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from demo.tiny.model import ModelSettings, build_model
-from demo.tiny.warm_start import Example, OnProgress, Recipe, WarmStartSettings
-from demo.tools import data, demonstrations, problems, tokenizer
+from sluice.demo.tiny.model import ModelSettings, build_model
+from sluice.demo.tiny.warm_start import Example, OnProgress, Recipe, WarmStartSettings
+from sluice.demo.tools import data, demonstrations, problems, tokenizer
 
 _SHAPE = ModelSettings(intermediate_size=256, num_layers=2, num_heads=8, num_kv_heads=4)
 """Many heads and few layers: what it does is copying."""

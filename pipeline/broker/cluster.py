@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.retry import Retry
 
-from pipeline.wire.keys import Keys
+from sluice.pipeline.wire.keys import Keys
 
 Address = tuple[str, int]
 

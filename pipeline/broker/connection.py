@@ -24,14 +24,21 @@ from redis.exceptions import AuthenticationError, NoScriptError, RedisError, Res
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from pipeline import lua
-from pipeline.broker.cluster import SlotPrimary
-from pipeline.broker.retry import TRANSIENT, PatientClusterPool, PatientPool, PatientSentinelPool, UntilRetry, may_pass
-from pipeline.config.load import hide_password
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError, BrokerRefused
-from pipeline.logs import get_logger
-from pipeline.wire.keys import type_of
+from sluice.pipeline import lua
+from sluice.pipeline.broker.cluster import SlotPrimary
+from sluice.pipeline.broker.retry import (
+    TRANSIENT,
+    PatientClusterPool,
+    PatientPool,
+    PatientSentinelPool,
+    UntilRetry,
+    may_pass,
+)
+from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import BrokerError, BrokerRefused
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.keys import type_of
 
 _HEALTH_CHECK_S = 15
 _ASK_AGAIN_S = 0.5

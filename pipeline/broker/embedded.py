@@ -31,11 +31,11 @@ from typing import Literal
 
 import redis
 
-from pipeline.child_process import tethered
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError
-from pipeline.files import write_atomic
-from pipeline.logs import get_logger
+from sluice.pipeline.child_process import tethered
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.files import write_atomic
+from sluice.pipeline.logs import get_logger
 
 _SETTINGS = """\
 bind 127.0.0.1

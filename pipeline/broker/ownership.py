@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from pipeline.broker.connection import Scripts
-from pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, SluiceError
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, SluiceError
+from sluice.pipeline.wire.keys import Keys
 
 TTL_S = 5.0
 _POLL_S = 0.2

@@ -39,8 +39,8 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from pipeline import room
-from pipeline.broker.cluster import SlotPrimary
+from sluice.pipeline import room
+from sluice.pipeline.broker.cluster import SlotPrimary
 
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,

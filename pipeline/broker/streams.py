@@ -16,11 +16,11 @@ from typing import Any, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership, why_fenced
-from pipeline.errors import BrokerError, ResultsLost
-from pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, Keys
-from pipeline.wire.messages import DeadLetter, TrainingBatch, encode
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership, why_fenced
+from sluice.pipeline.errors import BrokerError, ResultsLost
+from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, Keys
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, encode
 
 _PAGE = 256
 

@@ -6,8 +6,8 @@ import contextlib
 import signal
 import threading
 
-from pipeline.cli.options import ConfigPath, Overrides
-from pipeline.terminal import say
+from sluice.pipeline.cli.options import ConfigPath, Overrides
+from sluice.pipeline.terminal import say
 
 
 def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
@@ -17,10 +17,10 @@ def broker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
 
     Example: `sluice broker -c configs/text.yaml`
     """
-    from pipeline import logs
-    from pipeline.broker.embedded import embedded_broker
-    from pipeline.config import load_config
-    from pipeline.config.load import hide_password
+    from sluice.pipeline import logs
+    from sluice.pipeline.broker.embedded import embedded_broker
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.config.load import hide_password
 
     def finish(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from pipeline.cli.options import ConfigPath, Json, Overrides
-from pipeline.errors import ConfigError
-from pipeline.terminal import say
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.terminal import say
 
 app = App(name="config", help="Look at and check configurations: every key, its value, and what is wrong with a file.")
 SCHEMA = 1
@@ -22,9 +22,9 @@ def show(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json 
     Example: `sluice config show -c configs/text.yaml --set worker.count=4`
     Example: `sluice config show -c configs/text.yaml --json`
     """
-    from pipeline.config import load_config, resolved_yaml
-    from pipeline.config.load import parse_yaml
-    from pipeline.json_out import print_json
+    from sluice.pipeline.config import load_config, resolved_yaml
+    from sluice.pipeline.config.load import parse_yaml
+    from sluice.pipeline.json_out import print_json
 
     text = resolved_yaml(load_config(config, overrides))
     if as_json:
@@ -44,8 +44,8 @@ def check(
     Example: `sluice config check configs/text.yaml configs/detection.yaml`
     Example: `sluice config check configs/text.yaml --json`
     """
-    from pipeline.config import load_config
-    from pipeline.json_out import print_json
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.json_out import print_json
 
     if not files:
         raise ConfigError("name the files to check: sluice config check FILE.yaml ...")
@@ -82,7 +82,7 @@ def schema(
 
     import msgspec
 
-    from pipeline.config import Config
+    from sluice.pipeline.config import Config
 
     text = json.dumps(msgspec.json.schema(Config), indent=1, sort_keys=True) + "\n"
     if check_file is None:

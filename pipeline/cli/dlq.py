@@ -10,12 +10,12 @@ from cyclopts import App, Parameter
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.options import ConfigPath, Json, Overrides
-from pipeline.json_out import print_json
-from pipeline.terminal import Console, escaped, say
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.json_out import print_json
+from sluice.pipeline.terminal import Console, escaped, say
 
 if TYPE_CHECKING:
-    from pipeline.queue.dead_letters import Done, Letter, Listing, Selection
+    from sluice.pipeline.queue.dead_letters import Done, Letter, Listing, Selection
 
 app = App(
     name="dlq",
@@ -47,8 +47,8 @@ def list_letters(
     Example: `sluice dlq list -c configs/text.yaml --reason worker_deaths`
     Example: `sluice dlq list -c configs/text.yaml --dropped --json`
     """
-    from pipeline.config import load_config
-    from pipeline.queue import dead_letters
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.queue import dead_letters
 
     found = dead_letters.listing(load_config(config, overrides), job=job, reason=reason, limit=limit, dropped=dropped)
     _print_listing(found, as_json=as_json, dropped=dropped)
@@ -69,8 +69,8 @@ def show(
 
     Example: `sluice dlq show -c configs/text.yaml demo:0123456789abcdef01234567:0`
     """
-    from pipeline.config import load_config
-    from pipeline.queue import dead_letters
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.queue import dead_letters
 
     _print_letter(dead_letters.letter(load_config(config, overrides), seq_id, dropped=dropped), as_json=as_json)
     return 0
@@ -93,8 +93,8 @@ def replay(
 
     Example: `sluice dlq replay -c configs/text.yaml --reason worker_deaths`
     """
-    from pipeline.config import load_config
-    from pipeline.queue import dead_letters
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.queue import dead_letters
 
     selection = _selection(seq_ids, job, reason, everything)
     return _report(dead_letters.replay(load_config(config, overrides), selection), "replayed", as_json=as_json)
@@ -117,9 +117,9 @@ def drop(
 
     Example: `sluice dlq drop -c configs/text.yaml --reason expired --yes`
     """
-    from pipeline.config import load_config
-    from pipeline.errors import SluiceError
-    from pipeline.queue import dead_letters
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.errors import SluiceError
+    from sluice.pipeline.queue import dead_letters
 
     selection, settings = _selection(seq_ids, job, reason, everything), load_config(config, overrides)
     if not yes and not sys.stdin.isatty():
@@ -136,8 +136,8 @@ def _agrees(count: int) -> bool:
 
 
 def _selection(seq_ids: tuple[str, ...], job: str | None, reason: str | None, everything: bool) -> Selection:
-    from pipeline.errors import ConfigError
-    from pipeline.queue.dead_letters import Selection
+    from sluice.pipeline.errors import ConfigError
+    from sluice.pipeline.queue.dead_letters import Selection
 
     if sum((bool(seq_ids), job is not None, reason is not None, everything)) != 1:
         raise ConfigError("say which dead letters: sequence ids, or one of --job ID, --reason R, --all")
@@ -150,7 +150,7 @@ _WIDE = 200  # columns, where there is no terminal
 
 def _report(done: list[Done], word: str, *, as_json: bool) -> int:
     """Say what was done; the exit code: 1 when it was nothing."""
-    from pipeline.queue.dead_letters import SCHEMA
+    from sluice.pipeline.queue.dead_letters import SCHEMA
 
     good, bad = [each for each in done if each.problem is None], [each for each in done if each.problem]
     count = sum(len(each.sequences) for each in good)
@@ -190,7 +190,7 @@ def _print_listing(found: Listing, *, as_json: bool, dropped: bool = False) -> N
 
 def _print_letter(found: Letter, *, as_json: bool) -> None:
     """All of it, for people or as one object."""
-    from pipeline.queue.dead_letters import HEX_BYTES
+    from sluice.pipeline.queue.dead_letters import HEX_BYTES
 
     if as_json:
         print_json(found)

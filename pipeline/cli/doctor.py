@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.cli.options import ConfigPath, Json, Overrides
-from pipeline.terminal import say
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.terminal import say
 
 
 def doctor(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json = False) -> int:
@@ -15,7 +15,7 @@ def doctor(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Jso
     Example: `sluice doctor -c configs/text.yaml --set model.path=./my-model --set data.path=prompts.jsonl`
     Example: `sluice doctor --json`
     """
-    from pipeline.run.preflight import diagnose
+    from sluice.pipeline.run.preflight import diagnose
 
     return diagnose(config, overrides, as_json=as_json)
 
@@ -29,8 +29,8 @@ def env(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json =
     Example: `sluice env`
     Example: `sluice env -c configs/text.yaml --json`
     """
-    from pipeline.json_out import print_json
-    from pipeline.run.env import as_text, report
+    from sluice.pipeline.json_out import print_json
+    from sluice.pipeline.run.env import as_text, report
 
     found = report(config, overrides)
     if as_json:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import App, Group
 
-from pipeline.errors import EXIT_CODES
+from sluice.pipeline.errors import EXIT_CODES
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpEntry, HelpPanel

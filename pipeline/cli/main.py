@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
-from pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of
-from pipeline.errors import INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, exit_codes_text, first_cause
-from pipeline.terminal import say
+from sluice.pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of
+from sluice.pipeline.errors import INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, exit_codes_text, first_cause
+from sluice.pipeline.terminal import say
 
 _FEW = 8
 
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _version() -> str:
-    from pipeline.run.provenance import main_versions
+    from sluice.pipeline.run.provenance import main_versions
 
     return "\n".join(f"{name} {version}" for name, version in main_versions().items())
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from pipeline.cli.options import ConfigPath, Json, Overrides
-from pipeline.terminal import say
+from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
+from sluice.pipeline.terminal import say
 
 Why = Annotated[
     bool,
@@ -40,9 +40,9 @@ def status(
     Example: `sluice status -c configs/text.yaml --why`
     Example: `sluice status -c configs/text.yaml --why --json`
     """
-    from pipeline.config import load_config
-    from pipeline.json_out import print_json
-    from pipeline.status import diagnosis, report
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.json_out import print_json
+    from sluice.pipeline.status import diagnosis, report
 
     settings = load_config(config, overrides)
     if health is not None:
@@ -77,16 +77,16 @@ def top(*, config: ConfigPath = None, overrides: Overrides = (), once: Once = Fa
     Example: `sluice top -c configs/text.yaml`
     Example: `sluice top -c configs/text.yaml --once`
     """
-    from pipeline.config import load_config
+    from sluice.pipeline.config import load_config
 
     settings = load_config(config, overrides)
     if once:
-        from pipeline.top.panels import print_once
+        from sluice.pipeline.top.panels import print_once
 
         print_once(settings)
         return
-    from pipeline.broker import connection
-    from pipeline.top.app import TopApp
+    from sluice.pipeline.broker import connection
+    from sluice.pipeline.top.app import TopApp
 
     connection.broker_url(settings.broker)  # an error here is one line; on the screen it would be a wait
     TopApp(settings).run()

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from pipeline.cli.options import ConfigPath, DryRunFlag, DryRunJson, Overrides
-from pipeline.errors import ConfigError
-from pipeline.terminal import say
+from sluice.pipeline.cli.options import ConfigPath, DryRunFlag, DryRunJson, Overrides
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.terminal import say
 
 
 def up(
@@ -61,8 +61,8 @@ def start(
     command: str, config: Path | None, overrides: list[str], workers: int | None, *, dry_run: bool, as_json: bool
 ) -> int:
     """Run the stack, or say what it would do; the exit code. Raises SluiceError."""
-    from pipeline.config import load_config
-    from pipeline.run.stack import run_stack, with_workers
+    from sluice.pipeline.config import load_config
+    from sluice.pipeline.run.stack import run_stack, with_workers
 
     if as_json and not dry_run:
         raise ConfigError(f"--json goes with --dry-run; a run is watched with `sluice status --json` ({command})")
@@ -72,8 +72,8 @@ def start(
     if not dry_run:
         return run_stack(settings, title=f"sluice {command} · {settings.run}")
 
-    from pipeline.json_out import print_json
-    from pipeline.run.dry_run import as_text, rehearse
+    from sluice.pipeline.json_out import print_json
+    from sluice.pipeline.run.dry_run import as_text, rehearse
 
     found = rehearse(settings, command, str(config or "defaults"))
     if as_json:

@@ -19,10 +19,10 @@ from urllib.parse import unquote
 import msgspec
 import yaml
 
-from pipeline.config import rules, suggest
-from pipeline.config.types import Config
-from pipeline.errors import ConfigError
-from pipeline.wire.codec import MAX_DEPTH, no_plain_value
+from sluice.pipeline.config import rules, suggest
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.wire.codec import MAX_DEPTH, no_plain_value
 
 ENVIRONMENT = {
     "REDIS_URL": "broker.url",
@@ -123,6 +123,8 @@ def _value_alone(dotted: str, text: str, where: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.parts[:1] == ("configs",) and not path.exists() and (_PACKAGE / path).exists():
+        path = _PACKAGE / path  # `-c configs/text.yaml` works wherever sluice is installed
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -171,6 +173,7 @@ def _readable(message: str) -> str:
     return f"{where.rstrip('`')}: {text}" if sep else text
 
 
+_PACKAGE = Path(__file__).parents[2]
 _MOST_CHARS = 1 << 20
 _MOST_VALUES = 100_000
 

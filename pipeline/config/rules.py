@@ -6,8 +6,8 @@ import re
 from ipaddress import IPv6Address
 from math import inf
 
-from pipeline.config.types import Config, RepeatTerminateConfig
-from pipeline.errors import ConfigError
+from sluice.pipeline.config.types import Config, RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError
 
 
 def check(config: Config, origin: str) -> None:

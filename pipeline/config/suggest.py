@@ -7,7 +7,7 @@ from typing import Any, cast, get_args, get_origin
 
 import msgspec
 
-from pipeline.errors import ConfigError
+from sluice.pipeline.errors import ConfigError
 
 
 def nearest(word: str, choices: list[str]) -> str | None:

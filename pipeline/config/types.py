@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.wire.messages import SamplingParams
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from yarl import URL
 
-from pipeline.errors import RequestError
+from sluice.pipeline.errors import RequestError
 
 if TYPE_CHECKING:
     from aiohttp import TCPConnector

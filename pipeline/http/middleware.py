@@ -25,7 +25,7 @@ from fastapi import HTTPException, Response
 from fastapi.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.http.errors import problem_response
+from sluice.pipeline.http.errors import problem_response
 
 MOST_BYTES = 1 << 20
 MOST_S, SILENT_S = 20.0, 2.0

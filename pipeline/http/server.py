@@ -30,7 +30,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 
 HEAD_S = 15.0  # from the first byte, or the connection, to the end of the headers
 BODY_SILENT_S, BODY_S = 20.0, 300.0  # without a byte; as a whole

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
-from pipeline.errors import RequestError
+from sluice.pipeline.errors import RequestError
 
 MAX_MESSAGES = 4_096  # of one prompt
 MAX_PARTS = 256  # of one message

@@ -24,9 +24,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 from jinja2 import TemplateError
 
-from pipeline.errors import ModelError, RequestError
-from pipeline.wire.codec import lone_surrogate
-from pipeline.wire.messages import Message
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.wire.codec import lone_surrogate
+from sluice.pipeline.wire.messages import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from pipeline.errors import DataError, RequestError
-from pipeline.prompts.admission import Limits, admit_json, admit_prompt
-from pipeline.wire.codec import lone_surrogate_in_json, no_plain_value
+from sluice.pipeline.errors import DataError, RequestError
+from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt
+from sluice.pipeline.wire.codec import lone_surrogate_in_json, no_plain_value
 
 MAX_ROW_BYTES = 16 << 20
 # Of pyarrow: its own errors are these, or subclasses of them.

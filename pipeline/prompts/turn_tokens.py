@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.errors import RequestError
-from pipeline.prompts.chat_template import ChatTemplateOptions, check_token_ids, conversation, render
-from pipeline.wire.messages import Message
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions, check_token_ids, conversation, render
+from sluice.pipeline.wire.messages import Message
 
 
 class TemplateDrift(RequestError):

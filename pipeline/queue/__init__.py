@@ -20,8 +20,8 @@
 
 from arq.worker import func
 
-from pipeline.queue.committer import Committer
-from pipeline.queue.envelope import (
+from sluice.pipeline.queue.committer import Committer
+from sluice.pipeline.queue.envelope import (
     FUNCTION,
     JobFailed,
     arq_deserializer,
@@ -30,10 +30,10 @@ from pipeline.queue.envelope import (
     arq_redis_settings,
     arq_serializer,
 )
-from pipeline.queue.lease_keeper import LeaseKeeper
-from pipeline.queue.leased_worker import LeasedWorker
-from pipeline.queue.queue import JobQueue
-from pipeline.queue.types import (
+from sluice.pipeline.queue.lease_keeper import LeaseKeeper
+from sluice.pipeline.queue.leased_worker import LeasedWorker
+from sluice.pipeline.queue.queue import JobQueue
+from sluice.pipeline.queue.types import (
     NO_LIMIT,
     Call,
     Called,

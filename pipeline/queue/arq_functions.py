@@ -25,12 +25,12 @@ from arq.jobs import serialize_result
 from arq.utils import ms_to_datetime
 from arq.worker import Retry, RetryJob
 
-from pipeline.logs import get_logger
-from pipeline.queue.envelope import arq_serializer
-from pipeline.queue.types import Called, Claim
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.envelope import arq_serializer
+from sluice.pipeline.queue.types import Called, Claim
 
 if TYPE_CHECKING:
-    from pipeline.queue.leased_worker import LeasedWorker
+    from sluice.pipeline.queue.leased_worker import LeasedWorker
 
 
 class Calls:

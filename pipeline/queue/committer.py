@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from pipeline.logs import get_logger
-from pipeline.queue.queue import JobQueue
-from pipeline.queue.types import Called, Finished, Piece
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.queue import JobQueue
+from sluice.pipeline.queue.types import Called, Finished, Piece
 
 _MOST_AT_ONCE = 256
 TICK_S, ASKED_TICK_S = 0.1, 0.04

@@ -19,17 +19,17 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker import connection
-from pipeline.broker.connection import Scripts
-from pipeline.config.suggest import nearest
-from pipeline.config.types import Config
-from pipeline.errors import BrokerRefused, MessageError, SluiceError
-from pipeline.queue.envelope import Envelope, arq_payload, read_envelope
-from pipeline.queue.queue import JobQueue
-from pipeline.wire.codec import integer_or
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, decode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.config.suggest import nearest
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import BrokerRefused, MessageError, SluiceError
+from sluice.pipeline.queue.envelope import Envelope, arq_payload, read_envelope
+from sluice.pipeline.queue.queue import JobQueue
+from sluice.pipeline.wire.codec import integer_or
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, decode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _PAGE = 100
 _PASSES = 3

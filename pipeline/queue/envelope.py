@@ -12,11 +12,11 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import DeserializationError, deserialize_job_raw, serialize_job
 from redis.asyncio import Redis
 
-from pipeline.config.suggest import unknown_key
-from pipeline.errors import MessageError, SluiceError, UnknownSchema
-from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, run_of
-from pipeline.wire.messages import SCHEMA, DecodeJob, decode, encode
-from pipeline.wire.tokens import from_wire
+from sluice.pipeline.config.suggest import unknown_key
+from sluice.pipeline.errors import MessageError, SluiceError, UnknownSchema
+from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, run_of
+from sluice.pipeline.wire.messages import SCHEMA, DecodeJob, decode, encode
+from sluice.pipeline.wire.tokens import from_wire
 
 FUNCTION = "decode"
 _KIND = "decode_job"

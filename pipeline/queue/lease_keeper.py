@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import redis
 
-from pipeline import lua
-from pipeline.broker import connection
-from pipeline.config.types import Config
-from pipeline.errors import BrokerError, EngineError
-from pipeline.logs import get_logger
-from pipeline.queue.queue import JobQueue
-from pipeline.queue.types import Claim
+from sluice.pipeline import lua
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import BrokerError, EngineError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.queue import JobQueue
+from sluice.pipeline.queue.types import Claim
 
 
 class LeaseKeeper(threading.Thread):

@@ -28,16 +28,16 @@ from arq.worker import Function, Worker
 from redis import RedisError
 from redis.asyncio import Redis
 
-from pipeline.config.types import Config
-from pipeline.errors import EngineError, WeightsError
-from pipeline.logs import get_logger
-from pipeline.queue.arq_functions import Calls
-from pipeline.queue.committer import Committer
-from pipeline.queue.envelope import arq_deserializer, arq_pool, arq_serializer
-from pipeline.queue.lease_keeper import LeaseKeeper
-from pipeline.queue.queue import JobQueue
-from pipeline.queue.types import Claim, Claimed
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import EngineError, WeightsError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.arq_functions import Calls
+from sluice.pipeline.queue.committer import Committer
+from sluice.pipeline.queue.envelope import arq_deserializer, arq_pool, arq_serializer
+from sluice.pipeline.queue.lease_keeper import LeaseKeeper
+from sluice.pipeline.queue.queue import JobQueue
+from sluice.pipeline.queue.types import Claim, Claimed
+from sluice.pipeline.wire.keys import Keys
 
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
 _BEAT_S = 0.5

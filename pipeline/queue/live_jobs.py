@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.queue.envelope import read_envelope
-from pipeline.wire.codec import LAST_S, integer_or
-from pipeline.wire.keys import ARQ_JOB, Keys
-from pipeline.wire.messages import DecodeJob
+from sluice.pipeline.queue.envelope import read_envelope
+from sluice.pipeline.wire.codec import LAST_S, integer_or
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.messages import DecodeJob
 
 JobState = Literal["ready", "running", "deferred", "alone"]
 JOB_STATES: tuple[JobState, ...] = ("running", "ready", "deferred", "alone")

@@ -14,11 +14,11 @@ from typing import Any, Literal, cast
 
 from redis.asyncio import Redis
 
-from pipeline.broker.connection import Scripts, is_cluster
-from pipeline.errors import MessageError
-from pipeline.logs import get_logger
-from pipeline.queue.envelope import arq_payload, call_payload, read_envelope
-from pipeline.queue.types import (
+from sluice.pipeline.broker.connection import Scripts, is_cluster
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.envelope import arq_payload, call_payload, read_envelope
+from sluice.pipeline.queue.types import (
     NO_LIMIT,
     Call,
     Called,
@@ -31,9 +31,9 @@ from pipeline.queue.types import (
     Piece,
     SourceRewound,
 )
-from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
-from pipeline.wire.messages import DecodeJob, Progress, decode, encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
+from sluice.pipeline.wire.messages import DecodeJob, Progress, decode, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _FOREIGN = 8  # place in a row of claim.lua
 _DETAIL_CHARS = 2000

@@ -24,12 +24,12 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from pipeline.errors import BrokerError, MessageError, ResultsLost, SluiceError
-from pipeline.logs import get_logger
-from pipeline.queue.queue import JobQueue, joined
-from pipeline.wire.keys import ARQ_JOB, Keys
-from pipeline.wire.messages import DeadLetter, SequenceResult, TokenDelta, decode
-from pipeline.wire.tokens import FloatArray, TokenArray
+from sluice.pipeline.errors import BrokerError, MessageError, ResultsLost, SluiceError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.queue import JobQueue, joined
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TokenDelta, decode
+from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 _BLOCK_S, _LOOK_S = 0.5, 1.0
 _MOST_WORDS, _MOST_JOBS = 512, 256  # of one call

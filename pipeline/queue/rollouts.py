@@ -22,12 +22,12 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker.connection import Scripts
-from pipeline.errors import MessageError, UnknownSchema
-from pipeline.queue.types import NO_LIMIT, Credit, Outcome, SourceRewound
-from pipeline.wire.codec import Unreadable, integer, integer_or, shown
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import RolloutHead, SequenceResult, Turn, decode, encode
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.errors import MessageError, UnknownSchema
+from sluice.pipeline.queue.types import NO_LIMIT, Credit, Outcome, SourceRewound
+from sluice.pipeline.wire.codec import Unreadable, integer, integer_or, shown
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import RolloutHead, SequenceResult, Turn, decode, encode
 
 __all__ = ["Rollout", "RolloutHead", "Rollouts", "Turn", "Word"]
 

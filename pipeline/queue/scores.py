@@ -30,12 +30,12 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker.connection import Scripts
-from pipeline.errors import MessageError
-from pipeline.logs import get_logger
-from pipeline.wire.keys import SCORE_GROUP, Keys
-from pipeline.wire.messages import ScoreJob, ScoreResult, decode, encode
-from pipeline.wire.tokens import FloatArray, TokenArray
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, decode, encode
+from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 _POLL_S = 0.05
 _PAGE = 64  # jobs in one call

@@ -24,12 +24,12 @@ from typing import Annotated, Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.config.types import Config
-from pipeline.errors import MessageError
-from pipeline.files import write_atomic
-from pipeline.logs import get_logger
-from pipeline.wire.codec import MOST, read_json, shown
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.files import write_atomic
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.codec import MOST, read_json, shown
+from sluice.pipeline.wire.keys import Keys
 
 LEDGER, INDEX = "trained.jsonl", "trained.sqlite"
 _MOST_HELD = 4096

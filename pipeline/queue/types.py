@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.errors import SluiceError
-from pipeline.wire.keys import tagged
-from pipeline.wire.messages import DecodeJob, Progress, SequenceResult
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.wire.keys import tagged
+from sluice.pipeline.wire.messages import DecodeJob, Progress, SequenceResult
 
 Outcome = Literal["enqueued", "duplicate", "done", "over_credit"]
 """duplicate: under way under this id; done: ended under this id a short while ago; over_credit: nothing was stored."""

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config import Config
-from pipeline.errors import BrokerError
-from pipeline.run import preflight
-from pipeline.run.preflight import Check, examine, line
-from pipeline.run.resume_point import Place, Source, place_of, unknown
-from pipeline.run.stack import addresses, plan, with_dashboard_port
+from sluice.pipeline.config import Config
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.run import preflight
+from sluice.pipeline.run.preflight import Check, examine, line
+from sluice.pipeline.run.resume_point import Place, Source, place_of, unknown
+from sluice.pipeline.run.stack import addresses, plan, with_dashboard_port
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):

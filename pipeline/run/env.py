@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.run import env_probes as probes
-from pipeline.run.provenance import main_versions
+from sluice.pipeline.run import env_probes as probes
+from sluice.pipeline.run.provenance import main_versions
 
 DEADLINE_S = 2.5
 Facts = dict[str, str]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.config import load_config
-from pipeline.config.load import ENVIRONMENT, hide_password
-from pipeline.errors import BrokerError, ConfigError
-from pipeline.run.preflight import broker_facts, gib
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.load import ENVIRONMENT, hide_password
+from sluice.pipeline.errors import BrokerError, ConfigError
+from sluice.pipeline.run.preflight import broker_facts, gib
 
 _NVIDIA_S = 2.0
 _CONNECT_S = 1.0

@@ -12,7 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
-from pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError
 
 LOCK_DIR = "SLUICE_GPU_LOCK_DIR"
 

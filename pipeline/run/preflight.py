@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import msgspec
 
-from pipeline.broker import connection as connections
-from pipeline.broker.embedded import find_server
-from pipeline.config import Config, load_config
-from pipeline.errors import BrokerError, ConfigError, DataError, ModelError, SluiceError
-from pipeline.json_out import print_json
-from pipeline.run.provenance import main_versions
-from pipeline.terminal import say
-from pipeline.weights.versions import tensor_table
+from sluice.pipeline.broker import connection as connections
+from sluice.pipeline.broker.embedded import find_server
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, SluiceError
+from sluice.pipeline.json_out import print_json
+from sluice.pipeline.run.provenance import main_versions
+from sluice.pipeline.terminal import say
+from sluice.pipeline.weights.versions import tensor_table
 
 READ_S = 20.0
 _LITTLE = 1 << 30

@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from pipeline.status.snapshot import Snapshot
-from pipeline.status.text import guard, guard_counts
-from pipeline.terminal import Console
+from sluice.pipeline.status.snapshot import Snapshot
+from sluice.pipeline.status.text import guard, guard_counts
+from sluice.pipeline.terminal import Console
 
 _PLAIN_EVERY_S = 5.0
 _RATE_WINDOW_S = 15.0

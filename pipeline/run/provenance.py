@@ -8,9 +8,9 @@ import platform
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
-from pipeline import __version__
-from pipeline.config import Config, resolved_yaml
-from pipeline.files import write_atomic
+from sluice import __version__
+from sluice.pipeline.config import Config, resolved_yaml
+from sluice.pipeline.files import write_atomic
 
 
 def store(config: Config, run_dir: Path) -> Path:

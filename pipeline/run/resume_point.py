@@ -9,14 +9,14 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from pipeline.broker import connection as connections
-from pipeline.config import Config
-from pipeline.errors import BrokerError
-from pipeline.run import preflight
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.weights.versions import newest_number
-from pipeline.wire.codec import integer_or, shown
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection as connections
+from sluice.pipeline.config import Config
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.run import preflight
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.weights.versions import newest_number
+from sluice.pipeline.wire.codec import integer_or, shown
+from sluice.pipeline.wire.keys import Keys
 
 _LOOK_S = 10.0
 Source = dict[bytes, bytes]

@@ -31,16 +31,16 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline import logs
-from pipeline.broker import connection
-from pipeline.broker.connection import Scripts, is_cluster
-from pipeline.config.types import Config
-from pipeline.errors import ConfigError, DeadlineExceeded, MessageError, SluiceError, first_cause
-from pipeline.logs import get_logger
-from pipeline.status.heartbeat import ALIVE_S, StatusReporter
-from pipeline.telemetry.exporter import Telemetry, metrics_server
-from pipeline.wire.codec import read_json
-from pipeline.wire.keys import Keys
+from sluice.pipeline import logs
+from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.connection import Scripts, is_cluster
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, SluiceError, first_cause
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.status.heartbeat import ALIVE_S, StatusReporter
+from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
+from sluice.pipeline.wire.codec import read_json
+from sluice.pipeline.wire.keys import Keys
 
 ONLOOKERS = ("dashboard",)
 _ASK_AGAIN_S = 0.25

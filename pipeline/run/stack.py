@@ -25,23 +25,23 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from pipeline import logs
-from pipeline.broker import connection as connections
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config import Config
-from pipeline.config.load import ENVIRONMENT
-from pipeline.errors import BrokerError, MessageError
-from pipeline.files import write_atomic
-from pipeline.http.server import free_port
-from pipeline.logs import get_logger
-from pipeline.queue import JobQueue
-from pipeline.run import provenance
-from pipeline.run.progress_panel import Progress
-from pipeline.run.supervisor import Child, Supervisor, sluice_command
-from pipeline.status.heartbeat import Heartbeat, read_row
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.terminal import say
-from pipeline.wire.keys import Keys
+from sluice.pipeline import logs
+from sluice.pipeline.broker import connection as connections
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config import Config
+from sluice.pipeline.config.load import ENVIRONMENT
+from sluice.pipeline.errors import BrokerError, MessageError
+from sluice.pipeline.files import write_atomic
+from sluice.pipeline.http.server import free_port
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.run import provenance
+from sluice.pipeline.run.progress_panel import Progress
+from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
+from sluice.pipeline.status.heartbeat import Heartbeat, read_row
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.terminal import say
+from sluice.pipeline.wire.keys import Keys
 
 
 class Deaths:

@@ -22,10 +22,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.child_process import tethered
-from pipeline.config.types import UpConfig
-from pipeline.errors import ConfigError, DataError, ModelError, SluiceError
-from pipeline.logs import get_logger
+from sluice.pipeline.child_process import tethered
+from sluice.pipeline.config.types import UpConfig
+from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
+from sluice.pipeline.logs import get_logger
 
 _FINAL: dict[int, type[SluiceError]] = {kind.exit_code: kind for kind in (ConfigError, DataError, ModelError)}
 
@@ -170,8 +170,8 @@ class Supervisor:
 
 
 def sluice_command(*arguments: str) -> list[str]:
-    """`sluice ARGUMENTS…` with this Python."""
-    return [sys.executable, "-m", "pipeline.cli.main", *arguments]
+    """`sluice ARGUMENTS…` with this Python; nothing in the working directory shadows what it imports."""
+    return [sys.executable, "-P", "-m", "sluice.pipeline.cli.main", *arguments]
 
 
 def last_line(log: Path) -> str:

@@ -15,14 +15,14 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.broker import connection
-from pipeline.broker.connection import BrokerSilent
-from pipeline.config import Config
-from pipeline.errors import BrokerError
-from pipeline.status.inspection import inspect
-from pipeline.status.snapshot import Process, Snapshot, Stall, snapshot
-from pipeline.status.text import condition, counted, length
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.connection import BrokerSilent
+from sluice.pipeline.config import Config
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.snapshot import Process, Snapshot, Stall, snapshot
+from sluice.pipeline.status.text import condition, counted, length
+from sluice.pipeline.wire.keys import Keys
 
 _COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "dead", "dropped")
 _WORDS = {"committed": "decoded", "accepted": "handed on"}

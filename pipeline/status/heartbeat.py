@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from pipeline import room
-from pipeline.errors import MessageError
-from pipeline.logs import get_logger
-from pipeline.wire.codec import MOST, Unreadable, check_time, read_json
-from pipeline.wire.keys import Keys
+from sluice.pipeline import room
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.codec import MOST, Unreadable, check_time, read_json
+from sluice.pipeline.wire.keys import Keys
 
 BEAT_S = 1.0
 ALIVE_S = 6.0  # a heartbeat older than this is that of a dead process

@@ -12,13 +12,13 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.errors import MessageError
-from pipeline.status.snapshot import BrokerUse, Depth, Lag, Lease, Reading, Snapshot, snapshot
-from pipeline.status.stalls import stalls
-from pipeline.status.text import waits
-from pipeline.wire.codec import integer_or, shown
-from pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
-from pipeline.wire.messages import WeightVersion, decode
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.status.snapshot import BrokerUse, Depth, Lag, Lease, Reading, Snapshot, snapshot
+from sluice.pipeline.status.stalls import stalls
+from sluice.pipeline.status.text import waits
+from sluice.pipeline.wire.codec import integer_or, shown
+from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
+from sluice.pipeline.wire.messages import WeightVersion, decode
 
 _MOST = 1000
 _SHOWN = 20

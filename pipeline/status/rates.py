@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
-from pipeline.status.snapshot import Snapshot
+from sluice.pipeline.status.snapshot import Snapshot
 
 COUNTS = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "ended", "redelivered_jobs")
 _POINTS = 120

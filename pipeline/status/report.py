@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from pipeline.broker import connection
-from pipeline.config import Config
-from pipeline.status.inspection import inspect
-from pipeline.status.snapshot import Lag, Lease, Process, Snapshot
-from pipeline.status.text import condition, credit, guard, length, policy
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config import Config
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.snapshot import Lag, Lease, Process, Snapshot
+from sluice.pipeline.status.text import condition, credit, guard, length, policy
+from sluice.pipeline.wire.keys import Keys
 
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer")
 _LEASES = 8  # lines

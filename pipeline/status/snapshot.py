@@ -13,10 +13,10 @@ from typing import Any, Literal, cast
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.errors import MessageError
-from pipeline.status.heartbeat import ALIVE_S, FORGET_S, Heartbeat, read_row
-from pipeline.wire.codec import LEAST, Unreadable, integer, read_json
-from pipeline.wire.keys import Keys, type_of
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.status.heartbeat import ALIVE_S, FORGET_S, Heartbeat, read_row
+from sluice.pipeline.wire.codec import LEAST, Unreadable, integer, read_json
+from sluice.pipeline.wire.keys import Keys, type_of
 
 _FULL = 0.99
 

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 
 import msgspec
 
-from pipeline.status.rates import Rates
-from pipeline.status.snapshot import Lag, Process, Snapshot, Stall, StallKind
-from pipeline.status.text import counted, length
+from sluice.pipeline.status.rates import Rates
+from sluice.pipeline.status.snapshot import Lag, Process, Snapshot, Stall, StallKind
+from sluice.pipeline.status.text import counted, length
 
 Told = tuple[Literal["working", "waiting", "stalled", "done", "off"], str, str, str]
 

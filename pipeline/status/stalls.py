@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from pipeline.room import CAUSE, REMEDY
-from pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
-from pipeline.status.text import counted, credit, length, waiting
+from sluice.pipeline.room import CAUSE, REMEDY
+from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
+from sluice.pipeline.status.text import counted, credit, length, waiting
 
 _COMMANDS = {
     "producer": "produce", "gateway": "gateway", "worker": "worker", "consumer": "consume", "scorer": "score",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.status.snapshot import CreditUse, Snapshot
+from sluice.pipeline.status.snapshot import CreditUse, Snapshot
 
 _MIB = 1 << 20
 

@@ -26,13 +26,13 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipeline import __version__
-from pipeline.config.types import MetricsConfig
-from pipeline.errors import ConfigError
-from pipeline.http.server import serve_on
-from pipeline.logs import get_logger
-from pipeline.status.heartbeat import Heartbeat
-from pipeline.telemetry.families import histogram, of_role, read
+from sluice import __version__
+from sluice.pipeline.config.types import MetricsConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.http.server import serve_on
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.status.heartbeat import Heartbeat
+from sluice.pipeline.telemetry.families import histogram, of_role, read
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _JOIN_S = 1.0

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from pipeline.status.snapshot import Process, Snapshot, StallKind
-from pipeline.telemetry.families import JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, page, read
+from sluice.pipeline.status.snapshot import Process, Snapshot, StallKind
+from sluice.pipeline.telemetry.families import JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, page, read
 
 ROLES = ("producer", "worker", "consumer", "trainer", "scorer", "gateway")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Protocol
 
-from pipeline.errors import TaskError
+from sluice.pipeline.errors import TaskError
 
 Samples = Sequence[Mapping[str, float]]
 

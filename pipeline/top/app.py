@@ -11,9 +11,9 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, Footer, Static, Tab, Tabs
 
-from pipeline.config import Config
-from pipeline.top import panels
-from pipeline.top.feed import Feed
+from sluice.pipeline.config import Config
+from sluice.pipeline.top import panels
+from sluice.pipeline.top.feed import Feed
 
 _EVERY_S = 1.0
 _PAGES = {

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import msgspec
 from redis.exceptions import RedisError
 
-from pipeline.broker import connection
-from pipeline.config import Config
-from pipeline.errors import BrokerError, SluiceError
-from pipeline.queue.dead_letters import DeadLetters, Row
-from pipeline.status.diagnosis import Verdict, verdict
-from pipeline.status.inspection import inspect
-from pipeline.status.rates import Rates
-from pipeline.status.snapshot import Snapshot
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config import Config
+from sluice.pipeline.errors import BrokerError, SluiceError
+from sluice.pipeline.queue.dead_letters import DeadLetters, Row
+from sluice.pipeline.status.diagnosis import Verdict, verdict
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.rates import Rates
+from sluice.pipeline.status.snapshot import Snapshot
+from sluice.pipeline.wire.keys import Keys
 
 LETTERS = 50
 AWAY, UNREADABLE = "no answer from the broker", "the run's state cannot be read"

@@ -12,13 +12,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config import Config
-from pipeline.errors import BrokerError, DataError
-from pipeline.status.snapshot import CreditUse, Process, Snapshot
-from pipeline.status.stages import StageState, stages
-from pipeline.status.text import condition, length
-from pipeline.terminal import Console, escaped, say
-from pipeline.top.feed import LETTERS, UNREADABLE, Feed, View
+from sluice.pipeline.config import Config
+from sluice.pipeline.errors import BrokerError, DataError
+from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot
+from sluice.pipeline.status.stages import StageState, stages
+from sluice.pipeline.status.text import condition, length
+from sluice.pipeline.terminal import Console, escaped, say
+from sluice.pipeline.top.feed import LETTERS, UNREADABLE, Feed, View
 
 _STYLE: dict[StageState, str] = {
     "working": "green", "waiting": "", "stalled": "bold red", "done": "dim", "off": "dim",

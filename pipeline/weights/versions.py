@@ -20,13 +20,13 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import why_fenced
-from pipeline.errors import MessageError, WeightsError
-from pipeline.files import fsync_directory, fsync_tree, write_atomic
-from pipeline.wire.codec import Unreadable, integer, numbered, read_json
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import MOST_VERSION, WeightVersion, decode, encode
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import why_fenced
+from sluice.pipeline.errors import MessageError, WeightsError
+from sluice.pipeline.files import fsync_directory, fsync_tree, write_atomic
+from sluice.pipeline.wire.codec import Unreadable, integer, numbered, read_json
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion, decode, encode
 
 MANIFEST = "manifest.json"
 _unreadable = Unreadable()  # of this process

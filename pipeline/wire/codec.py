@@ -18,9 +18,9 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from pipeline.errors import MessageError, UnknownSchema
-from pipeline.logs import get_logger
-from pipeline.wire.tokens import from_wire, to_wire
+from sluice.pipeline.errors import MessageError, UnknownSchema
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.tokens import from_wire, to_wire
 
 SCHEMA = 1
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.errors import MessageError
-from pipeline.wire.codec import SCHEMA, Wire, check_time, decode, encode, lone_surrogate
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray, check_lengths
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.codec import SCHEMA, Wire, check_time, decode, encode, lone_surrogate
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray, check_lengths
 
 __all__ = ["SCHEMA", "Wire", "decode", "encode"]
 
@@ -256,7 +256,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     index: int = -1  # place in its group; -1 = not stamped
     group_rewards: int = 0  # how many rewards of the group its advantage was computed from; 0 = it was not
     enqueued_at: float = 0.0  # Unix time, [Q] carried through
-    metrics: dict[str, float] = {}  # counters of this sample, keys of pipeline.telemetry.training_metrics
+    metrics: dict[str, float] = {}  # counters of this sample, keys of sluice.pipeline.telemetry.training_metrics
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)
@@ -282,7 +282,7 @@ class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
     batch_id: str
     samples: list[TrainingSample]
     rows: list[list[int]] = []  # packing: sample indices per row, best-fit decreasing by token budget
-    metrics: dict[str, float] = {}  # reduced over the samples, keys of pipeline.telemetry.training_metrics
+    metrics: dict[str, float] = {}  # reduced over the samples, keys of sluice.pipeline.telemetry.training_metrics
 
 
 class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):

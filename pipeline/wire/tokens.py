@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
-from pipeline.errors import MessageError
+from sluice.pipeline.errors import MessageError
 
 if TYPE_CHECKING:
     _Ints, _Floats = array[int], array[float]

@@ -14,14 +14,14 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from pipeline.logs import get_logger
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from pipeline.prompts.turn_tokens import Renderer
-from producers.agents.session import PreparedCall, RolloutSession
-from producers.agents.state import AppState
-from producers.agents.tools import ToolBox
-from producers.agents.trainer_client import Trainer, TrainerClient
-from producers.http.schemas import (
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.producers.agents.session import PreparedCall, RolloutSession
+from sluice.producers.agents.state import AppState
+from sluice.producers.agents.tools import ToolBox
+from sluice.producers.agents.trainer_client import Trainer, TrainerClient
+from sluice.producers.http.schemas import (
     CompletionsResponse,
     FinishReason,
     RolloutError,
@@ -30,7 +30,7 @@ from producers.http.schemas import (
     RolloutResponse,
     RolloutStatus,
 )
-from producers.http.schemas import Message as ChatMessage
+from sluice.producers.http.schemas import Message as ChatMessage
 
 Made = TypeVar("Made")
 _FINISH_S = 30.0  # for the trainer to close a rollout that completed
@@ -138,7 +138,7 @@ class Execution:
         url, state = self.request.tool_server_url, self._state
         if url is None:
             return state.tools
-        from producers.agents.tools.mcp import mcp_tools
+        from sluice.producers.agents.tools.mcp import mcp_tools
 
         self._waits_for = "the tool server"
         try:

@@ -10,11 +10,11 @@ from fastapi.openapi.models import Example
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from pipeline.http.errors import documented
-from pipeline.prompts.admission import Limits, admit_prompt
-from producers.agents.runs import Runs
-from producers.agents.state import AppState
-from producers.http.schemas import (
+from sluice.pipeline.http.errors import documented
+from sluice.pipeline.prompts.admission import Limits, admit_prompt
+from sluice.producers.agents.runs import Runs
+from sluice.producers.agents.state import AppState
+from sluice.producers.http.schemas import (
     ROLLOUT_ID,
     CancelRequest,
     InitResponse,

@@ -21,12 +21,12 @@ from collections.abc import AsyncGenerator
 from hashlib import sha256
 from typing import Literal
 
-from pipeline.logs import get_logger
-from producers.agents.executor import Execution
-from producers.agents.state import AppState
-from producers.agents.trainer_client import Trainer
-from producers.http import strict_json
-from producers.http.schemas import RolloutError, RolloutRequest, RolloutResponse, RolloutStatus, RunState
+from sluice.pipeline.logs import get_logger
+from sluice.producers.agents.executor import Execution
+from sluice.producers.agents.state import AppState
+from sluice.producers.agents.trainer_client import Trainer
+from sluice.producers.http import strict_json
+from sluice.producers.http.schemas import RolloutError, RolloutRequest, RolloutResponse, RolloutStatus, RunState
 
 Protocol = Literal["sync", "async"]
 

@@ -17,22 +17,22 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from pipeline import __version__, logs
-from pipeline.config.types import Config
-from pipeline.errors import RequestError
-from pipeline.http.errors import problem_response
-from pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
-from pipeline.http.server import serve
-from pipeline.logs import get_logger
-from pipeline.loop_watch import watch_loop
-from pipeline.run.role import default_name, leave_within
-from pipeline.telemetry.exporter import metrics_server
-from producers.agents.routes import add_routes
-from producers.agents.runs import Conflict, Draining, Runs, open_runs
-from producers.agents.state import RETRY_AFTER_S, AppState, LineFull, app_state
-from producers.agents.trainer_client import Retries
-from producers.http.api_page import add_api_page
-from producers.http.strict_json import StrictRoute
+from sluice import __version__, logs
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.http.errors import problem_response
+from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
+from sluice.pipeline.http.server import serve
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.loop_watch import watch_loop
+from sluice.pipeline.run.role import default_name, leave_within
+from sluice.pipeline.telemetry.exporter import metrics_server
+from sluice.producers.agents.routes import add_routes
+from sluice.producers.agents.runs import Conflict, Draining, Runs, open_runs
+from sluice.producers.agents.state import RETRY_AFTER_S, AppState, LineFull, app_state
+from sluice.producers.agents.trainer_client import Retries
+from sluice.producers.http.api_page import add_api_page
+from sluice.producers.http.strict_json import StrictRoute
 
 KEY_VARIABLE = "SLUICE_ROLLOUT_API_KEY"
 _DRAIN_SHARE, _ENDING_SHARE = 0.6, 0.3  # of the grace: for those in hand, and for saying how the others ended

@@ -4,7 +4,7 @@
 
 - `last_len` is the reply's own len(prompt_token_ids) + len(token_ids); appending messages never moves it.
 - Where messages were only appended, what is added is what the gateway computes by the same rule
-  (pipeline.prompts.turn_tokens).
+  (sluice.pipeline.prompts.turn_tokens).
 - Where earlier ones were changed or removed no token can be said to be new: the call is refused.
 - Every reply says what prompt it saw. It must be the known ids and what was added, or the local rendering (a trainer
   that tokenises anew); all else is drift: an error, or counted and gone along with.
@@ -16,13 +16,19 @@ import copy
 from collections.abc import Sequence
 from typing import Literal
 
-from pipeline.errors import ModelError, RequestError
-from pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
-from pipeline.wire.messages import Message
-from producers.agents.tokenizers import Tokenizers
-from producers.agents.trainer_client import Trainer
-from producers.http.schemas import CompletionsRequest, CompletionsResponse, JsonObject, RolloutError, SamplingParams
-from producers.http.schemas import Message as ChatMessage
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
+from sluice.pipeline.wire.messages import Message
+from sluice.producers.agents.tokenizers import Tokenizers
+from sluice.producers.agents.trainer_client import Trainer
+from sluice.producers.http.schemas import (
+    CompletionsRequest,
+    CompletionsResponse,
+    JsonObject,
+    RolloutError,
+    SamplingParams,
+)
+from sluice.producers.http.schemas import Message as ChatMessage
 
 TRUNCATED = "Invalid conversation state (possible context truncation)"
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-from pipeline.config.types import Config, RolloutServerConfig
-from pipeline.http.addresses import AllowedHosts
-from pipeline.telemetry.exporter import Telemetry
-from pipeline.telemetry.families import counter, gauge, histogram, page
-from producers.agents.tokenizers import Tokenizers
-from producers.agents.tools import ToolBox, load_tools
-from producers.agents.trainer_client import Retries
-from producers.http.client import guarded_session
-from producers.http.schemas import RolloutResponse
+from sluice.pipeline.config.types import Config, RolloutServerConfig
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.pipeline.telemetry.exporter import Telemetry
+from sluice.pipeline.telemetry.families import counter, gauge, histogram, page
+from sluice.producers.agents.tokenizers import Tokenizers
+from sluice.producers.agents.tools import ToolBox, load_tools
+from sluice.producers.agents.trainer_client import Retries
+from sluice.producers.http.client import guarded_session
+from sluice.producers.http.schemas import RolloutResponse
 
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.config.types import Config
-from pipeline.errors import DeadlineExceeded
-from pipeline.logs import get_logger
-from pipeline.prompts.chat_template import settle
-from pipeline.thread_pool import ThreadPool
-from producers.http.schemas import RolloutError
-from producers.tokenizer import turn_terminators
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DeadlineExceeded
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts.chat_template import settle
+from sluice.pipeline.thread_pool import ThreadPool
+from sluice.producers.http.schemas import RolloutError
+from sluice.producers.tokenizer import turn_terminators
 
 Made = TypeVar("Made")
 Key = tuple[str, str | None]

@@ -24,12 +24,18 @@ import aiohttp
 from pydantic import ValidationError
 from yarl import URL
 
-from pipeline.errors import RequestError
-from pipeline.http.addresses import RefusedAddress
-from pipeline.logs import get_logger
-from producers.http import strict_json
-from producers.http.client import read_bounded
-from producers.http.schemas import CompletionsRequest, CompletionsResponse, ErrorCategory, RolloutError, RolloutRequest
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.http.addresses import RefusedAddress
+from sluice.pipeline.logs import get_logger
+from sluice.producers.http import strict_json
+from sluice.producers.http.client import read_bounded
+from sluice.producers.http.schemas import (
+    CompletionsRequest,
+    CompletionsResponse,
+    ErrorCategory,
+    RolloutError,
+    RolloutRequest,
+)
 
 _EXCERPT = 300  # characters of a trainer's own words in an error
 

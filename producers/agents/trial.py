@@ -20,18 +20,18 @@ from pydantic import ValidationError
 from rich.panel import Panel
 from rich.text import Text
 
-from pipeline.config.types import Config
-from pipeline.errors import ConfigError, SluiceError
-from pipeline.prompts.turn_tokens import Renderer
-from pipeline.queue.rollouts import Turn
-from pipeline.terminal import Console
-from pipeline.wire.messages import Message, SamplingParams, SequenceResult
-from producers.agents.executor import Execution
-from producers.agents.state import app_state
-from producers.gateway.completion import chat_completion
-from producers.gateway.tool_calls import ToolParser, assistant_message, load_tool_parser
-from producers.gateway.turns import Plan, plan_turn
-from producers.http.schemas import (
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, SluiceError
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.pipeline.queue.rollouts import Turn
+from sluice.pipeline.terminal import Console
+from sluice.pipeline.wire.messages import Message, SamplingParams, SequenceResult
+from sluice.producers.agents.executor import Execution
+from sluice.producers.agents.state import app_state
+from sluice.producers.gateway.completion import chat_completion
+from sluice.producers.gateway.tool_calls import ToolParser, assistant_message, load_tool_parser
+from sluice.producers.gateway.turns import Plan, plan_turn
+from sluice.producers.http.schemas import (
     CompletionsRequest,
     CompletionsResponse,
     RolloutError,
@@ -39,7 +39,7 @@ from producers.http.schemas import (
     RolloutResponse,
     RolloutStatus,
 )
-from producers.tokenizer import load_policy_tokenizer
+from sluice.producers.tokenizer import load_policy_tokenizer
 
 GROUP = "sluice.engines"
 

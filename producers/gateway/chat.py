@@ -19,24 +19,24 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.types import Config
-from pipeline.errors import DeadlineExceeded
-from pipeline.http.addresses import AllowedHosts
-from pipeline.prompts.admission import MAX_TURNS
-from pipeline.prompts.turn_tokens import Renderer
-from pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
-from pipeline.thread_pool import ThreadPool
-from pipeline.wire.keys import tagged
-from pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
-from pipeline.wire.tokens import TokenArray
-from producers.gateway.completion import Answer
-from producers.gateway.decoding import Decoding
-from producers.gateway.metrics import Metrics
-from producers.gateway.refusals import Refusal, closed, unknown
-from producers.gateway.requests import ChatRequest, images_of
-from producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
-from producers.gateway.trajectory import known_token_ids, path_to
-from producers.gateway.turns import Plan, digest, plan_turn
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DeadlineExceeded
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.pipeline.prompts.admission import MAX_TURNS
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
+from sluice.pipeline.thread_pool import ThreadPool
+from sluice.pipeline.wire.keys import tagged
+from sluice.pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.producers.gateway.completion import Answer
+from sluice.producers.gateway.decoding import Decoding
+from sluice.producers.gateway.metrics import Metrics
+from sluice.producers.gateway.refusals import Refusal, closed, unknown
+from sluice.producers.gateway.requests import ChatRequest, images_of
+from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
+from sluice.producers.gateway.trajectory import known_token_ids, path_to
+from sluice.producers.gateway.turns import Plan, digest, plan_turn
 
 _RENDERERS = 4  # tokenizing holds no lock of Python's
 

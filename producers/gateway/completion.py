@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.errors import MessageError
-from pipeline.wire.messages import FinishReason, Message, SequenceResult
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import FinishReason, Message, SequenceResult
 
 _FINISH: dict[FinishReason, str] = {
     "stop": "stop",

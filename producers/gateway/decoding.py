@@ -21,12 +21,12 @@ from typing import Any
 
 from redis import RedisError
 
-from pipeline.errors import BrokerError, ResultsLost
-from pipeline.logs import get_logger
-from pipeline.queue import NO_LIMIT, JobQueue
-from pipeline.queue.replies import Expected, Replies
-from pipeline.wire.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
-from producers.gateway.refusals import Refusal, of_letter
+from sluice.pipeline.errors import BrokerError, ResultsLost
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue import NO_LIMIT, JobQueue
+from sluice.pipeline.queue.replies import Expected, Replies
+from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SequenceResult, TokenDelta
+from sluice.producers.gateway.refusals import Refusal, of_letter
 
 Event = TokenDelta | SequenceResult
 

@@ -16,18 +16,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.config.types import Config
-from pipeline.errors import MessageError
-from pipeline.http.addresses import AllowedHosts
-from pipeline.prompts.admission import Limits, admit_json, admit_prompt
-from pipeline.prompts.rows import check_messages
-from pipeline.wire.codec import lone_surrogate_in_json, too_wide
-from pipeline.wire.keys import tagged
-from pipeline.wire.messages import MAX_GROUP, DecodeJob, Message, SamplingParams, SequenceResult
-from producers.gateway.completion import chat_completion, repeat_terminate_triggered
-from producers.gateway.decoding import Decoding
-from producers.gateway.refusals import Refusal
-from producers.gateway.requests import images_of, url_ref
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt
+from sluice.pipeline.prompts.rows import check_messages
+from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
+from sluice.pipeline.wire.keys import tagged
+from sluice.pipeline.wire.messages import MAX_GROUP, DecodeJob, Message, SamplingParams, SequenceResult
+from sluice.producers.gateway.completion import chat_completion, repeat_terminate_triggered
+from sluice.producers.gateway.decoding import Decoding
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.requests import images_of, url_ref
 
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,

@@ -7,7 +7,7 @@ import time
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.telemetry import families
+from sluice.pipeline.telemetry import families
 
 
 class Metrics:

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 from fastapi.openapi.models import Example
 
-from pipeline.http.errors import documented
-from producers.gateway.infer import InferRequest, RequestConfig
-from producers.http.schemas import CompletionsResponse
+from sluice.pipeline.http.errors import documented
+from sluice.producers.gateway.infer import InferRequest, RequestConfig
+from sluice.producers.http.schemas import CompletionsResponse
 
 _JSON = "application/json"
 _ASKED = {"role": "user", "content": "What is 15 times 23?"}

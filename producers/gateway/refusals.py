@@ -20,7 +20,7 @@ from typing import Any
 from redis import RedisError
 from redis.exceptions import ResponseError
 
-from pipeline.errors import (
+from sluice.pipeline.errors import (
     BrokerError,
     BrokerRefused,
     DeadlineExceeded,
@@ -30,8 +30,8 @@ from pipeline.errors import (
     ResultsLost,
     SluiceError,
 )
-from pipeline.http.errors import problem
-from pipeline.wire.messages import DeadLetter
+from sluice.pipeline.http.errors import problem
+from sluice.pipeline.wire.messages import DeadLetter
 
 _THEIRS = ("invalid_request",)
 _MAY_PASS = (DeadlineExceeded, ResultsLost, LeaseLost)  # all else would come again

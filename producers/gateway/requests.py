@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Field, field_validator
 
-from pipeline.errors import RequestError
-from pipeline.http.addresses import AllowedHosts
-from pipeline.wire.messages import MAX_GROUP, ImageRef, Message, SamplingParams
-from producers.gateway.refusals import Refusal
-from producers.http.schemas import (
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.pipeline.wire.messages import MAX_GROUP, ImageRef, Message, SamplingParams
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.http.schemas import (
     MAX_ID_LENGTH,
     MAX_TOKENS_LIMIT,
     STOP,

@@ -13,18 +13,18 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
-from pipeline.errors import MessageError, RequestError
-from pipeline.wire.messages import TokenDelta
-from producers.gateway.completion import Answer
-from producers.gateway.infer import encode_envelopes, read_call
-from producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
-from producers.gateway.refusals import Refusal
-from producers.gateway.requests import ChatRequest, FinishRequest
-from producers.gateway.service import Service, unless_gone
-from producers.gateway.stream import ChatStream, with_error
-from producers.gateway.trajectory import Verdict
-from producers.http.schemas import ROLLOUT_ID, RolloutResponse
-from producers.http.strict_json import StrictRoute
+from sluice.pipeline.errors import MessageError, RequestError
+from sluice.pipeline.wire.messages import TokenDelta
+from sluice.producers.gateway.completion import Answer
+from sluice.producers.gateway.infer import encode_envelopes, read_call
+from sluice.producers.gateway.openapi import CHAT, CHAT_EXAMPLES, INFER, INFER_BODY, errors
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.requests import ChatRequest, FinishRequest
+from sluice.producers.gateway.service import Service, unless_gone
+from sluice.producers.gateway.stream import ChatStream, with_error
+from sluice.producers.gateway.trajectory import Verdict
+from sluice.producers.http.schemas import ROLLOUT_ID, RolloutResponse
+from sluice.producers.http.strict_json import StrictRoute
 
 JSON = "application/json"
 

@@ -25,20 +25,20 @@ from redis import RedisError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from pipeline import __version__
-from pipeline.config.types import Config
-from pipeline.errors import SluiceError
-from pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
-from pipeline.http.server import serve
-from pipeline.logs import get_logger
-from pipeline.run.role import Role, default_name, role_process
-from producers.gateway.metrics import Measured
-from producers.gateway.openapi import errors
-from producers.gateway.refusals import Refusal, of_schema, refusal_of
-from producers.gateway.routes import chat_routes, rollout_routes
-from producers.gateway.service import Service, make_service
-from producers.http.api_page import add_api_page
-from producers.tokenizer import load_policy_tokenizer
+from sluice import __version__
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
+from sluice.pipeline.http.server import serve
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.producers.gateway.metrics import Measured
+from sluice.producers.gateway.openapi import errors
+from sluice.producers.gateway.refusals import Refusal, of_schema, refusal_of
+from sluice.producers.gateway.routes import chat_routes, rollout_routes
+from sluice.producers.gateway.service import Service, make_service
+from sluice.producers.http.api_page import add_api_page
+from sluice.producers.tokenizer import load_policy_tokenizer
 
 KEY_NAME = "SLUICE_GATEWAY_API_KEY"
 _SWEEP_S = 5.0

@@ -13,22 +13,22 @@ from redis import RedisError
 from redis.asyncio import Redis
 from starlette.requests import Request
 
-from pipeline.config.types import Config
-from pipeline.http.addresses import AllowedHosts
-from pipeline.prompts.admission import Limits
-from pipeline.prompts.turn_tokens import Renderer
-from pipeline.queue import JobQueue
-from pipeline.queue.replies import Replies
-from pipeline.queue.rollouts import Rollouts
-from pipeline.wire.keys import Keys
-from producers.gateway.chat import Chat
-from producers.gateway.decoding import Decoding
-from producers.gateway.infer import Inference
-from producers.gateway.metrics import Metrics
-from producers.gateway.refusals import Refusal
-from producers.gateway.tool_calls import load_tool_parser
-from producers.gateway.trajectory import Closing
-from producers.tokenizer import text_decoder
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.pipeline.prompts.admission import Limits
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.queue.replies import Replies
+from sluice.pipeline.queue.rollouts import Rollouts
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.gateway.chat import Chat
+from sluice.producers.gateway.decoding import Decoding
+from sluice.producers.gateway.infer import Inference
+from sluice.producers.gateway.metrics import Metrics
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.tool_calls import load_tool_parser
+from sluice.producers.gateway.trajectory import Closing
+from sluice.producers.tokenizer import text_decoder
 
 _PING_S = 2.0
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.logs import get_logger
-from pipeline.wire.messages import Message, TokenDelta
-from producers.gateway.completion import Answer, Chunks, tool_call_deltas
-from producers.gateway.refusals import refusal_of
-from producers.gateway.requests import ChatRequest
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.messages import Message, TokenDelta
+from sluice.producers.gateway.completion import Answer, Chunks, tool_call_deltas
+from sluice.producers.gateway.refusals import refusal_of
+from sluice.producers.gateway.requests import ChatRequest
 
 DONE = b"data: [DONE]\n\n"
 

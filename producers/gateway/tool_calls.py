@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from pipeline.errors import ConfigError
-from pipeline.wire.codec import lone_surrogate, too_deep
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.wire.codec import lone_surrogate, too_deep
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 

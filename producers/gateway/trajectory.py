@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
-from pipeline.wire.messages import FinishReason, SequenceResult
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from producers.gateway.metrics import Metrics
-from producers.gateway.refusals import Refusal, unknown
+from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
+from sluice.pipeline.wire.messages import FinishReason, SequenceResult
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.producers.gateway.metrics import Metrics
+from sluice.producers.gateway.refusals import Refusal, unknown
 
 _CUT_SHORT = ("deadline", "cancelled", "error")
 

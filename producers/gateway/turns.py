@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
-from pipeline.queue.rollouts import Turn
-from pipeline.wire.messages import Message, SamplingParams, SequenceResult
-from pipeline.wire.tokens import TokenArray
-from producers.gateway.refusals import Refusal
-from producers.gateway.trajectory import known_token_ids, path_to
+from sluice.pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
+from sluice.pipeline.queue.rollouts import Turn
+from sluice.pipeline.wire.messages import Message, SamplingParams, SequenceResult
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.trajectory import known_token_ids, path_to
 
 
 @dataclass(frozen=True, slots=True)

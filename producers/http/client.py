@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 from aiohttp.abc import AbstractResolver
 
-from pipeline.errors import MessageError, RequestError
-from pipeline.http.addresses import AllowedHosts
-from pipeline.wire import codec
+from sluice.pipeline.errors import MessageError, RequestError
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.pipeline.wire import codec
 
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "sluice"}
 
@@ -25,8 +25,8 @@ def guarded_session(
 ) -> aiohttp.ClientSession:
     """A pooled session of the running event loop; `timeout_s` holds for one request. The caller closes it.
 
-    Its requests raise RequestError (not listed, a redirect, compressed), RefusedAddress (pipeline.http.addresses), and
-    aiohttp's errors.
+    Its requests raise RequestError (not listed, a redirect, compressed), RefusedAddress
+    (pipeline/http/addresses.py), and aiohttp's errors.
     """
 
     async def guard(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:

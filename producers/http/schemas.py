@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, SecretStr, field_va
 from starlette.convertors import Convertor, register_url_convertor
 from yarl import URL
 
-from pipeline.errors import SluiceError
+from sluice.pipeline.errors import SluiceError
 
 Role = Literal["system", "user", "assistant", "tool", "function"]
 VALID_MESSAGE_ROLES: tuple[str, ...] = get_args(Role)

@@ -16,9 +16,9 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
-from pipeline.errors import RequestError
-from pipeline.prompts.admission import Limits, admit_json, admit_request
-from pipeline.wire.codec import lone_surrogate_in_json, too_wide
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.prompts.admission import Limits, admit_json, admit_request
+from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
 
 
 def decode(body: bytes) -> Any:

@@ -14,13 +14,13 @@ from typing import Any, cast
 from urllib.parse import quote
 from zlib import crc32
 
-from pipeline.config.types import Config
-from pipeline.errors import ConfigError, DeadlineExceeded, MessageError
-from pipeline.logs import get_logger
-from pipeline.queue.rollouts import RolloutHead, Rollouts
-from pipeline.run.role import Role
-from pipeline.wire.codec import read_json
-from producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, PeerSilent, Refused, read_answer, tool_names
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.wire.codec import read_json
+from sluice.producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, PeerSilent, Refused, read_answer, tool_names
 
 _LOOK_S = 0.25  # between two looks whether a rollout is closed
 _ASK_AFTER_S = 3.0  # and at its server, whether it still knows the rollout

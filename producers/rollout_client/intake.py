@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from pipeline.config.types import Config
-from pipeline.errors import DataError
-from pipeline.queue import Credit, Outcome, rollout_group_for
-from pipeline.queue.rollouts import RolloutHead, Rollouts
-from pipeline.run.role import Role
-from producers.rollout_client.dispatcher import Dispatcher, gateway_urls
-from producers.rollout_client.peer import GATEWAY_KEY, SERVER_KEY, Peer, peer_session
-from producers.source import Row, identity
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.queue import Credit, Outcome, rollout_group_for
+from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts
+from sluice.pipeline.run.role import Role
+from sluice.producers.rollout_client.dispatcher import Dispatcher, gateway_urls
+from sluice.producers.rollout_client.peer import GATEWAY_KEY, SERVER_KEY, Peer, peer_session
+from sluice.producers.source import Row, identity
 
 
 class RolloutIntake:

@@ -17,12 +17,12 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from pipeline.config.load import hide_password
-from pipeline.errors import ConfigError, MessageError, RequestError, SluiceError
-from pipeline.http.addresses import AllowedHosts, RefusedAddress
-from pipeline.logs import get_logger
-from pipeline.wire.codec import read_json
-from producers.http.client import guarded_session, read_bounded
+from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.errors import ConfigError, MessageError, RequestError, SluiceError
+from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.codec import read_json
+from sluice.producers.http.client import guarded_session, read_bounded
 
 GATEWAY_KEY, SERVER_KEY = KEY_NAMES = ("SLUICE_GATEWAY_API_KEY", "SLUICE_ROLLOUT_API_KEY")
 _FIRST_S, _MOST_S = 0.25, 15.0

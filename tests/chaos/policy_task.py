@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from consumers.tasks import exact_answer
-from consumers.tasks.task import Matched, TaskContext
-from pipeline.wire.messages import TrainingSample
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Matched, TaskContext
+from sluice.pipeline.wire.messages import TrainingSample
 
 
 def target(matched: Matched, ctx: TaskContext) -> TrainingSample:

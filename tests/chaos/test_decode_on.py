@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import WorkerConfig
-from pipeline.queue import seed_for
-from pipeline.wire.messages import SequenceResult, decode
+from sluice.pipeline.config.types import WorkerConfig
+from sluice.pipeline.queue import seed_for
+from sluice.pipeline.wire.messages import SequenceResult, decode
+from sluice.workers.engine.backends import make_backend
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import DEADLINE_S, Process
 from tests.e2e.stack import Stack
-from workers.engine.backends import make_backend
-from workers.engine.contracts import SequenceOutput, SequenceRequest
 
 pytestmark = pytest.mark.chaos
 JOBS = 24

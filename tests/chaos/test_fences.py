@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import StreamReader, result_reader
-from pipeline.errors import LeaseLost
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import StreamReader, result_reader
+from sluice.pipeline.errors import LeaseLost
+from sluice.pipeline.wire.keys import Keys
 
 pytestmark = pytest.mark.chaos
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.queue.replies import read_end
-from pipeline.wire.messages import DeadLetter, SequenceResult, decode
+from sluice.pipeline.queue.replies import read_end
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, decode
 from tests.chaos.blows import PATIENT
 from tests.e2e.agents import free_ports
 from tests.e2e.fixtures import MakeStack, text_rows

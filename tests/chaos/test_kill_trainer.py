@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import WeightsError
-from pipeline.weights.versions import digest_of
+from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.weights.versions import digest_of
 from tests.chaos.blows import seeded
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import DEADLINE_S, Process

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.truth.architectures import save
-from consumers.training.step_log import read_steps
+from sluice.bench.truth.architectures import save
+from sluice.consumers.training.step_log import read_steps
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.processes import BIN, Process, environment
 from tests.e2e.stack import Stack

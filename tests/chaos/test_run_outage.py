@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.broker.embedded import embedded_broker
 from tests.chaos.blows import PATIENT
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import BIN, DEADLINE_S, Process, wait_gone
@@ -131,7 +131,7 @@ def test_arqs_own_command_survives_a_restart_of_the_broker(outer: tuple[Stack, K
     stack, broker = outer
     for role in ("produce", "consume", "train"):
         stack.start(role)
-    command = [str(BIN / "arq"), "workers.main.WorkerSettings"]
+    command = [str(BIN / "arq"), "sluice.workers.main.WorkerSettings"]
     worker = stack.spawn(command, name="arq", SLUICE_CONFIG=str(stack.config_file))
     for share in (8, 24):
         wait(lambda share=share: stack.snapshot().committed >= share, f"{share} sequences", worker)
@@ -150,7 +150,7 @@ def test_arqs_own_command_ends_within_its_grace_time_when_the_broker_is_gone(
     stack.configure(up={"stop_grace_s": 2}, worker={"drain_s": 1})
     for role in ("produce", "consume", "train"):
         stack.start(role)
-    command = [str(BIN / "arq"), "workers.main.WorkerSettings"]
+    command = [str(BIN / "arq"), "sluice.workers.main.WorkerSettings"]
     worker = stack.spawn(command, name="arq", SLUICE_CONFIG=str(stack.config_file))
     wait(lambda: stack.snapshot().committed, "the first sequences", worker)
     broker.kill()

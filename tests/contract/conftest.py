@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from transformers.utils import logging
 
+from sluice.workers.engine.contracts import Backend
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import reference, started
 from tests.contract.guard_fixtures import guarded, guarded_hf, guarded_vllm, loops, unguarded
 from tests.contract.vllm_fixtures import vllm
 from tests.tiny_models import save_tiny_model
-from workers.engine.contracts import Backend
-from workers.engine.hf import HfBackend
 
 __all__ = ["guarded", "guarded_hf", "guarded_vllm", "loops", "unguarded", "vllm"]
 

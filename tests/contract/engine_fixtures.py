@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config.types import ModelConfig
-from pipeline.wire.messages import SamplingParams
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
-from workers.engine.hf import HfBackend
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from sluice.workers.engine.hf import HfBackend
 
 
 @contextlib.contextmanager

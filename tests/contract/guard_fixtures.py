@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 import pytest
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
+from sluice.workers.engine.backends import RoutedBackend, make_backend
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.rules import GuardRules
 from tests.contract.engine_fixtures import started
 from tests.contract.vllm_fixtures import vllm_options
 from tests.loop_models import LoopModel, save_loop_model
 from tests.tiny_models import build_tokenizer
-from workers.engine.backends import RoutedBackend, make_backend
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
-from workers.engine.hf import HfBackend
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.rules import GuardRules
 
 _TOKENIZER: Any = build_tokenizer()
 RESERVED = 260

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from workers.engine.contracts import SequenceOutput, SequenceRequest
-from workers.engine.sampling import stream_keys, uniforms
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from sluice.workers.engine.sampling import stream_keys, uniforms
 
 MARGIN = 1e-4  # nats between the best two, or probability between a random point and the next token's part
 

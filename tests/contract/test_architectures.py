@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.truth.architectures import ARCHITECTURES, save
-from bench.truth.check import Sizes, check, hf_backend
-from bench.truth.oracle import plain_logprobs
-from consumers.training.model import load_policy, probe_score, write_model
-from pipeline.config.types import Config, ModelConfig
-from pipeline.errors import ModelError
-from pipeline.weights.versions import tensor_table
+from sluice.bench.truth.architectures import ARCHITECTURES, save
+from sluice.bench.truth.check import Sizes, check, hf_backend
+from sluice.bench.truth.oracle import plain_logprobs
+from sluice.consumers.training.model import load_policy, probe_score, write_model
+from sluice.pipeline.config.types import Config, ModelConfig
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.weights.versions import tensor_table
+from sluice.workers.engine.contracts import WeightsProbe
+from sluice.workers.engine.hf import HfBackend, passes
+from sluice.workers.engine.hf.model import load_model
+from sluice.workers.engine.hf.passes import token_logprobs
+from sluice.workers.scorer.model import VersionedModel
 from tests.command import call
 from tests.contract.engine_fixtures import request as ask
 from tests.contract.engine_fixtures import run
 from tests.faulty_models import save_faulty
-from workers.engine.contracts import WeightsProbe
-from workers.engine.hf import HfBackend, passes
-from workers.engine.hf.model import load_model
-from workers.engine.hf.passes import token_logprobs
-from workers.scorer.model import VersionedModel
 
 SIZES = Sizes(prompts=4, alone=0, longest_prompt=20, new_tokens=6, row_tokens=64)
 PROMPT = list(b"of the windows and states")

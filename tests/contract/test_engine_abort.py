@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 from tests.contract.engine_fixtures import request
-from workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 

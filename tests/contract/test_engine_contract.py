@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import EngineError, ModelError, RequestError
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import EngineError, ModelError, RequestError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceRequest
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import (
     decode_all,
     ragged_prompts,
@@ -23,8 +25,6 @@ from tests.contract.engine_fixtures import (
     started,
 )
 from tests.tiny_models import CONTEXT, save_tiny_model
-from workers.engine.contracts import Backend, SequenceRequest
-from workers.engine.hf import HfBackend
 
 PROMPT = list(b"the abc of it")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from sluice.workers.engine.contracts import Backend
 from tests.contract.engine_fixtures import ragged_prompts, request, run
 from tests.contract.near_ties import assert_same_unless_near_tie
-from workers.engine.contracts import Backend
 
 ROUNDING = 1e-5  # nats; measured here: 6e-6 on hf, 3e-6 on vllm
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import EngineError, RequestError
+from sluice.pipeline.errors import EngineError, RequestError
+from sluice.workers.engine import GenerationOptions, TextGenerationRequest
+from sluice.workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
 from tests.contract.engine_fixtures import request
-from workers.engine import GenerationOptions, TextGenerationRequest
-from workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 

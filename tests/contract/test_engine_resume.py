@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import RequestError
+from sluice.pipeline.errors import RequestError
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 from tests.contract.engine_fixtures import request, run
-from workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 SAMPLINGS = {

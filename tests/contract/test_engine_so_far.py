@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from pipeline.wire.tokens import Runs
+from sluice.pipeline.wire.tokens import Runs
+from sluice.workers.engine.contracts import Backend, SequenceSoFar
 from tests.contract.engine_fixtures import request, run
-from workers.engine.contracts import Backend, SequenceSoFar
 
 PROMPT = list(b"the abc of it")
 

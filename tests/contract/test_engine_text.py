@@ -9,15 +9,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.errors import ModelError, RequestError
-from pipeline.prompts.chat_template import render
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.prompts.chat_template import render
+from sluice.workers.engine.contracts import Backend
+from sluice.workers.engine.generation_engine import GenerationEngine
+from sluice.workers.engine.model_files import load_tokenizer
+from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from sluice.workers.engine.running import StopStrings, end_reasons, text_decoder, truncate
 from tests.contract.engine_fixtures import request, run
 from tests.tiny_models import build_tokenizer
-from workers.engine.contracts import Backend
-from workers.engine.generation_engine import GenerationEngine
-from workers.engine.model_files import load_tokenizer
-from workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
-from workers.engine.running import StopStrings, end_reasons, text_decoder, truncate
 
 PROMPT = list(b"the abc of it")
 TOKENIZER: Any = build_tokenizer()

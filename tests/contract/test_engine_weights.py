@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.errors import WeightsError
+from sluice.pipeline.errors import WeightsError
 from tests.contract.engine_fixtures import reference, reference_logprobs, request, run, started
 from tests.tiny_models import save_tiny_model
 

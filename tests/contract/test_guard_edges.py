@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.errors import RequestError
+from sluice.pipeline.errors import RequestError
+from sluice.workers.engine.contracts import Backend, SequenceSoFar
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import (
     ARMED,
@@ -24,9 +27,6 @@ from tests.contract.guard_fixtures import (
     looping,
 )
 from tests.loop_models import LoopModel
-from workers.engine.contracts import Backend, SequenceSoFar
-from workers.engine.hf import HfBackend
-from workers.guard.repeat import RepeatTrigger
 
 
 def test_the_model_ends_by_id_0(guarded: Backend, loops: LoopModel) -> None:

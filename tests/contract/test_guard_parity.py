@@ -9,12 +9,12 @@ from typing import Literal
 
 import pytest
 
+from sluice.workers.engine.backends import RoutedBackend
+from sluice.workers.engine.contracts import Backend, SequenceRequest
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import ragged_prompts, request
 from tests.contract.guard_fixtures import decoded, ending, guarded_ending, guarded_engine
 from tests.loop_models import LoopModel
-from workers.engine.backends import RoutedBackend
-from workers.engine.contracts import Backend, SequenceRequest
-from workers.engine.hf import HfBackend
 
 LIMIT = 64
 HOT = 3.8  # the best logit is 30 above the others: at this temperature one token in eleven leaves its chain

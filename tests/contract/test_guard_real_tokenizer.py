@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import pytest
 
-from pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.engine.backends import RoutedBackend
+from sluice.workers.engine.contracts import SequenceSoFar
+from sluice.workers.guard.probe import breaking_tokens
+from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import ARMED, BLOCK, RUN, decoded, ending, guarded_engine, looping
 from tests.loop_models import LoopModel, save_loop_model
 from tests.merged_tokenizers import qwen_like
-from workers.engine.backends import RoutedBackend
-from workers.engine.contracts import SequenceSoFar
-from workers.guard.probe import breaking_tokens
-from workers.guard.repeat import RepeatTrigger
 
 TOKENIZER: Any = qwen_like()
 KEYS = 6

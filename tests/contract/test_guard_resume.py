@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import (
     ARMED,
@@ -18,9 +21,6 @@ from tests.contract.guard_fixtures import (
     looping,
 )
 from tests.loop_models import LoopModel
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.engine.hf import HfBackend
-from workers.guard.repeat import RepeatTrigger
 
 LIMIT = 70
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipeline import logs
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
-from pipeline.errors import ConfigError, EngineError, RequestError
+from sluice.pipeline import logs
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
+from sluice.pipeline.errors import ConfigError, EngineError, RequestError
+from sluice.workers.engine.backends import RoutedBackend, make_backend
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.guard.probe import prove_guard
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, vllm_options
 from tests.loop_models import in_lower_case, without_end
 from tests.tiny_models import save_tiny_model
-from workers.engine.backends import RoutedBackend, make_backend
-from workers.engine.hf import HfBackend
-from workers.guard.probe import prove_guard
 
 GUARD = RepeatTerminateConfig(enabled=True, min_new_tokens=12, max_consecutive_token_repeats=8)
 CAPITALS = replace(GUARD, max_object_keys=3, object_key_prefix='"Object_')
@@ -112,7 +112,7 @@ def test_rules_that_no_sequence_is_long_enough_for_are_named(
 
 
 async def test_no_request_brings_rules_of_its_own(model_dir: Path) -> None:
-    from workers.guard.rules import GuardRules
+    from sluice.workers.guard.rules import GuardRules
 
     backend = _made("hf", model_dir, GUARD)
     await backend.start()

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import RequestError
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 from tests.contract.engine_fixtures import request, run, started
 from tests.contract.versions import Updates, Versions, assert_right, decode_amid, own_weights_again, random_prompt
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
 __all__ = ["own_weights_again"]
 PROMPT = list(b"the abc of it")

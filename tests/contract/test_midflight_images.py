@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from PIL.Image import Image
 
-from pipeline.config.types import ModelConfig
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from sluice.workers.engine.prompts import Prompts
 from tests.contract.engine_fixtures import started
 from tests.contract.versions import TOLERANCE, Updates, Versions
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.contracts import SequenceOutput, SequenceRequest
-from workers.engine.prompts import Prompts
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 

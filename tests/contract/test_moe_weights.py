@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.truth.architectures import save
-from consumers.training.model import load_policy, probe_score, write_model
-from pipeline.config.types import ModelConfig
-from pipeline.errors import WeightsError
+from sluice.bench.truth.architectures import save
+from sluice.consumers.training.model import load_policy, probe_score, write_model
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import WeightsError
+from sluice.workers.engine.contracts import Backend, WeightsProbe
+from sluice.workers.engine.vllm import VllmBackend
+from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from tests.contract.engine_fixtures import reference, reference_logprobs, request, run, started
 from tests.contract.vllm_fixtures import started_vllm
-from workers.engine.contracts import Backend, WeightsProbe
-from workers.engine.vllm import VllmBackend
-from workers.engine.vllm.checkpoint import Checkpoint
 
 PROMPT = list(b"the abc of experts")
 EXPERT = "model.layers.0.mlp.experts.1.gate_proj.weight"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 from tests.contract.engine_fixtures import run
 from tests.contract.test_midflight import PROMPT, endless, versions
 from tests.contract.versions import TOLERANCE, Versions, decode_amid, own_weights_again
-from workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
 
 __all__ = ["own_weights_again", "versions"]
 LONG = 200

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import EngineError, RequestError
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import EngineError, RequestError
+from sluice.workers.engine.backends import RoutedBackend
+from sluice.workers.engine.contracts import SequenceRequest
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.prompts import Prompts
 from tests.contract.engine_fixtures import request
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.backends import RoutedBackend
-from workers.engine.contracts import SequenceRequest
-from workers.engine.hf import HfBackend
-from workers.engine.prompts import Prompts
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from pipeline.errors import EngineError, RequestError
+from sluice.pipeline.errors import EngineError, RequestError
+from sluice.workers.engine import GenerationEngine, GenerationOptions, GenerationPlugin, ModelLoadConfig
+from sluice.workers.engine import TextGenerationRequest as Ask
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.plugins import check_plugins
+from sluice.workers.engine.plugins.base import Hook
 from tests.contract.engine_fixtures import ragged_prompts, reference_logprobs, request, run
-from workers.engine import GenerationEngine, GenerationOptions, GenerationPlugin, ModelLoadConfig
-from workers.engine import TextGenerationRequest as Ask
-from workers.engine.hf import HfBackend
-from workers.engine.plugins import check_plugins
-from workers.engine.plugins.base import Hook
 
 PROMPT = list(b"the abc of it")
 
@@ -140,7 +140,7 @@ def test_a_plugin_that_fails_ends_its_own_sequence_and_no_other(hf: HfBackend) -
 
 
 def test_resume_shows_a_plugin_the_old_tokens(hf: HfBackend) -> None:
-    from workers.engine.contracts import SequenceSoFar
+    from sluice.workers.engine.contracts import SequenceSoFar
 
     [free] = run(hf, request(PROMPT))
     old = SequenceSoFar(0, free.token_ids[:4], free.logprobs[:4], free.versions[:4])

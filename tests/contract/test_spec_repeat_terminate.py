@@ -14,20 +14,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consumers.tasks.rollout import rollout_metrics
-from pipeline.config import load_config
-from pipeline.config.types import ModelConfig, RolloutMatchingConfig, WorkerConfig
-from pipeline.errors import ConfigError, RequestError
-from pipeline.telemetry.training_metrics import METRICS
-from producers.gateway.infer import envelope
+from sluice.consumers.tasks.rollout import rollout_metrics
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import ModelConfig, RolloutMatchingConfig, WorkerConfig
+from sluice.pipeline.errors import ConfigError, RequestError
+from sluice.pipeline.telemetry.training_metrics import METRICS
+from sluice.producers.gateway.infer import envelope
+from sluice.workers.engine.backends import RoutedBackend, make_backend
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.guard.rules import GuardRules
 from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import CONFIG, decoded, ending, guarded_ending, looping
 from tests.factories import sequence_result
 from tests.loop_models import LoopModel
 from tests.tiny_models import save_tiny_model
-from workers.engine.backends import RoutedBackend, make_backend
-from workers.engine.hf import HfBackend
-from workers.guard.rules import GuardRules
 
 
 @pytest.mark.vllm

@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.errors import EngineError, ModelError, RequestError
-from pipeline.prompts.chat_template import ChatTemplateOptions, render
-from tests.contract.engine_fixtures import ragged_prompts
-from tests.tiny_models import CONTEXT, build_tokenizer, save_tiny_model
-from workers.engine import (
+from sluice.pipeline.errors import EngineError, ModelError, RequestError
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions, render
+from sluice.workers.engine import (
     GenerationEngine,
     GenerationOptions,
     ModelLoadConfig,
     TextGenerationRequest,
     VlmGenerationRequest,
 )
-from workers.engine import generation_engine as engine_module
-from workers.engine.model_files import load_tokenizer
+from sluice.workers.engine import generation_engine as engine_module
+from sluice.workers.engine.model_files import load_tokenizer
+from tests.contract.engine_fixtures import ragged_prompts
+from tests.tiny_models import CONTEXT, build_tokenizer, save_tiny_model
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the abc of it"}]
 TOKENIZER: Any = build_tokenizer()

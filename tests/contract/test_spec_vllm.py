@@ -11,13 +11,13 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine import GenerationEngine, GenerationOptions, ModelLoadConfig
+from sluice.workers.engine.plugins import GenerationPlugin
+from sluice.workers.engine.plugins.base import Hook
+from sluice.workers.engine.requests import GenerationResult, TextGenerationRequest, VlmGenerationRequest
 from tests.contract.vllm_fixtures import vlm_options
 from tests.tiny_vlms import picture, save_tiny_llava
-from workers.engine import GenerationEngine, GenerationOptions, ModelLoadConfig
-from workers.engine.plugins import GenerationPlugin
-from workers.engine.plugins.base import Hook
-from workers.engine.requests import GenerationResult, TextGenerationRequest, VlmGenerationRequest
 
 SHORT = GenerationOptions(max_new_tokens=10, eos_token_ids=())
 TEXTS = [

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.contracts import SequenceOutput, SequenceSoFar
+from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, make_vllm
-from workers.engine.contracts import SequenceOutput, SequenceSoFar
-from workers.engine.vllm import VllmBackend
 
 ROOT = Path(__file__).parents[2]
 OWNER = """

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import ragged_prompts, request, run
-from workers.engine.contracts import SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.engine.hf import HfBackend
-from workers.engine.vllm import VllmBackend
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -16,12 +16,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.errors import ConfigError, EngineError, ModelError, SluiceError
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.errors import ConfigError, EngineError, ModelError, SluiceError
+from sluice.workers.engine.vllm import VllmBackend
+from sluice.workers.engine.vllm.startup import EngineLog, start_engine
 from tests.contract.vllm_fixtures import cores, make_vllm, vllm_options
 from tests.tiny_models import save_tiny_model
-from workers.engine.vllm import VllmBackend
-from workers.engine.vllm.startup import EngineLog, start_engine
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.errors import WeightsError
+from sluice.pipeline.errors import WeightsError
+from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import reference, reference_logprobs, request, run
 from tests.contract.vllm_fixtures import started_vllm
 from tests.tiny_models import save_tiny_model
-from workers.engine.vllm import VllmBackend
 
 PROMPT = list(b"the abc of it")
 

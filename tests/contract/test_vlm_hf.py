@@ -13,20 +13,20 @@ import torch
 from PIL import Image
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import RequestError
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import SequenceRequest, SequenceSoFar
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.hf.decoder import Decoder
+from sluice.workers.engine.hf.model import load_model
+from sluice.workers.engine.hf.rows import Row
+from sluice.workers.engine.hf.vision import PreparedImages
+from sluice.workers.engine.preprocess import VisionProcessor
+from sluice.workers.engine.prompts import Prompts
 from tests.contract.engine_fixtures import decode_all, run, started
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import VLM_CONTEXT, picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.contracts import SequenceRequest, SequenceSoFar
-from workers.engine.hf import HfBackend
-from workers.engine.hf.decoder import Decoder
-from workers.engine.hf.model import load_model
-from workers.engine.hf.rows import Row
-from workers.engine.hf.vision import PreparedImages
-from workers.engine.preprocess import VisionProcessor
-from workers.engine.prompts import Prompts
 
 MAKERS = {"llava": save_tiny_llava, "qwen": save_tiny_qwen_vl}
 PICTURES = [picture(20, 20), picture(90, 33, 1), picture(200, 140, 2), picture(30, 64, 3)]

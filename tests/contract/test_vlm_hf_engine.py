@@ -11,21 +11,21 @@ from typing import Any, ClassVar
 import pytest
 from transformers import StoppingCriteria
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import EngineError
-from tests.contract.vlm_plain import PlainVlm
-from tests.pictures import png, progressive_jpeg
-from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.generation_engine import GenerationEngine
-from workers.engine.plugins import GenerationPlugin
-from workers.engine.plugins.base import Hook, RequestType
-from workers.engine.requests import (
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.generation_engine import GenerationEngine
+from sluice.workers.engine.plugins import GenerationPlugin
+from sluice.workers.engine.plugins.base import Hook, RequestType
+from sluice.workers.engine.requests import (
     GenerationOptions,
     ModelLoadConfig,
     TextGenerationRequest,
     VlmGenerationRequest,
     VlmPreprocessOptions,
 )
+from tests.contract.vlm_plain import PlainVlm
+from tests.pictures import png, progressive_jpeg
+from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 SHORT = GenerationOptions(max_new_tokens=12, eos_token_ids=())

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import ModelConfig, VlmPreprocessOptions
-from pipeline.errors import EngineError, ModelError, RequestError, WeightsError
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.config.types import ModelConfig, VlmPreprocessOptions
+from sluice.pipeline.errors import EngineError, ModelError, RequestError, WeightsError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.hf.model import load_model
+from sluice.workers.engine.prompts import Prompts
 from tests.contract.engine_fixtures import request, run, started
 from tests.tiny_models import build_tokenizer, save_tiny_model
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.contracts import SequenceOutput, SequenceRequest
-from workers.engine.hf import HfBackend
-from workers.engine.hf.model import load_model
-from workers.engine.prompts import Prompts
 
 PICTURE = picture(200, 140)
 MAKERS = [save_tiny_llava, save_tiny_qwen_vl]

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipeline.config.types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
-from pipeline.errors import ModelError, RequestError
-from pipeline.wire.messages import SamplingParams
+from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.prompts import Prompts
+from sluice.workers.engine.vllm import VllmBackend
+from sluice.workers.engine.vllm.vision import Vision
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight_images import assert_seen_right
 from tests.contract.versions import Updates, Versions
 from tests.contract.vllm_fixtures import vlm_options
 from tests.contract.vlm_plain import PlainVlm
 from tests.tiny_vlms import VLM_CONTEXT, picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.engine.hf import HfBackend
-from workers.engine.prompts import Prompts
-from workers.engine.vllm import VllmBackend
-from workers.engine.vllm.vision import Vision
 
 PICTURES = [picture(20, 20), picture(90, 33, 1), picture(200, 140, 2), picture(30, 64, 3)]
 SAMPLINGS: list[dict[str, Any]] = [

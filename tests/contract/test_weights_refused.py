@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import TornWeights, WeightsError
+from sluice.pipeline.errors import TornWeights, WeightsError
+from sluice.workers.engine.contracts import Backend, SequenceOutput, WeightsProbe
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight import PROMPT, endless
 from tests.contract.versions import Updates, Versions, assert_right
 from tests.contract.vllm_fixtures import started_vllm
-from workers.engine.contracts import Backend, SequenceOutput, WeightsProbe
 
 STARTS = {"hf": started, "vllm": started_vllm}
 PROBE = tuple(b"probe of weights")

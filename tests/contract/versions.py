@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.tiny_models import save_tiny_model
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
 
 TOLERANCE = 1e-4  # nats, fp32
 WAIT_S = 60.0

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import ModelConfig, VllmEngineOptions
-from workers.engine.vllm import VllmBackend
+from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
+from sluice.workers.engine.vllm import VllmBackend
 
 KV_CACHE_GB = 0.0008
 

@@ -27,11 +27,11 @@ from typing import Any
 
 import yaml
 
-from pipeline.broker import connection
-from pipeline.cli.main import build
-from pipeline.config.types import BrokerConfig
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection
+from sluice.pipeline.cli.main import build
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.wire.keys import Keys
 from tests.command import call
 from tests.e2e.docs_pages import ROOT, Command, split
 from tests.e2e.docs_rules import SHELL, STAYS, SUBSTITUTES, How, rule_for

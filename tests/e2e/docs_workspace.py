@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from pipeline.broker import connection
-from pipeline.config.types import BrokerConfig
-from pipeline.queue import NO_LIMIT, JobQueue
-from pipeline.wire.keys import Keys, tagged
-from pipeline.wire.messages import DecodeJob
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue import NO_LIMIT, JobQueue
+from sluice.pipeline.wire.keys import Keys, tagged
+from sluice.pipeline.wire.messages import DecodeJob
 from tests.e2e.agents import free_ports
 from tests.e2e.docs_pages import DOCS, ROOT
 from tests.e2e.fixtures import detection_rows, text_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig
 from tests.e2e.stack import Row, Stack
 from tests.tiny_models import save_tiny_model
 

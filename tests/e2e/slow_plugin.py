@@ -5,7 +5,7 @@ from __future__ import annotations
 QUICK = 8  # sequences that a slow process begins at once; each further one takes a second at least
 SLOW = f"""
 import os, time
-from workers.engine.plugins import GenerationPlugin
+from sluice.workers.engine.plugins import GenerationPlugin
 
 class Slow(GenerationPlugin):
     backends, hooks, begun = frozenset({{"hf"}}), frozenset({{"stopping_criteria"}}), 0

@@ -17,13 +17,13 @@ import msgspec
 import redis
 import yaml
 
-from consumers.training.step_log import read_steps
-from pipeline.broker import connection as broker
-from pipeline.config import Config, load_config
-from pipeline.config.types import BrokerConfig
-from pipeline.queue import job_id_for, rollout_group_for
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.wire.keys import Keys
+from sluice.consumers.training.step_log import read_steps
+from sluice.pipeline.broker import connection as broker
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue import job_id_for, rollout_group_for
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.wire.keys import Keys
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch, marked
 
 Row = dict[str, Any]

@@ -11,15 +11,15 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from consumers.training.model import load_policy, probe_score
-from consumers.training.step_log import read_steps
-from consumers.training.trainer import train
-from pipeline.broker import connection
-from pipeline.config import load_config
-from pipeline.config.types import ModelConfig
-from pipeline.weights.versions import WeightsRegistry, verify
-from pipeline.wire.messages import TrainingBatch, WeightVersion, encode
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.training.model import load_policy, probe_score
+from sluice.consumers.training.step_log import read_steps
+from sluice.consumers.training.trainer import train
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.wire.messages import TrainingBatch, WeightVersion, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Stack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from pipeline.files import write_atomic
+from sluice.pipeline.files import write_atomic
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import Stack
 

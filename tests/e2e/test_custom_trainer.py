@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from consumers.training.losses import weighted_cross_entropy
-from pipeline.config.types import BrokerConfig
-from pipeline.status.snapshot import Snapshot
+from sluice.consumers.training.losses import weighted_cross_entropy
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.status.snapshot import Snapshot
 from tests.e2e.fixtures import text_rows
 from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack

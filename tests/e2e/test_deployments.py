@@ -80,5 +80,5 @@ def test_arqs_own_command_serves_the_queue_and_hands_its_jobs_back(make_stack: M
 
 def arq_worker(stack: Stack) -> Any:
     """The real `arq` command on this run's configuration."""
-    command = [str(BIN / "arq"), "workers.main.WorkerSettings"]
+    command = [str(BIN / "arq"), "sluice.workers.main.WorkerSettings"]
     return stack.spawn(command, name="arq", SLUICE_CONFIG=str(stack.config_file))

@@ -6,9 +6,9 @@ import asyncio
 import json
 from typing import Any
 
-from pipeline.broker import connection
-from pipeline.queue import JobQueue
-from pipeline.wire.keys import ARQ_JOB
+from sluice.pipeline.broker import connection
+from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.wire.keys import ARQ_JOB
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.stack import Stack
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig
 from tests.e2e.docs_pages import PAGES, ROOT, Command, commands, split
 from tests.e2e.docs_rules import ELSEWHERE
 from tests.e2e.docs_runner import Runner

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline.cli import main as cli
+from sluice.pipeline.cli import main as cli
 from tests.e2e.processes import BIN, DEADLINE_S, Process, environment, launch
 from tests.e2e.slow_plugin import QUICK, SLOW
 from tests.tiny_models import save_tiny_model

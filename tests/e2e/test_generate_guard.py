@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import main as cli
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import EngineError
+from sluice.pipeline.cli import main as cli
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine import GenerationEngine, GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from sluice.workers.guard.replay import make_trials, replay
 from tests.loop_models import LoopModel, save_loop_model
-from workers.engine import GenerationEngine, GenerationOptions, ModelLoadConfig, TextGenerationRequest
-from workers.guard.replay import make_trials, replay
 
 RULES = ("min_new_tokens=12", "max_consecutive_token_repeats=8", "ngram_size=6", "ngram_repeats=3")
 LIMIT = 60

@@ -44,7 +44,7 @@ def start(model: Path, log: Path, port: int, **environment: str) -> subprocess.P
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "8", "--served-model-name", "m"]
     command += ["--dtype", "float32"]  # bfloat16 ends the worker by SIGILL on processors that do not have it
-    command += ["--logits-processors", "workers.guard.vllm:RepeatTerminate"]
+    command += ["--logits-processors", "sluice.workers.guard.vllm:RepeatTerminate"]
     with log.open("wb") as out:
         return subprocess.Popen(
             command, stdout=out, stderr=out, env={**os.environ, **ours, **environment}, start_new_session=True

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.broker import connection as broker
-from pipeline.queue import Credit, JobQueue
+from sluice.pipeline.broker import connection as broker
+from sluice.pipeline.queue import Credit, JobQueue
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.stack import STOPPED, Stack
 from tests.factories import decode_job

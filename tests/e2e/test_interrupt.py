@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from demo.digits.warm_start import WarmStartSettings, warm_start_key
-from pipeline.broker.embedded import embedded_broker
+from sluice.demo.digits.warm_start import WarmStartSettings, warm_start_key
+from sluice.pipeline.broker.embedded import embedded_broker
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import DEADLINE_S, Process, wait_gone
 from tests.e2e.stack import Stack
@@ -80,8 +80,8 @@ def test_an_interrupted_demo_leaves_nothing_half_done(make_stack: MakeStack, mod
 
 def untrained_digits_model(target: Path) -> None:
     """What the warm start caches, before any training."""
-    from demo.digits.model import ModelSettings, build_model, save_model
-    from demo.digits.tokenizer import build_tokenizer
+    from sluice.demo.digits.model import ModelSettings, build_model, save_model
+    from sluice.demo.digits.tokenizer import build_tokenizer
 
     codec = build_tokenizer()
     save_model(build_model(ModelSettings(), codec), codec, target)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline.weights.versions import read_manifest
-from pipeline.wire.messages import SequenceResult, decode
+from sluice.pipeline.weights.versions import read_manifest
+from sluice.pipeline.wire.messages import SequenceResult, decode
 from tests.e2e.fixtures import MakeStack, text_rows
 from tests.e2e.stack import Stack
 

@@ -8,8 +8,8 @@ import signal
 from itertools import pairwise
 from pathlib import Path
 
-from consumers.training.step_log import read_rollouts
-from pipeline.wire.messages import TrainingSample
+from sluice.consumers.training.step_log import read_rollouts
+from sluice.pipeline.wire.messages import TrainingSample
 from tests.e2e.agents import CALLING, KEYS, agent_rows, agent_stack, assert_each_trained_once, start_agents, tools_dir
 from tests.e2e.fixtures import MakeStack
 from tests.e2e.processes import wait_gone

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import redis
 
-from pipeline.broker import connection
-from pipeline.broker.embedded import find_server
-from pipeline.config.types import BrokerConfig
-from pipeline.status.snapshot import Snapshot
+from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.embedded import find_server
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.status.snapshot import Snapshot
 from tests.e2e.processes import BIN, DEADLINE_S, Process, end_all, environment, launch
 from tests.e2e.stack import Row, Stack
 from tests.hosts.network import Direction, Host, Network

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.queue.stock_saq import is_installed
+from sluice.bench.queue.stock_saq import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "pipeline.cli.main", "bench", "queue", "--quick", "--workers", "2"]
+COMMAND = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "queue", "--quick", "--workers", "2"]
 BY_COUNT = ("ours_jobs_s", "arq_jobs_s", "arq_best_jobs_s", "claims_per_job", "claim_calls_per_job")
 SINGLE = ("idle_p50_ms", "idle_p99_ms", "bulk_enqueue_s", "ours_vs_arq_best", "ours_vs_arq")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "pipeline.cli.main", "bench", "scale", "--json"]
+COMMAND = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "scale", "--json"]
 ROLES = {"producer", "worker", "consumer", "trainer"}
 
 

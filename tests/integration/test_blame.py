@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from pipeline.queue import Claim, Claimed, Credit, Finished, JobQueue, Piece
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import ARQ_RUNNING, Keys
-from pipeline.wire.messages import DeadLetter, Progress, decode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.queue import Claim, Claimed, Credit, Finished, JobQueue, Piece
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import ARQ_RUNNING, Keys
+from sluice.pipeline.wire.messages import DeadLetter, Progress, decode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(10_000, 10_000, 1)

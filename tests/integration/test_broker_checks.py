@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipeline.broker import connection
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import BrokerError
-from pipeline.run import preflight
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.run import preflight
 from tests.killable_broker import KillableBroker
 from tests.roles import role_of
 

@@ -16,14 +16,14 @@ from arq.jobs import JobStatus
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
-from pipeline.broker import connection as broker
-from pipeline.broker.connection import Scripts
-from pipeline.broker.embedded import find_server
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import ack_batches, batch_reader, hand_off, result_reader
-from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.errors import BrokerError
-from pipeline.queue import (
+from sluice.pipeline.broker import connection as broker
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.embedded import find_server
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import ack_batches, batch_reader, hand_off, result_reader
+from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.queue import (
     Claim,
     Credit,
     Finished,
@@ -35,9 +35,9 @@ from pipeline.queue import (
     func,
     job_id_for,
 )
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys, run_of, tagged
-from pipeline.wire.messages import DeadLetter, TrainingBatch, decode
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys, run_of, tagged
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode
 from tests.factories import decode_job, sequence_result, training_sample
 from tests.killable_broker import free_ports
 from tests.roles import eventually

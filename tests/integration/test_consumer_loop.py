@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from consumers.loop import Consumer
-from consumers.tasks import exact_answer
-from consumers.tasks.task import Task, TaskContext
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.loop import Consumer
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_tokenizer import tiny_codec

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import BrokerDataGone, ConfigError, LeaseLost
-from pipeline.queue.trained import INCARNATION, begin_again, recognise
-from pipeline.run import role as contract
-from pipeline.status.heartbeat import ALIVE_S, StatusReporter
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import BrokerDataGone, ConfigError, LeaseLost
+from sluice.pipeline.queue.trained import INCARNATION, begin_again, recognise
+from sluice.pipeline.run import role as contract
+from sluice.pipeline.status.heartbeat import ALIVE_S, StatusReporter
+from sluice.pipeline.wire.keys import Keys
 from tests.roles import role_of, run_config
 
 

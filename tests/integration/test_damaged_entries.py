@@ -9,25 +9,25 @@ from typing import Any
 import httpx
 import pytest
 
-from consumers.dashboard.app import make_app
-from consumers.dashboard.monitor import Monitor
-from consumers.history.files import history_directory
-from consumers.history.reader import HistoryReader
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import BrokerRefused
-from pipeline.json_out import json_line
-from pipeline.queue import Credit, JobQueue
-from pipeline.queue.dead_letters import DeadLetters, Selection, listing
-from pipeline.status import diagnosis, report
-from pipeline.status.inspection import inspect
-from pipeline.status.snapshot import snapshot
-from pipeline.top.feed import Feed
-from pipeline.top.panels import frame
-from pipeline.weights.versions import WeightsRegistry
-from pipeline.wire.keys import Keys
-from producers.submit import produce
+from sluice.consumers.dashboard.app import make_app
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import BrokerRefused
+from sluice.pipeline.json_out import json_line
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.queue.dead_letters import DeadLetters, Selection, listing
+from sluice.pipeline.status import diagnosis, report
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.top.feed import Feed
+from sluice.pipeline.top.panels import frame
+from sluice.pipeline.weights.versions import WeightsRegistry
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.submit import produce
 from tests.damage import ENTRIES, KINDS, LETTERS, letter, other_type, put
 from tests.factories import decode_job
 from tests.integration.stalls.looking import config_of, consuming

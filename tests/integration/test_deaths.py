@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import EngineError
-from pipeline.run.stack import Deaths
-from pipeline.run.supervisor import Child
-from pipeline.status.heartbeat import StatusReporter
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import EngineError
+from sluice.pipeline.run.stack import Deaths
+from sluice.pipeline.run.supervisor import Child
+from sluice.pipeline.status.heartbeat import StatusReporter
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
 from tests.roles import run_config
 
 

@@ -13,19 +13,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from pipeline.config.types import BrokerConfig, Config, ModelConfig
-from pipeline.errors import EngineError, first_cause
-from pipeline.queue import Claim, Credit, JobQueue, LeaseKeeper, arq_pool
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import ARQ_RUNNING, Keys
-from pipeline.wire.messages import Progress, SamplingParams, SequenceResult, decode
-from pipeline.wire.tokens import TokenArray
+from sluice.pipeline.config.types import BrokerConfig, Config, ModelConfig
+from sluice.pipeline.errors import EngineError, first_cause
+from sluice.pipeline.queue import Claim, Credit, JobQueue, LeaseKeeper, arq_pool
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import ARQ_RUNNING, Keys
+from sluice.pipeline.wire.messages import Progress, SamplingParams, SequenceResult, decode
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
-from workers.engine.hf import HfBackend
 
 PLENTY = Credit(10_000, 10_000, 1)
 _ROUNDED_S = 0.001  # timings have four digits

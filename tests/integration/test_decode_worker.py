@@ -13,24 +13,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, ModelConfig
-from pipeline.queue import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
-from pipeline.run.role import Role
-from pipeline.status.snapshot import snapshot
-from pipeline.weights.versions import WeightsRegistry, write_version
-from pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
-from pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
-from pipeline.wire.tokens import TokenArray
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, ModelConfig
+from sluice.pipeline.queue import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
+from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.job_prompts import JobPrompt, JobPrompts
+from sluice.workers.weights_watch import WeightsWatch
 from tests.contract.engine_fixtures import started
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
-from workers.decode_worker import DecodeWorker
-from workers.engine.contracts import EngineFacts
-from workers.engine.hf import HfBackend
-from workers.job_prompts import JobPrompt, JobPrompts
-from workers.weights_watch import WeightsWatch
 
 PLENTY = Credit(10_000, 10_000, 1)
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.queue import Call, Claim, Credit, Finished, JobQueue, arq_payload
-from pipeline.queue.dead_letters import NO_PAYLOAD, TAKEN_ELSEWHERE, DeadLetters, Row, Selection
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import ARQ_JOB, Keys
-from pipeline.wire.messages import DecodeJob
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.queue import Call, Claim, Credit, Finished, JobQueue, arq_payload
+from sluice.pipeline.queue.dead_letters import NO_PAYLOAD, TAKEN_ELSEWHERE, DeadLetters, Row, Selection
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.messages import DecodeJob
 from tests.factories import decode_job, sequence_result
 from tests.roles import run_config
 

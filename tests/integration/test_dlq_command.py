@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.broker import connection as connections
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import SluiceError
-from pipeline.queue import Credit, JobQueue, dead_letters
-from pipeline.queue.dead_letters import Selection
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection as connections
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue import Credit, JobQueue, dead_letters
+from sluice.pipeline.queue.dead_letters import Selection
+from sluice.pipeline.wire.keys import Keys
 from tests.factories import decode_job
 from tests.roles import run_config
 
@@ -37,7 +37,7 @@ def drop_at_a_terminal(broker: BrokerConfig, keys: Keys, answer: str, cwd: Path)
     ours, theirs = pty.openpty()
     try:
         os.write(ours, f"{answer}\n".encode())
-        command = [sys.executable, "-m", "pipeline.cli.main", "dlq", "drop", "--all", "--set", f"run={keys.run}"]
+        command = [sys.executable, "-m", "sluice.pipeline.cli.main", "dlq", "drop", "--all", "--set", f"run={keys.run}"]
         env = {**os.environ, "REDIS_URL": str(broker.url), "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, env=env, cwd=cwd, timeout=100)
         return done.returncode, done.stdout + done.stderr

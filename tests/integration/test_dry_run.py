@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.config import load_config
-from pipeline.config.types import BrokerConfig
-from pipeline.run.dry_run import DryRun, as_text, rehearse
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.run.dry_run import DryRun, as_text, rehearse
+from sluice.pipeline.wire.keys import Keys
 from tests.command import call
 from tests.unit.pipeline.test_weights import model_dir
 

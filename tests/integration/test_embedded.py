@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline.broker import connection, embedded
-from pipeline.broker import embedded as embedded_server
-from pipeline.broker.embedded import embedded_broker, find_server
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError
+from sluice.pipeline.broker import connection, embedded
+from sluice.pipeline.broker import embedded as embedded_server
+from sluice.pipeline.broker.embedded import embedded_broker, find_server
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import BrokerError
 
 HOLD = """
 import sys
-from pipeline.config.types import BrokerConfig
-from pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.broker.embedded import embedded_broker
 with embedded_broker(BrokerConfig(embedded_dir=sys.argv[1])) as url:
     print(url, flush=True)
     sys.stdin.read()

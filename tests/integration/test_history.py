@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from consumers.history.files import history_directory
-from consumers.history.reader import Files, HistoryReader
-from consumers.history.records import SequenceFilter, SequenceRow
-from consumers.loop import Consumer
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, HistoryConfig
-from pipeline.queue import Credit, Finished, JobQueue
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import Files, HistoryReader
+from sluice.consumers.history.records import SequenceFilter, SequenceRow
+from sluice.consumers.loop import Consumer
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, HistoryConfig
+from sluice.pipeline.queue import Credit, Finished, JobQueue
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.cut_off import cut_off_at
 from tests.factories import decode_job, sequence_result
 from tests.integration import test_consumer_loop as loop
@@ -109,7 +109,7 @@ async def test_a_consumer_killed_between_history_and_hand_off_leaves_no_double(
     config = config_of(broker_config, keys, run_dir)
     for number in range(8):
         await loop.put(client, keys, f"g{number}")
-    await cut_off_at("consumers.loop.hand_off", 1, monkeypatch, consume_to_the_end(config))
+    await cut_off_at("sluice.consumers.loop.hand_off", 1, monkeypatch, consume_to_the_end(config))
     before = rows_of(config)
     assert len(before) == 4
     await client.delete(f"{keys.owner}consumer:0")  # the dead one's lease runs out
@@ -168,7 +168,7 @@ async def test_the_trainer_records_the_step_of_each_once_wherever_it_was_cut_off
 ) -> None:
     config, source = training.config_of(broker_config, keys, run_dir), save_tiny_model(tmp_path / "model")
     await training.hand_on(client, keys, 0, 3)
-    await cut_off_at("consumers.training.trainer.ack_batches", 2, monkeypatch, training.train(config, source))
+    await cut_off_at("sluice.consumers.training.trainer.ack_batches", 2, monkeypatch, training.train(config, source))
     await training.train(config, source)
     files = Files(history_directory(config))
     steps = files.ask("trainer.sqlite", "select seq_id, step, state from trained order by step, seq_id")

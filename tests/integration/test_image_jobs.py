@@ -12,11 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig
-from pipeline.queue import Credit, JobQueue
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
-from pipeline.wire.tokens import TokenArray
+from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.engine.prompts import Prompts
+from sluice.workers.job_prompts import JobPrompts
 from tests.contract.engine_fixtures import started
 from tests.contract.vlm_plain import PlainVlm
 from tests.image_site import Site, site
@@ -24,10 +28,6 @@ from tests.pictures import huge_png
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import LLAVA_IMAGE_TOKENS, picture, save_tiny_llava
-from workers.decode_worker import DecodeWorker
-from workers.engine.hf import HfBackend
-from workers.engine.prompts import Prompts
-from workers.job_prompts import JobPrompts
 
 __all__ = ["site"]
 PLENTY = Credit(10_000, 10_000, 1)

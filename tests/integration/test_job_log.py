@@ -7,11 +7,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pipeline.config.types import Config
-from pipeline.queue import Call, Claim, Credit, Finished, JobQueue
-from pipeline.queue.dead_letters import DeadLetters, Selection
-from pipeline.queue.live_jobs import JobEvent, LiveJob, live_job, live_jobs, parse_log
-from pipeline.wire.keys import ARQ_JOB, ARQ_RUNNING, Keys
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.queue import Call, Claim, Credit, Finished, JobQueue
+from sluice.pipeline.queue.dead_letters import DeadLetters, Selection
+from sluice.pipeline.queue.live_jobs import JobEvent, LiveJob, live_job, live_jobs, parse_log
+from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RUNNING, Keys
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(10_000, 10_000, 1)

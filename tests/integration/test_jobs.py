@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.queue import Credit, Finished, JobQueue, arq_payload, arq_serializer
-from pipeline.queue.envelope import arq_pool
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import ARQ_JOB, Keys
-from pipeline.wire.messages import SequenceResult, decode
+from sluice.pipeline.queue import Credit, Finished, JobQueue, arq_payload, arq_serializer
+from sluice.pipeline.queue.envelope import arq_pool
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.messages import SequenceResult, decode
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(max_in_flight=10_000, samples_per_version=10_000, max_staleness=1)

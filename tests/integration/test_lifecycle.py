@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
-from pipeline.status.heartbeat import StatusReporter
-from pipeline.status.snapshot import snapshot
-from pipeline.weights.versions import WeightsRegistry
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import WeightVersion
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
+from sluice.pipeline.status.heartbeat import StatusReporter
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.versions import WeightsRegistry
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import WeightVersion
 from tests.roles import role_of, run_config
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from consumers.training import checkpoint
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import ModelError
-from pipeline.weights.versions import WeightsRegistry, verify
-from pipeline.wire.keys import Keys
+from sluice.consumers.training import checkpoint
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.wire.keys import Keys
 from tests.integration.test_trainer import config_of, hand_on, train
 from tests.tiny_models import save_tiny_model
 

@@ -14,24 +14,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import ModelError, TornWeights
-from pipeline.queue import Claim
-from pipeline.status.snapshot import snapshot
-from pipeline.weights.versions import WeightsRegistry, write_version
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
-from pipeline.wire.tokens import TokenArray
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import ModelError, TornWeights
+from sluice.pipeline.queue import Claim
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.job_prompts import JobPrompts
+from sluice.workers.weights_watch import WeightsWatch
 from tests import decode_workers
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.integration.test_decode_worker import enqueue, over, results, working
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
-from workers.decode_worker import DecodeWorker
-from workers.engine.hf import HfBackend
-from workers.job_prompts import JobPrompts
-from workers.weights_watch import WeightsWatch
 
 LONG = SamplingParams(max_new_tokens=200, temperature=5.0, seed=3)
 

@@ -12,10 +12,10 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from pipeline.broker import connection
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.wire.keys import Keys
 from tests.killable_broker import KillableBroker
 
 

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.training.step_log import read_rollouts, read_steps
-from consumers.training.trainer import Trainer
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.training.step_log import read_rollouts, read_steps
+from sluice.consumers.training.trainer import Trainer
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs
+from sluice.workers.scorer.scorer import serve_scores
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.cut_off import cut_off_at
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, train_step
-from workers.scorer.scorer import serve_scores
 
 PROMPT = 2
 
@@ -153,11 +153,11 @@ async def test_every_trained_token_is_right_or_on_policy(
 
 DROPS = [[[0], [0]], [[0, 1], [1]], [[0], [1, 1]], [[2], [2]]]  # at v1 and v2 what is older is stale
 CUTS = {
-    "nowhere": ("consumers.training.trainer.Trainer._ack", 99),
-    "before the checkpoint": ("consumers.training.checkpoint.save", 2),
-    "after the checkpoint, before the ack": ("consumers.training.trainer.Trainer._ack", 2),
-    "after the ack, before the publication": ("consumers.training.trainer.Trainer._publish", 3),
-    "before the ack of a step that was dropped": ("consumers.training.trainer.Trainer._ack_now", 1),
+    "nowhere": ("sluice.consumers.training.trainer.Trainer._ack", 99),
+    "before the checkpoint": ("sluice.consumers.training.checkpoint.save", 2),
+    "after the checkpoint, before the ack": ("sluice.consumers.training.trainer.Trainer._ack", 2),
+    "after the ack, before the publication": ("sluice.consumers.training.trainer.Trainer._publish", 3),
+    "before the ack of a step that was dropped": ("sluice.consumers.training.trainer.Trainer._ack_now", 1),
 }
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config.types import BrokerConfig, Config, DataConfig
-from pipeline.errors import ConfigError, DataError, first_cause
-from pipeline.queue import Claim, Finished, JobQueue
-from pipeline.queue.trained import LEDGER, TrainedIds
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.wire.keys import Keys
-from producers.submit import produce
+from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig
+from sluice.pipeline.errors import ConfigError, DataError, first_cause
+from sluice.pipeline.queue import Claim, Finished, JobQueue
+from sluice.pipeline.queue.trained import LEDGER, TrainedIds
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.submit import produce
 from tests.factories import sequence_result
 from tests.roles import eventually, run_config
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutConfig
-from pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.wire.keys import Keys
-from producers.submit import produce
+from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutConfig
+from sluice.pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.submit import produce
 from tests.far_side import Body, FarSide, answer
 from tests.roles import eventually, run_config
 

@@ -10,7 +10,7 @@ import pytest
 from arq.jobs import Job, JobStatus
 from redis.asyncio import Redis
 
-from pipeline.queue import (
+from sluice.pipeline.queue import (
     Call,
     Claim,
     Credit,
@@ -22,10 +22,10 @@ from pipeline.queue import (
     arq_pool,
     arq_serializer,
 )
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, Keys, tagged
-from pipeline.wire.messages import Progress, encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, Keys, tagged
+from sluice.pipeline.wire.messages import Progress, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.broker import connection
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import BrokerError, ResultsLost
-from pipeline.queue.dead_letters import DeadLetters, Selection
-from pipeline.queue.replies import Replies
-from pipeline.wire.keys import ARQ_JOB, Keys
-from pipeline.wire.messages import DeadLetter, SequenceResult
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import BrokerError, ResultsLost
+from sluice.pipeline.queue.dead_letters import DeadLetters, Selection
+from sluice.pipeline.queue.replies import Replies
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult
 from tests.asking import Asked, answer, reading
 from tests.factories import decode_job
 from tests.killable_broker import KillableBroker

@@ -11,18 +11,18 @@ import pytest
 from arq.connections import create_pool
 from redis.asyncio import Redis
 
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.queue import NO_LIMIT, arq_deserializer, arq_redis_settings, arq_serializer
-from pipeline.queue.replies import Replies
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.queue import NO_LIMIT, arq_deserializer, arq_redis_settings, arq_serializer
+from sluice.pipeline.queue.replies import Replies
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult
+from sluice.workers.engine.hf import HfBackend
 from tests.asking import Asked, answer, events, reading
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.integration.test_decode_worker import changed
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.engine.hf import HfBackend
 
 LONG = SamplingParams(temperature=0.0, max_new_tokens=48)  # greedy does not end by itself here
 

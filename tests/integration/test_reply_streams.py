@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.queue.replies import Replies
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult
+from sluice.pipeline.queue.replies import Replies
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult
 from tests.asking import Asked, events, reading
 
 

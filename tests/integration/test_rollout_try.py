@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.types import ModelConfig, WorkerConfig
-from pipeline.errors import ConfigError, ModelError, RequestError
-from pipeline.wire.messages import SamplingParams
-from producers.agents.trial import GROUP
-from producers.cli import try_
-from producers.gateway.tool_calls import Call, Parsed
+from sluice.pipeline.config.types import ModelConfig, WorkerConfig
+from sluice.pipeline.errors import ConfigError, ModelError, RequestError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.producers.agents.trial import GROUP
+from sluice.producers.cli import try_
+from sluice.producers.gateway.tool_calls import Call, Parsed
+from sluice.workers.engine.local import open_engine
 from tests.tiny_models import CONTEXT, save_tiny_model
-from workers.engine.local import open_engine
 
 SETTINGS = ("rollout_server.tool_latency_ms=[0, 0]",)
 CALLS = f"gateway.tool_parser={__name__}:always_calls"

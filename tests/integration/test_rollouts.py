@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipeline.errors import MessageError
-from pipeline.queue import Credit, SourceRewound
-from pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, SequenceResult, decode, encode
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.queue import Credit, SourceRewound
+from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, SeenRollouts
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, decode, encode
 from tests.roles import eventually
 from tests.rollout_state import counts, entries, head, held, trajectory, turn
 

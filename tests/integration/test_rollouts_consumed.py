@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from consumers.loop import Consumer
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import ack_batches, batch_reader
-from pipeline.config.types import BrokerConfig
-from pipeline.queue.rollouts import RolloutHead, Rollouts
-from pipeline.run.role import Role
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import TrainingBatch, decode
+from sluice.consumers.loop import Consumer
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import ack_batches, batch_reader
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts
+from sluice.pipeline.run.role import Role
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import TrainingBatch, decode
 from tests.integration.test_consumer_loop import CONTEXT, TASK
 from tests.roles import eventually, role_of, run_config
 from tests.rollout_state import counts, head, trajectory, turn

@@ -14,21 +14,21 @@ import pytest
 import torch
 import yaml
 
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, ModelConfig, PolicyConfig, ScorerConfig
-from pipeline.queue.scores import Scores
-from pipeline.weights.versions import WeightsRegistry, retire, write_version
-from pipeline.wire.keys import SCORE_GROUP, Keys
-from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
-from pipeline.wire.tokens import TokenArray
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, ModelConfig, PolicyConfig, ScorerConfig
+from sluice.pipeline.queue.scores import Scores
+from sluice.pipeline.weights.versions import WeightsRegistry, retire, write_version
+from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.engine.model_files import load_tokenizer
+from sluice.workers.scorer.model import VersionedModel
+from sluice.workers.scorer.scorer import Scorer, serve_scores
 from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs
 from tests.e2e.processes import BIN, Process, environment, launch
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import CONTEXT, save_tiny_model
 from tests.tiny_vlms import save_tiny_llava
-from workers.engine.model_files import load_tokenizer
-from workers.scorer.model import VersionedModel
-from workers.scorer.scorer import Scorer, serve_scores
 
 EXACT = 1e-5
 WAIT_S = 60.0

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.types import BrokerConfig
-from pipeline.queue.scores import ScoreJobs, Scores, TakenJob, refusal
-from pipeline.status.inspection import inspect
-from pipeline.wire.keys import SCORE_GROUP, Keys
-from pipeline.wire.messages import encode
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue.scores import ScoreJobs, Scores, TakenJob, refusal
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
+from sluice.pipeline.wire.messages import encode
 from tests.roles import eventually, role_of, run_config
 from tests.score_jobs import LONG_S, all_of, job, names, nothing_is_left, put, scored, scorer, serve
 

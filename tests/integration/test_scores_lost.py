@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.broker.connection import connect, wait_ready
-from pipeline.broker.embedded import embedded_broker
-from pipeline.config.types import BrokerConfig
-from pipeline.queue.scores import Scores
-from pipeline.wire.keys import SCORE_GROUP, Keys
+from sluice.pipeline.broker.connection import connect, wait_ready
+from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue.scores import Scores
+from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually
 from tests.score_jobs import LONG_S, all_of, job, names, nothing_is_left, put, scored, scorer, serve

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import redis
 
-from pipeline.broker import connection
-from pipeline.broker.embedded import find_server
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import BrokerError
+from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.embedded import find_server
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import BrokerError
 from tests.killable_broker import free_ports
 
 PASSWORD = "secret"

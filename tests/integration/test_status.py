@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from pipeline.config.types import BrokerConfig
-from pipeline.queue import Claim, Credit, Finished, JobQueue
-from pipeline.status.heartbeat import FORGET_S, Heartbeat, StatusReporter, forget_dead
-from pipeline.status.inspection import inspect
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.wire.keys import RESULT_GROUP, Keys
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue import Claim, Credit, Finished, JobQueue
+from sluice.pipeline.status.heartbeat import FORGET_S, Heartbeat, StatusReporter, forget_dead
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.wire.keys import RESULT_GROUP, Keys
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 

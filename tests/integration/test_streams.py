@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
-from pipeline.errors import DeadlineExceeded, LeaseLost
-from pipeline.queue import Credit, JobQueue
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import StreamReader, ack_batches, batch_reader, hand_off, result_reader
+from sluice.pipeline.errors import DeadlineExceeded, LeaseLost
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
 from tests.factories import decode_job, sequence_result, training_sample
 
 

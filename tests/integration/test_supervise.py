@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import UpConfig
-from pipeline.errors import ConfigError, DataError, ModelError, SluiceError
-from pipeline.run.supervisor import Child, Supervisor, last_line
+from sluice.pipeline.config.types import UpConfig
+from sluice.pipeline.errors import ConfigError, DataError, ModelError, SluiceError
+from sluice.pipeline.run.supervisor import Child, Supervisor, last_line
 from tests.roles import eventually
 
 QUICK: dict[str, Any] = {"restart_backoff_s": 0.01, "restart_backoff_max_s": 0.02, "stop_grace_s": 10.0}
@@ -199,7 +199,7 @@ def gone(pid: int) -> bool:
 
 def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
     code = (
-        "import subprocess, sys, time\nfrom pipeline.child_process import tethered\n"
+        "import subprocess, sys, time\nfrom sluice.pipeline.child_process import tethered\n"
         "child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(9)']),"
         " stdout=subprocess.PIPE)\nchild.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(99)"
     )
@@ -215,7 +215,7 @@ def test_a_tethered_child_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
-    command = [sys.executable, "-m", "pipeline.child_process", str(os.getpid() + 1), "echo", "started"]
+    command = [sys.executable, "-m", "sluice.pipeline.child_process", str(os.getpid() + 1), "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert (done.returncode, done.stdout) == (0, "")
 

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from consumers.training import checkpoint
-from consumers.training.step_log import read_rollouts, read_steps
-from consumers.training.trainer import Trainer
-from consumers.training.trainer import train as train_role
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
-from pipeline.status.snapshot import snapshot
-from pipeline.weights.versions import WeightsRegistry, verify
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import ImageRef, TrainingBatch, encode
+from sluice.consumers.training import checkpoint
+from sluice.consumers.training.step_log import read_rollouts, read_steps
+from sluice.consumers.training.trainer import Trainer
+from sluice.consumers.training.trainer import train as train_role
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import ImageRef, TrainingBatch, encode
 from tests.cut_off import CutOff, cut_off_at
 from tests.faulty_models import save_faulty
 from tests.roles import eventually, role_of, run_config
@@ -91,12 +91,12 @@ async def test_batches_become_steps_and_versions(
 
 
 CUTS = {
-    "before the checkpoint": ("consumers.training.checkpoint.save", 2),
-    "after the checkpoint, before the ack": ("consumers.training.trainer.Trainer._ack", 2),
-    "after the ack, before the publication": ("consumers.training.trainer.Trainer._publish", 3),
-    "after the files, before the registration": ("pipeline.weights.versions.WeightsRegistry.register", 3),
-    "before the first version": ("consumers.training.trainer.Trainer._publish", 1),
-    "before the old checkpoints go": ("consumers.training.checkpoint.prune", 1),
+    "before the checkpoint": ("sluice.consumers.training.checkpoint.save", 2),
+    "after the checkpoint, before the ack": ("sluice.consumers.training.trainer.Trainer._ack", 2),
+    "after the ack, before the publication": ("sluice.consumers.training.trainer.Trainer._publish", 3),
+    "after the files, before the registration": ("sluice.pipeline.weights.versions.WeightsRegistry.register", 3),
+    "before the first version": ("sluice.consumers.training.trainer.Trainer._publish", 1),
+    "before the old checkpoints go": ("sluice.consumers.training.checkpoint.prune", 1),
 }
 
 

@@ -7,8 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.groups import Assembler, Group
-from pipeline.wire.messages import DeadLetter, SequenceResult
+from sluice.consumers.groups import Assembler, Group
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult
 from tests.factories import sequence_result
 
 # Per index its parts (True = one that can be read), or a tombstone where there are none.

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.tasks.detection.grammar import GRAMMARS, OBJECTS, Value, read_value, scan, string_value
-from consumers.tasks.detection.parse import parse
+from sluice.consumers.tasks.detection.grammar import GRAMMARS, OBJECTS, Value, read_value, scan, string_value
+from sluice.consumers.tasks.detection.parse import parse
 from tests.detection_rollouts import JUNK, context, rollout
 from tests.tiny_tokenizer import tiny_codec
 

@@ -8,14 +8,14 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.tasks.codec import covering
-from consumers.tasks.detection.geometry import Geometry
-from consumers.tasks.detection.parse import ParsedObject, parse
-from consumers.tasks.detection.target import Edit, draft
-from consumers.tasks.detection.truth import Truth
-from consumers.tasks.segments import Segment
-from consumers.tasks.task import Matched
-from pipeline.wire.messages import TrainingSample
+from sluice.consumers.tasks.codec import covering
+from sluice.consumers.tasks.detection.geometry import Geometry
+from sluice.consumers.tasks.detection.parse import ParsedObject, parse
+from sluice.consumers.tasks.detection.target import Edit, draft
+from sluice.consumers.tasks.detection.truth import Truth
+from sluice.consumers.tasks.segments import Segment
+from sluice.consumers.tasks.task import Matched
+from sluice.pipeline.wire.messages import TrainingSample
 from tests.detection_rollouts import (
     JUNK,
     LISTED,

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from consumers.training.proximal import Filled, fill, plan, score_jobs, scores_by_place
-from pipeline.config.types import PolicyConfig
-from pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.training.proximal import Filled, fill, plan, score_jobs, scores_by_place
+from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
 
 NEWEST = 7

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig
 from tests.property.queue_model.histories import HISTORIES
 from tests.property.queue_model.machine import Machine
 

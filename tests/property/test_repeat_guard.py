@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.object_keys import ObjectKeys
-from workers.guard.repeat import LOOK_EVERY, RepeatGuard, RepeatTrigger
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.repeat import LOOK_EVERY, RepeatGuard, RepeatTrigger
 
 THRESHOLDS = st.one_of(st.none(), st.integers(-1, 6))
 

@@ -9,8 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.wire.messages import SamplingParams
-from workers.engine.sampling import SamplingTable, keep_top_k, keep_top_p, penalise, sample, stream_keys, uniforms
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.sampling import (
+    SamplingTable,
+    keep_top_k,
+    keep_top_p,
+    penalise,
+    sample,
+    stream_keys,
+    uniforms,
+)
 
 logit_rows = st.lists(st.integers(-40, 40), min_size=2, max_size=12, unique=True).map(
     lambda row: [value / 4 for value in row]

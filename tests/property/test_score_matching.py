@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.queue.scores import OpenJobs, refusal
-from pipeline.wire.messages import ScoreJob, ScoreResult
-from pipeline.wire.tokens import FloatArray, TokenArray
+from sluice.pipeline.queue.scores import OpenJobs, refusal
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult
+from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 SEQUENCES, VERSIONS = st.sampled_from(["a:0", "a:1", "b:0"]), st.integers(0, 2)
 POSITIONS = st.sampled_from([(0,), (0, 1), (3,)])

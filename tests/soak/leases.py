@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from pipeline.wire.keys import Keys
+from sluice.pipeline.wire.keys import Keys
 
 _LOOK = """
 local t, out = redis.call('TIME'), {}

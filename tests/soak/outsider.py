@@ -17,9 +17,9 @@ import redis
 from arq import create_pool
 from arq.connections import ArqRedis
 
-from pipeline.queue import arq_redis_settings, arq_serializer
-from pipeline.wire.keys import ARQ_JOB
-from pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams, encode
+from sluice.pipeline.queue import arq_redis_settings, arq_serializer
+from sluice.pipeline.wire.keys import ARQ_JOB
+from sluice.pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams, encode
 from tests.e2e.stack import Stack
 from tests.soak.spinning import asks_to_spin
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import redis
 
-from pipeline.status.heartbeat import Heartbeat
+from sluice.pipeline.status.heartbeat import Heartbeat
 from tests.e2e.processes import marked
 from tests.e2e.stack import Stack
 

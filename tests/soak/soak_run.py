@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from pipeline.status.snapshot import Snapshot
+from sluice.pipeline.status.snapshot import Snapshot
 from tests.e2e.fixtures import detection_rows
 from tests.e2e.stack import Row, Stack
 from tests.soak.adversary import Adversary

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import Config
+from sluice.pipeline.config.types import Config
+from sluice.workers.engine.hf import HfBackend
 from tests import fuzz
 from tests.fuzz_http import everywhere
 from tests.integration.rollout.conftest import Serve
-from workers.engine.hf import HfBackend
 
 pytestmark = [
     pytest.mark.slow,

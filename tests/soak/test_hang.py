@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import Process, wait_gone
 from tests.e2e.stack import Stack

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.status.snapshot import Snapshot
+from sluice.pipeline.status.snapshot import Snapshot
 from tests.chaos.blows import stop_while_it_holds_jobs
 from tests.e2e.fixtures import MakeStack, detection_rows
 from tests.e2e.processes import DEADLINE_S, Process

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from consumers.training.step_log import read_steps
-from pipeline.status.snapshot import Snapshot
-from pipeline.wire.keys import ARQ_RESULT, BATCH_GROUP, RESULT_GROUP
-from pipeline.wire.messages import DeadLetter, decode
+from sluice.consumers.training.step_log import read_steps
+from sluice.pipeline.status.snapshot import Snapshot
+from sluice.pipeline.wire.keys import ARQ_RESULT, BATCH_GROUP, RESULT_GROUP
+from sluice.pipeline.wire.messages import DeadLetter, decode
 from tests.e2e.processes import wait_gone
 from tests.soak.leases import text
 from tests.soak.outsider import TRAINED

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Config, load_config
 from scripts import pin_images
+from sluice.pipeline.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = "lock-linux-x86_64.txt"

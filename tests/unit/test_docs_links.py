@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.status.snapshot import StallKind
 from scripts.reference import PAGES as REFERENCE
 from scripts.reference import check, table, write
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.status.snapshot import StallKind
 from tests.e2e.docs_pages import DOCS, PAGES, ROOT, anchors, links
 
 ALL = [*PAGES, *(f"docs/decisions/{path.name}" for path in sorted((DOCS / "decisions").glob("*.md")))]

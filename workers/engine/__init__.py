@@ -19,10 +19,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.config.types import VllmEngineOptions, VlmPreprocessOptions
-    from workers.engine.generation_engine import GenerationEngine
-    from workers.engine.plugins import GenerationPlugin
-    from workers.engine.requests import (
+    from sluice.pipeline.config.types import VllmEngineOptions, VlmPreprocessOptions
+    from sluice.workers.engine.generation_engine import GenerationEngine
+    from sluice.workers.engine.plugins import GenerationPlugin
+    from sluice.workers.engine.requests import (
         GenerationOptions,
         GenerationResult,
         ModelLoadConfig,
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "GenerationEngine": "workers.engine.generation_engine",
-    "GenerationOptions": "workers.engine.requests",
-    "GenerationPlugin": "workers.engine.plugins",
-    "GenerationResult": "workers.engine.requests",
-    "ModelLoadConfig": "workers.engine.requests",
-    "TextGenerationRequest": "workers.engine.requests",
-    "VllmEngineOptions": "pipeline.config.types",
-    "VlmGenerationRequest": "workers.engine.requests",
-    "VlmPreprocessOptions": "pipeline.config.types",
+    "GenerationEngine": "sluice.workers.engine.generation_engine",
+    "GenerationOptions": "sluice.workers.engine.requests",
+    "GenerationPlugin": "sluice.workers.engine.plugins",
+    "GenerationResult": "sluice.workers.engine.requests",
+    "ModelLoadConfig": "sluice.workers.engine.requests",
+    "TextGenerationRequest": "sluice.workers.engine.requests",
+    "VllmEngineOptions": "sluice.pipeline.config.types",
+    "VlmGenerationRequest": "sluice.workers.engine.requests",
+    "VlmPreprocessOptions": "sluice.pipeline.config.types",
 }
 
 __all__ = [

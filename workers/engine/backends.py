@@ -18,12 +18,19 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
-from pipeline.errors import EngineError, ModelError, RequestError, TornWeights, WeightsError
-from pipeline.logs import get_logger
-from workers.engine.contracts import Backend, EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
-from workers.engine.hf import HfBackend
-from workers.guard.probe import prove_guard
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
+from sluice.pipeline.errors import EngineError, ModelError, RequestError, TornWeights, WeightsError
+from sluice.pipeline.logs import get_logger
+from sluice.workers.engine.contracts import (
+    Backend,
+    EngineFacts,
+    GuardTrial,
+    SequenceOutput,
+    SequenceRequest,
+    WeightsProbe,
+)
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.guard.probe import prove_guard
 
 BACKENDS = ("hf", "vllm")
 
@@ -45,7 +52,7 @@ def make_backend(
 
     if worker.backend == "hf":
         return RoutedBackend(hf(), None, repeat_terminate)
-    from workers.engine.vllm import VllmBackend
+    from sluice.workers.engine.vllm import VllmBackend
 
     vllm = VllmBackend(model, max_batch=worker.max_batch, options=worker.vllm, repeat_terminate=repeat_terminate)
     return RoutedBackend(vllm, hf if worker.fallback_backend == "hf" else None, repeat_terminate)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pipeline.errors import EngineError, RequestError
-from pipeline.wire.messages import SamplingParams
-from workers.engine.plugins.base import GenerationPlugin, Hook
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.rules import GuardRules
+from sluice.pipeline.errors import EngineError, RequestError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.plugins.base import GenerationPlugin, Hook
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.rules import GuardRules
 
 DecodeEnding = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled"]
 """stop: an end-of-sequence id, a stop id, a stop string or a plugin; length: `max_new_tokens` reached;

@@ -14,24 +14,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
-from pipeline.config.rules import check_guard
-from pipeline.config.types import (
+from sluice.pipeline.config.rules import check_guard
+from sluice.pipeline.config.types import (
     ImagesConfig,
     RepeatTerminateConfig,
     VllmEngineOptions,
     VlmPreprocessOptions,
     WorkerConfig,
 )
-from pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
-from pipeline.prompts.admission import Limits, admit_prompt
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from pipeline.thread_pool import ThreadPool
-from workers.engine.backends import BACKENDS, make_backend
-from workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
-from workers.engine.limits import fit_prompt
-from workers.engine.plugins import GenerationPlugin, check_plugins
-from workers.engine.prompts import Prompts
-from workers.engine.requests import (
+from sluice.pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
+from sluice.pipeline.prompts.admission import Limits, admit_prompt
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.pipeline.thread_pool import ThreadPool
+from sluice.workers.engine.backends import BACKENDS, make_backend
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from sluice.workers.engine.limits import fit_prompt
+from sluice.workers.engine.plugins import GenerationPlugin, check_plugins
+from sluice.workers.engine.prompts import Prompts
+from sluice.workers.engine.requests import (
     GenerationOptions,
     GenerationRequest,
     GenerationResult,
@@ -39,8 +39,8 @@ from workers.engine.requests import (
     TextGenerationRequest,
     VlmGenerationRequest,
 )
-from workers.guard.repeat import triggers
-from workers.images.decoders import Decoders, load_image
+from sluice.workers.guard.repeat import triggers
+from sluice.workers.images.decoders import Decoders, load_image
 
 _RENDER_S = 120.0  # of one prompt
 _AHEAD = 2  # batches that are read from the requests before their answers are taken

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.errors import RequestError
-from pipeline.wire.messages import SamplingParams
-from workers.engine.contracts import EngineFacts, SequenceRequest
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import EngineFacts, SequenceRequest
 
 
 def fit_prompt(

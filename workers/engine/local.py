@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from pipeline.config.types import ModelConfig, WorkerConfig
-from pipeline.wire.messages import SamplingParams, SequenceResult
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from workers.engine.backends import make_backend
-from workers.engine.contracts import Backend, SequenceRequest
+from sluice.pipeline.config.types import ModelConfig, WorkerConfig
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.workers.engine.backends import make_backend
+from sluice.workers.engine.contracts import Backend, SequenceRequest
 
 
 class LocalEngine:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError
-from pipeline.prompts.chat_template import settle
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.prompts.chat_template import settle
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.types import ModelConfig, VlmPreprocessOptions
-from pipeline.errors import ModelError, RequestError
-from workers.engine.model_files import normalise_tokenizer
+from sluice.pipeline.config.types import ModelConfig, VlmPreprocessOptions
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.workers.engine.model_files import normalise_tokenizer
 
 if TYPE_CHECKING:
     import torch

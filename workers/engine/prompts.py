@@ -9,12 +9,18 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError, RequestError
-from pipeline.prompts.chat_template import ChatTemplateOptions, check_token_ids, image_placeholders, render, render_text
-from pipeline.wire.messages import Message
-from workers.engine.model_files import load_tokenizer, model_config
-from workers.engine.preprocess import check_placeholders, image_token_id, load_processor
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.prompts.chat_template import (
+    ChatTemplateOptions,
+    check_token_ids,
+    image_placeholders,
+    render,
+    render_text,
+)
+from sluice.pipeline.wire.messages import Message
+from sluice.workers.engine.model_files import load_tokenizer, model_config
+from sluice.workers.engine.preprocess import check_placeholders, image_token_id, load_processor
 
 _IMAGE_TYPES = ("image", "image_url")
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.config.types import ModelConfig, VlmPreprocessOptions
-from pipeline.errors import RequestError
-from pipeline.wire.messages import FinishReason, Message, SamplingParams
-from workers.engine.contracts import EngineFacts
+from sluice.pipeline.config.types import ModelConfig, VlmPreprocessOptions
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import FinishReason, Message, SamplingParams
+from sluice.workers.engine.contracts import EngineFacts
 
 
 class ModelLoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

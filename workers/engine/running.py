@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipeline.errors import EngineError
-from workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
-from workers.engine.limits import check_request
-from workers.guard.repeat import RepeatTrigger
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.limits import check_request
+from sluice.workers.guard.repeat import RepeatTrigger
 
 
 class RunningSequence:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from pipeline.errors import WeightsError
+from sluice.pipeline.errors import WeightsError
 
 _DTYPES = {
     "F64": torch.float64,

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from pipeline.cli.options import ConfigPath, Json
-from pipeline.terminal import escaped_json, say
+from sluice.pipeline.cli.options import ConfigPath, Json
+from sluice.pipeline.terminal import escaped_json, say
 
 app = App(name="guard", help="The repeat guard: try its thresholds on sequences that were decoded.")
 
@@ -43,9 +43,9 @@ def replay(
 
     Example: `sluice guard replay answers.jsonl --set min_new_tokens=64 --vary ngram_size=16,32,64`
     """
-    from workers.guard.replay import as_json as json_text
-    from workers.guard.replay import as_text, make_trials
-    from workers.guard.replay import replay as run
+    from sluice.workers.guard.replay import as_json as json_text
+    from sluice.workers.guard.replay import as_text, make_trials
+    from sluice.workers.guard.replay import replay as run
 
     found = run(results, make_trials(config, overrides, vary, model), skip_malformed=on_malformed == "skip")
     for row in found.malformed:

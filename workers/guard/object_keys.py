@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.errors import GuardImpossible
+from sluice.pipeline.errors import GuardImpossible
 
 _LONGEST_PROOF = 1000  # keys
 _ANSWER_KEYS = 8

@@ -9,15 +9,15 @@ from __future__ import annotations
 from itertools import count, cycle, islice
 from typing import TYPE_CHECKING
 
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import GuardRefused
-from pipeline.logs import get_logger
-from pipeline.wire.messages import SamplingParams
-from workers.guard.repeat import RepeatTrigger, Rule
-from workers.guard.rules import GuardRules
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import GuardRefused
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.guard.repeat import RepeatTrigger, Rule
+from sluice.workers.guard.rules import GuardRules
 
 if TYPE_CHECKING:
-    from workers.engine.contracts import Backend
+    from sluice.workers.engine.contracts import Backend
 
 _RUN = 3  # tokens of the probe
 _LOWERED = RepeatTerminateConfig(
@@ -42,7 +42,7 @@ async def prove_guard(backend: Backend, config: RepeatTerminateConfig) -> None:
 
 
 async def _prove_decode(backend: Backend, where: str) -> None:
-    from workers.engine.contracts import SequenceRequest
+    from sluice.workers.engine.contracts import SequenceRequest
 
     facts = backend.facts
     token = next(token for token in range(facts.vocab_size) if token not in facts.eos_token_ids)

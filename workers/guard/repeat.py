@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.object_keys import ObjectKeys
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.object_keys import ObjectKeys
 
 Rule = Literal["object_keys", "consecutive", "ngram", "any_period"]
 OFF = 1 << 62

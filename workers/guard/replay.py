@@ -17,16 +17,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pipeline.config import load_config
-from pipeline.config.load import parse_yaml
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError, DataError
-from pipeline.json_out import json_line
-from pipeline.prompts.rows import Malformed, is_parquet, read_rows
-from pipeline.wire.messages import FinishReason
-from workers.guard.repeat import Rule
-from workers.guard.rules import GuardRules
-from workers.guard.settings import subtree
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.load import parse_yaml
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError, DataError
+from sluice.pipeline.json_out import json_line
+from sluice.pipeline.prompts.rows import Malformed, is_parquet, read_rows
+from sluice.pipeline.wire.messages import FinishReason
+from sluice.workers.guard.repeat import Rule
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.settings import subtree
 
 CUT_BEFORE: FinishReason = "repeat_terminated"
 HEALTHY: FinishReason = "stop"
@@ -224,7 +224,7 @@ def _tokenizer(directory: str) -> Any:
             "max_object_keys counts object_key_prefix in the bytes that the model's tokens write: name the model's "
             "directory, --model DIR"
         )
-    from workers.engine.model_files import load_tokenizer  # slow to load
+    from sluice.workers.engine.model_files import load_tokenizer  # slow to load
 
     return load_tokenizer(directory)
 

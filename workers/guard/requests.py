@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from workers.guard.repeat import RepeatGuard, RepeatTrigger
-from workers.guard.rules import GuardRules
-from workers.guard.watch import GuardCost
+from sluice.workers.guard.repeat import RepeatGuard, RepeatTrigger
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.watch import GuardCost
 
 EXTRA = "sluice_guard"
 """Our key in `extra_args`; not for clients of a server."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import GuardImpossible
-from workers.guard.object_keys import ObjectKeys
-from workers.guard.repeat import LOOK_EVERY, RepeatGuard, Rule
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import GuardImpossible
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.repeat import LOOK_EVERY, RepeatGuard, Rule
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.rules import check_guard
-from pipeline.config.suggest import refuse_unknown_keys
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError, MessageError
-from pipeline.wire.codec import read_json
+from sluice.pipeline.config.rules import check_guard
+from sluice.pipeline.config.suggest import refuse_unknown_keys
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError, MessageError
+from sluice.pipeline.wire.codec import read_json
 
 SWITCH = "ENABLE_VLLM_REPEAT_TERMINATE_INJECTION"
 JSON_PATH = "VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"

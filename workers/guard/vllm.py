@@ -1,6 +1,6 @@
 """The guard as vLLM loads it, on both of its runners.
 
-A stock server loads it by `vllm serve MODEL --logits-processors workers.guard.vllm:RepeatTerminate`.
+A stock server loads it by `vllm serve MODEL --logits-processors sluice.workers.guard.vllm:RepeatTerminate`.
 
 - Loaded at start-up by name. An entry point would be loaded everywhere, and dropped silently with speculative decoding.
 - What cannot be active is an error at start-up; a request that the guard could not end is refused.
@@ -18,12 +18,12 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1Interface
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Interface
 
-from pipeline.errors import ConfigError, GuardRefused
-from workers.engine.model_files import eos_token_ids
-from workers.guard import settings
-from workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments, GuardRequests
-from workers.guard.rules import GuardRules
-from workers.guard.vllm_runners import V1Rows, V2Slots, check_interfaces
+from sluice.pipeline.errors import ConfigError, GuardRefused
+from sluice.workers.engine.model_files import eos_token_ids
+from sluice.workers.guard import settings
+from sluice.workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments, GuardRequests
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.vllm_runners import V1Rows, V2Slots, check_interfaces
 
 _log = init_logger("vllm.sluice.repeat_terminate")
 

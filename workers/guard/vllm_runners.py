@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import GuardRefused
-from workers.guard.repeat import RepeatGuard
-from workers.guard.requests import GuardArguments, GuardRequests
-from workers.guard.watch import Watch, force
+from sluice.pipeline.errors import GuardRefused
+from sluice.workers.guard.repeat import RepeatGuard
+from sluice.workers.guard.requests import GuardArguments, GuardRequests
+from sluice.workers.guard.watch import Watch, force
 
 _V1_METHODS = {
     "update_state": ["self", "batch_update"],

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from workers.guard.repeat import RepeatGuard, RepeatTrigger
+from sluice.workers.guard.repeat import RepeatGuard, RepeatTrigger
 
 
 class Watch:

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import RequestError
-from workers.images.pixels import open_image
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.workers.images.pixels import open_image
 
 LENGTH = struct.Struct("<I")  # of a header
 MAX_HEADER = 1 << 16  # bytes

@@ -19,9 +19,9 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from pipeline.config.types import ImageFormat, ImagesConfig
-from pipeline.errors import RequestError
-from workers.images.paths import too_large
+from sluice.pipeline.config.types import ImageFormat, ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.workers.images.paths import too_large
 
 _READERS: dict[ImageFormat, type[ImageFile.ImageFile]] = {
     "JPEG": JpegImageFile,

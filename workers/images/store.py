@@ -18,12 +18,12 @@ from types import TracebackType
 import msgspec
 from PIL import Image
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import RequestError
-from pipeline.wire.messages import ImageRef
-from workers.images.decoders import Decoders
-from workers.images.paths import Found, Roots
-from workers.images.urls import UrlFetcher
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import ImageRef
+from sluice.workers.images.decoders import Decoders
+from sluice.workers.images.paths import Found, Roots
+from sluice.workers.images.urls import UrlFetcher
 
 FETCHES = 16
 

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipeline.errors import SluiceError
-from pipeline.files import fsync_directory
-from pipeline.prompts.rows import Malformed, is_parquet, parquet_module
-from pipeline.wire.messages import FinishReason
-from workers.engine.contracts import EngineFacts
-from workers.engine.requests import GenerationResult
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.files import fsync_directory
+from sluice.pipeline.prompts.rows import Malformed, is_parquet, parquet_module
+from sluice.pipeline.wire.messages import FinishReason
+from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.requests import GenerationResult
 
 MINIMAL = ("id", "row", "index", "text", "finish_reason", "error", "num_new_tokens")
 

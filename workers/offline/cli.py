@@ -86,8 +86,8 @@ def generate(
 
     Example: `sluice generate --model ./my-model --in prompts.jsonl --out answers.jsonl --max-new-tokens 64`
     """
-    from workers.offline.run import run
-    from workers.offline.settings import make_settings
+    from sluice.workers.offline.run import run
+    from sluice.workers.offline.settings import make_settings
 
     options = {
         "max_new_tokens": max_new_tokens,

@@ -10,10 +10,10 @@ from typing import IO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from pipeline.json_out import json_line
-from pipeline.terminal import Console
-from workers.offline.settings import GenerateSettings
-from workers.offline.sinks import Tally
+from sluice.pipeline.json_out import json_line
+from sluice.pipeline.terminal import Console
+from sluice.workers.offline.settings import GenerateSettings
+from sluice.workers.offline.sinks import Tally
 
 SCHEMA = 1
 _PLAIN_EVERY_S = 10.0

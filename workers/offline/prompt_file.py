@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 
-from pipeline.errors import DataError
-from pipeline.prompts.rows import Malformed, check_messages, is_parquet, read_rows
-from pipeline.wire.messages import ImageRef
-from workers.engine.plugins.base import RequestType
-from workers.engine.requests import GenerationRequest, TextGenerationRequest, VlmGenerationRequest
-from workers.offline.answers import MAX_ROWS
-from workers.offline.settings import STANDARD
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.prompts.rows import Malformed, check_messages, is_parquet, read_rows
+from sluice.pipeline.wire.messages import ImageRef
+from sluice.workers.engine.plugins.base import RequestType
+from sluice.workers.engine.requests import GenerationRequest, TextGenerationRequest, VlmGenerationRequest
+from sluice.workers.offline.answers import MAX_ROWS
+from sluice.workers.offline.settings import STANDARD
 
 
 class PromptRow(msgspec.Struct, frozen=True, kw_only=True):

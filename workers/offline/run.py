@@ -22,21 +22,21 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from pipeline import logs
-from pipeline.errors import ConfigError, DataError, EngineError, ModelError, SluiceError
-from pipeline.prompts.rows import Malformed, is_parquet, parquet_module
-from pipeline.terminal import say
-from workers.engine.model_files import check_directory
-from workers.engine.plugins import GenerationPlugin
-from workers.engine.requests import GenerationRequest
-from workers.offline.answers import Answer, number_of, row_and_index, write_in_order
-from workers.offline.progress import Meter
-from workers.offline.prompt_file import PromptFile, PromptRow, Scan, open_prompts
-from workers.offline.settings import GenerateSettings, check_fit, make_plugins
-from workers.offline.sinks import PartFile, StdoutSink, Tally
+from sluice.pipeline import logs
+from sluice.pipeline.errors import ConfigError, DataError, EngineError, ModelError, SluiceError
+from sluice.pipeline.prompts.rows import Malformed, is_parquet, parquet_module
+from sluice.pipeline.terminal import say
+from sluice.workers.engine.model_files import check_directory
+from sluice.workers.engine.plugins import GenerationPlugin
+from sluice.workers.engine.requests import GenerationRequest
+from sluice.workers.offline.answers import Answer, number_of, row_and_index, write_in_order
+from sluice.workers.offline.progress import Meter
+from sluice.workers.offline.prompt_file import PromptFile, PromptRow, Scan, open_prompts
+from sluice.workers.offline.settings import GenerateSettings, check_fit, make_plugins
+from sluice.workers.offline.sinks import PartFile, StdoutSink, Tally
 
 if TYPE_CHECKING:
-    from workers.engine.generation_engine import GenerationEngine
+    from sluice.workers.engine.generation_engine import GenerationEngine
 
 
 SOME_ROWS_FAILED = 9  # exit code
@@ -256,9 +256,9 @@ class Decoding:
 
 
 def _engine(settings: GenerateSettings) -> GenerationEngine:
-    from pipeline.prompts.chat_template import ChatTemplateOptions
-    from workers.engine.generation_engine import GenerationEngine  # torch is slow to load
-    from workers.engine.requests import ModelLoadConfig
+    from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+    from sluice.workers.engine.generation_engine import GenerationEngine  # torch is slow to load
+    from sluice.workers.engine.requests import ModelLoadConfig
 
     model = msgspec.structs.asdict(settings.model)
     preprocess, path = model.pop("preprocess"), model.pop("path")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from pipeline.config import load_config
-from pipeline.config.suggest import did_you_mean
-from pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.errors import ConfigError, EngineError, RequestError
-from workers.engine.plugins import GenerationPlugin, check_plugins
-from workers.engine.plugins.base import Hook, RequestType
-from workers.engine.requests import GenerationOptions
-from workers.offline.answers import MAX_N
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.suggest import did_you_mean
+from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.errors import ConfigError, EngineError, RequestError
+from sluice.pipeline.user_modules import load_object
+from sluice.workers.engine.plugins import GenerationPlugin, check_plugins
+from sluice.workers.engine.plugins.base import Hook, RequestType
+from sluice.workers.engine.requests import GenerationOptions
+from sluice.workers.offline.answers import MAX_N
 
 STANDARD = "-"  # input or output
 _GUARD = "rollout_matching.repeat_terminate"
@@ -122,8 +120,8 @@ def _same_file(source: str, out: str) -> bool:
 
 
 KNOWN = {
-    "balanced_json": "workers.engine.plugins.balanced_json:BalancedJsonStop",
-    "duplicate_objects": "workers.engine.plugins.duplicate_objects:DuplicateObjectSuppression",
+    "balanced_json": "sluice.workers.engine.plugins.balanced_json:BalancedJsonStop",
+    "duplicate_objects": "sluice.workers.engine.plugins.duplicate_objects:DuplicateObjectSuppression",
 }
 
 _HOOKS: dict[str, frozenset[Hook]] = {"hf": frozenset({"stopping_criteria", "logits_processor"}), "vllm": frozenset()}
@@ -149,7 +147,7 @@ def _make(name: str) -> GenerationPlugin:
     if not (module_name and colon and class_name):
         known = did_you_mean(name, list(KNOWN))
         raise ConfigError(f"--plugin {name}: unknown; {known} One of your own is written package.module:Class")
-    found = getattr(_module(name, module_name), class_name, None)
+    found = load_object(KNOWN.get(name, name), f"--plugin {name}")
     if not (isinstance(found, type) and issubclass(found, GenerationPlugin)):
         raise ConfigError(f"--plugin {name}: {module_name!r} has no GenerationPlugin class {class_name!r}")
     try:
@@ -157,15 +155,4 @@ def _make(name: str) -> GenerationPlugin:
     except Exception as error:  # the user's code, which may raise anything
         raise ConfigError(
             f"--plugin {name}: cannot be made without arguments ({type(error).__name__}: {error}); give them defaults"
-        ) from error
-
-
-def _module(name: str, module_name: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module beside the prompts, as with `python -m`
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
-        raise ConfigError(
-            f"--plugin {name}: cannot import {module_name!r} ({type(error).__name__}: {error}); is it on PYTHONPATH?"
         ) from error

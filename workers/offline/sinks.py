@@ -25,9 +25,9 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
-from pipeline.errors import ConfigError, DataError, MessageError
-from pipeline.wire.codec import read_json
-from workers.offline.answers import MAX_N, MAX_ROWS, number_of, row_and_index
+from sluice.pipeline.errors import ConfigError, DataError, MessageError
+from sluice.pipeline.wire.codec import read_json
+from sluice.workers.offline.answers import MAX_N, MAX_ROWS, number_of, row_and_index
 
 _MAX_KINDS = 3
 _MAX_CHARACTERS = 500  # of one error

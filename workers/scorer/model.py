@@ -13,19 +13,19 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.types import Config
-from pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
-from pipeline.queue.scores import refusal
-from pipeline.weights.versions import verify
-from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
-from pipeline.wire.tokens import FloatArray
-from workers.engine.contracts import EngineFacts
-from workers.engine.hf.model import load_model
-from workers.engine.hf.passes import token_logprobs
-from workers.engine.hf.proof import prove
-from workers.engine.hf.weights import Weights
-from workers.engine.limits import check_token_ids
-from workers.weights_watch import probe_of
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
+from sluice.pipeline.queue.scores import refusal
+from sluice.pipeline.weights.versions import verify
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from sluice.pipeline.wire.tokens import FloatArray
+from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.hf.model import load_model
+from sluice.workers.engine.hf.passes import token_logprobs
+from sluice.workers.engine.hf.proof import prove
+from sluice.workers.engine.hf.weights import Weights
+from sluice.workers.engine.limits import check_token_ids
+from sluice.workers.weights_watch import probe_of
 
 
 class VersionedModel:

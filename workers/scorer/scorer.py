@@ -16,15 +16,15 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from pipeline import logs
-from pipeline.config.types import Config
-from pipeline.errors import WeightsError
-from pipeline.logs import get_logger
-from pipeline.queue.scores import ScoreJobs, TakenJob, refusal
-from pipeline.run.gpu import use_free_gpu
-from pipeline.run.role import Role, default_name, role_process
-from pipeline.weights.versions import WeightsRegistry
-from pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from sluice.pipeline import logs
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
+from sluice.pipeline.run.gpu import use_free_gpu
+from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.weights.versions import WeightsRegistry
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 
 _TAKE = 16  # jobs at a time: what a scorer that dies holds up for a lease
 _BLOCK_S = 0.5
@@ -58,7 +58,7 @@ async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> Non
 async def _serve(config: Config, name: str, stop: asyncio.Event | None) -> None:
     async with role_process(config, "scorer", name, stop) as role:
         role.status.waiting(f"the model to load from {config.model.path}")
-        from workers.scorer.model import VersionedModel  # torch: after the GPU was chosen
+        from sluice.workers.scorer.model import VersionedModel  # torch: after the GPU was chosen
 
         model = await asyncio.to_thread(VersionedModel, config)
         get_logger().info("scorer ready", device=model.facts.device, dtype=model.facts.dtype)

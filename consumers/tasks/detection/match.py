@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from consumers.tasks.detection.geometry import Box, centre_distances, iou_matrix
-from consumers.tasks.detection.grammar import GRAMMARS
-from consumers.tasks.detection.parse import DetectionParse
-from consumers.tasks.detection.truth import Truth, read_truths
-from consumers.tasks.task import Matched, Parsed, TaskContext
-from pipeline.config.types import RolloutMatchingConfig
-from pipeline.errors import TaskError
+from sluice.consumers.tasks.detection.geometry import Box, centre_distances, iou_matrix
+from sluice.consumers.tasks.detection.grammar import GRAMMARS
+from sluice.consumers.tasks.detection.parse import DetectionParse
+from sluice.consumers.tasks.detection.truth import Truth, read_truths
+from sluice.consumers.tasks.task import Matched, Parsed, TaskContext
+from sluice.pipeline.config.types import RolloutMatchingConfig
+from sluice.pipeline.errors import TaskError
 
 
 @dataclass(frozen=True)

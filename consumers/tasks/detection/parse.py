@@ -19,9 +19,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from consumers.tasks.codec import clean_cut
-from consumers.tasks.detection.geometry import MIN_POLY, Box, Geometry, is_box, is_polygon
-from consumers.tasks.detection.grammar import (
+from sluice.consumers.tasks.codec import clean_cut
+from sluice.consumers.tasks.detection.geometry import MIN_POLY, Box, Geometry, is_box, is_polygon
+from sluice.consumers.tasks.detection.grammar import (
     GRAMMARS,
     MAX_ITEMS,
     OBJECT_N,
@@ -32,10 +32,10 @@ from consumers.tasks.detection.grammar import (
     scan,
     string_value,
 )
-from consumers.tasks.rollout import answer_ids, final_turn, rollout_metrics
-from consumers.tasks.task import Parsed, TaskContext
-from pipeline.telemetry.training_metrics import DROP_REASONS
-from pipeline.wire.messages import SequenceResult
+from sluice.consumers.tasks.rollout import answer_ids, final_turn, rollout_metrics
+from sluice.consumers.tasks.task import Parsed, TaskContext
+from sluice.pipeline.telemetry.training_metrics import DROP_REASONS
+from sluice.pipeline.wire.messages import SequenceResult
 
 Span = tuple[int, int]
 _NONE = Geometry("bbox_2d", (0, 0, 0, 0))

@@ -30,18 +30,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from consumers.tasks.codec import begins_torn, covering
-from consumers.tasks.detection.geometry import Box
-from consumers.tasks.detection.grammar import GRAMMARS
-from consumers.tasks.detection.match import DetectionMatch
-from consumers.tasks.detection.parse import DetectionParse
-from consumers.tasks.detection.truth import Piece, Truth, answer_pieces, coord_texts, desc_text, geometry_text
-from consumers.tasks.rollout import Response, training_sample
-from consumers.tasks.segments import MIXED_ORDER, Segment
-from consumers.tasks.task import Matched, TaskContext, TextCodec
-from pipeline.config.types import RolloutMatchingConfig
-from pipeline.errors import ConfigError
-from pipeline.wire.messages import GeometryTarget, TrainingSample
+from sluice.consumers.tasks.codec import begins_torn, covering
+from sluice.consumers.tasks.detection.geometry import Box
+from sluice.consumers.tasks.detection.grammar import GRAMMARS
+from sluice.consumers.tasks.detection.match import DetectionMatch
+from sluice.consumers.tasks.detection.parse import DetectionParse
+from sluice.consumers.tasks.detection.truth import Piece, Truth, answer_pieces, coord_texts, desc_text, geometry_text
+from sluice.consumers.tasks.rollout import Response, training_sample
+from sluice.consumers.tasks.segments import MIXED_ORDER, Segment
+from sluice.consumers.tasks.task import Matched, TaskContext, TextCodec
+from sluice.pipeline.config.types import RolloutMatchingConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.wire.messages import GeometryTarget, TrainingSample
 
 _RANK = {segment: rank for rank, segment in enumerate(MIXED_ORDER)}
 _LEFT_TOKENS = 16

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consumers.tasks.codec import coord_token
-from consumers.tasks.detection.geometry import Box, Geometry, is_box, is_polygon
-from consumers.tasks.detection.grammar import OBJECT_N, Grammar
-from consumers.tasks.segments import Segment
-from consumers.tasks.task import TextCodec
-from pipeline.errors import TaskError
+from sluice.consumers.tasks.codec import coord_token
+from sluice.consumers.tasks.detection.geometry import Box, Geometry, is_box, is_polygon
+from sluice.consumers.tasks.detection.grammar import OBJECT_N, Grammar
+from sluice.consumers.tasks.segments import Segment
+from sluice.consumers.tasks.task import TextCodec
+from sluice.pipeline.errors import TaskError
 
 Piece = tuple[str, Segment]
 

@@ -4,7 +4,7 @@ names in the configuration ──▶ load_tools ──▶ ToolBox ──▶ sche
 tool_server_url ──▶ mcp_tools ──▶ ToolBox.plus ─┘    └──▶ run(calls) ──▶ tool messages
 """
 
-from producers.agents.tools.function import Tool, ToolError, tool
-from producers.agents.tools.registry import ToolBox, load_tools
+from sluice.producers.agents.tools.function import Tool, ToolError, tool
+from sluice.producers.agents.tools.registry import ToolBox, load_tools
 
 __all__ = ["Tool", "ToolBox", "ToolError", "load_tools", "tool"]

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from producers.agents.tools.function import Tool, ToolError
+from sluice.producers.agents.tools.function import Tool, ToolError
 
 MAX_DIGITS = 1_000
 

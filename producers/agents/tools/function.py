@@ -20,8 +20,8 @@ from typing import Any, Protocol, get_type_hints, runtime_checkable
 import msgspec
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
-from pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
-from pipeline.thread_pool import ThreadPool
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
+from sluice.pipeline.thread_pool import ThreadPool
 
 _PLACES, _MOST_LOST = 8, 32  # of one function: calls at a time, and calls that never ended
 

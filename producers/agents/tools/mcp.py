@@ -23,10 +23,10 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolResult, TextContent
 from mcp.types import Tool as Listed
 
-from pipeline.errors import RequestError, first_cause
-from pipeline.http.addresses import AllowedHosts, RefusedAddress
-from producers.agents.tools.function import Tool, ToolError
-from producers.http.client import guarded_session
+from sluice.pipeline.errors import RequestError, first_cause
+from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress
+from sluice.producers.agents.tools.function import Tool, ToolError
+from sluice.producers.http.client import guarded_session
 
 MAX_TOOLS = 256
 _LEAVE_S = 5.0  # for the server to hear that its session ends

@@ -10,19 +10,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline.config.types import RolloutServerConfig
-from pipeline.errors import ConfigError, DeadlineExceeded
-from pipeline.logs import get_logger
-from pipeline.wire.codec import lone_surrogate, too_deep
-from producers.agents.tools.calculator import calculator
-from producers.agents.tools.function import TimedTool, Tool, ToolError
+from sluice.pipeline.config.types import RolloutServerConfig
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.user_modules import load_object
+from sluice.pipeline.wire.codec import lone_surrogate, too_deep
+from sluice.producers.agents.tools.calculator import calculator
+from sluice.producers.agents.tools.function import TimedTool, Tool, ToolError
 
 MAX_RESULT_CHARS = 262_144
 MAX_CALLS = 32
@@ -105,18 +103,12 @@ def load_tools(config: RolloutServerConfig) -> ToolBox:
 
 def _imported(name: str) -> list[Tool]:
     where = f"rollout_server.tools: {name!r}"
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(f"{where} is no tool; write calculator, or package.module:name of a tool of your own")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module of the working directory, as with `python -m`
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(f"{where} cannot be imported ({type(error).__name__}: {error}); correct it") from error
+    found = load_object(name, "rollout_server.tools")
     tools = list(found) if isinstance(found, list | tuple) else [found]
     if not all(isinstance(one, Tool) for one in tools):
-        raise ConfigError(f"{where} is no tool; decorate the function with producers.agents.tools.tool")
+        raise ConfigError(f"{where} is no tool; decorate the function with sluice.producers.agents.tools.tool")
     return tools
 
 

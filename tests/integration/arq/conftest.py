@@ -10,9 +10,9 @@ import pytest
 from arq.connections import ArqRedis, RedisSettings, create_pool
 from redis.asyncio import Redis
 
-from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.queue import LeasedWorker, arq_deserializer, arq_serializer
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
+from sluice.pipeline.queue import LeasedWorker, arq_deserializer, arq_serializer
+from sluice.pipeline.wire.keys import Keys
 
 MakeWorker = Callable[..., LeasedWorker]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from arq.jobs import Job, JobStatus
 
-from pipeline.queue import LeasedWorker
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, decode
+from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, decode
 from tests.roles import eventually
 
 DEADLINE_S = 20.0

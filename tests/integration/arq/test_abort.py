@@ -11,7 +11,7 @@ from arq.jobs import Job, JobStatus
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.wire.keys import ARQ_ABORT, Keys
+from sluice.pipeline.wire.keys import ARQ_ABORT, Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, reaches, serving, tally, until
 

@@ -9,9 +9,9 @@ import pytest
 from arq.connections import ArqRedis
 from arq.worker import FailedJobs, Retry, func
 
-from pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from pipeline.queue import LeasedWorker, arq_pool
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
+from sluice.pipeline.queue import LeasedWorker, arq_pool
+from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, serving, tally, until
 
@@ -190,7 +190,7 @@ async def test_a_running_job_is_not_claimed_by_another_worker(
 
 def test_run_makes_a_loops_worth_of_work(broker_config: BrokerConfig, keys: Keys) -> None:
     """Worker.run, as arq's own command calls it: no loop yet, hooks and health record tidied up at the end."""
-    from pipeline.broker import connection
+    from sluice.pipeline.broker import connection
 
     ended: list[str] = []
 

@@ -13,8 +13,8 @@ from arq.cron import CronJob, cron
 from arq.worker import Retry, func
 from redis.asyncio import Redis
 
-from pipeline.queue import LeasedWorker
-from pipeline.wire.keys import ARQ_RESULT, ARQ_RUNNING, Keys
+from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.wire.keys import ARQ_RESULT, ARQ_RUNNING, Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import burst, letters, serving, tally
 from tests.roles import eventually

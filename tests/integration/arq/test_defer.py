@@ -11,7 +11,7 @@ from arq.connections import ArqRedis
 from arq.jobs import JobStatus
 from arq.worker import func
 
-from pipeline.wire.keys import Keys
+from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, tally
 

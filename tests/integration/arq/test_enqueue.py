@@ -13,7 +13,7 @@ from arq.jobs import Job, SerializationError
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.wire.keys import ARQ_JOB, Keys
+from sluice.pipeline.wire.keys import ARQ_JOB, Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, reaches, serving, tally, until
 

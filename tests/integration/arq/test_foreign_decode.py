@@ -13,17 +13,17 @@ from arq.connections import ArqRedis
 from arq.jobs import Job, JobStatus
 from redis.asyncio import Redis
 
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.queue import JobFailed
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, SamplingParams, SequenceResult, decode, encode
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.queue import JobFailed
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, SamplingParams, SequenceResult, decode, encode
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.decode_workers import working
 from tests.factories import decode_job
 from tests.integration.arq.serving import answer, counts, letters, reaches, until
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.engine.hf import HfBackend
 
 FIELDS: dict[str, Any] = {
     "n": 2,

@@ -10,10 +10,10 @@ from arq.jobs import Job
 from arq.worker import Worker
 from redis.asyncio import Redis
 
-from pipeline.queue import Credit, Finished, JobFailed, JobQueue, arq_deserializer, arq_serializer
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import DeadLetter, decode
+from sluice.pipeline.queue import Credit, Finished, JobFailed, JobQueue, arq_deserializer, arq_serializer
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DeadLetter, decode
 from tests.factories import decode_job, sequence_result
 
 PLENTY = Credit(max_in_flight=1000, samples_per_version=1000, max_staleness=1)

@@ -9,8 +9,8 @@ from typing import Any
 from arq.connections import ArqRedis, RedisSettings
 from arq.worker import async_check_health, check_health, func
 
-from pipeline.config.types import BrokerConfig
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, serving
 from tests.roles import eventually

@@ -12,9 +12,9 @@ from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.queue import arq_serializer
-from pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
-from pipeline.wire.messages import DeadLetter, decode
+from sluice.pipeline.queue import arq_serializer
+from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
+from sluice.pipeline.wire.messages import DeadLetter, decode
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, tally
 

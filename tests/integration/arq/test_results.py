@@ -11,8 +11,8 @@ from arq.jobs import DeserializationError, Job, ResultNotFound, SerializationErr
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.queue import JobFailed
-from pipeline.wire.keys import ARQ_RESULT, Keys
+from sluice.pipeline.queue import JobFailed
+from sluice.pipeline.wire.keys import ARQ_RESULT, Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, counts, letters, tally
 

@@ -12,7 +12,7 @@ from arq.jobs import JobStatus
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.wire.keys import Keys
+from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import DEADLINE_S, answer, burst, counts, letters, reaches, tally, until
 

@@ -13,8 +13,8 @@ from arq.jobs import DeserializationError, Job, JobResult, JobStatus
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.queue import Call, Credit, JobQueue
-from pipeline.wire.keys import ARQ_JOB, ARQ_RUNNING, Keys
+from sluice.pipeline.queue import Call, Credit, JobQueue
+from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RUNNING, Keys
 from tests.factories import decode_job
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, reaches, serving

@@ -10,8 +10,8 @@ from arq.connections import ArqRedis
 from arq.worker import func
 from redis.asyncio import Redis
 
-from pipeline.queue import JobFailed
-from pipeline.wire.keys import Keys
+from sluice.pipeline.queue import JobFailed
+from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, letters, tally
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from arq.connections import ArqRedis
 
-from pipeline.queue import Call, JobQueue, LeasedWorker, func
-from pipeline.wire.keys import Keys
+from sluice.pipeline.queue import Call, JobQueue, LeasedWorker, func
+from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import ANSWER_S, serving, until
 

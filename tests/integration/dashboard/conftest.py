@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.config.types import BrokerConfig
+from sluice.pipeline.config.types import BrokerConfig
 from tests.dashboard_site import Site, dashboard_site, jobs_of, site_config
 from tests.tiny_models import save_tiny_model
 

@@ -6,9 +6,9 @@ import base64
 
 import pytest
 
-from consumers.dashboard.auth import check_host
-from pipeline.config.types import DashboardConfig
-from pipeline.errors import ConfigError
+from sluice.consumers.dashboard.auth import check_host
+from sluice.pipeline.config.types import DashboardConfig
+from sluice.pipeline.errors import ConfigError
 from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import OURS, ask
 

@@ -8,11 +8,11 @@ import http.client
 import time
 from collections.abc import Iterator
 
-from consumers.dashboard.app import make_app
-from consumers.dashboard.live import MOST_STREAMS
-from consumers.dashboard.monitor import Monitor
-from pipeline.broker import connection as broker
-from pipeline.config.types import BrokerConfig
+from sluice.consumers.dashboard.app import make_app
+from sluice.consumers.dashboard.live import MOST_STREAMS
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.pipeline.broker import connection as broker
+from sluice.pipeline.config.types import BrokerConfig
 from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import ask
 from tests.served import served

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from pipeline.errors import ModelError
+from sluice.pipeline.errors import ModelError
 from tests.dashboard_site import Site
 from tests.integration.dashboard.asking import OURS, Answer, ask
 from tests.roles import role_of

@@ -14,19 +14,19 @@ import pytest
 from PIL import Image
 from redis.asyncio import Redis
 
-from consumers.dashboard.app import make_app
-from consumers.dashboard.monitor import Monitor
-from consumers.groups import Group
-from consumers.history.files import history_directory
-from consumers.history.reader import HistoryReader
-from consumers.history.recorder import Recorder, TrainedRecorder
-from consumers.samples import Sampler
-from consumers.tasks.registry import load_task
-from pipeline.config.types import BrokerConfig, Config, DataConfig, ModelConfig, RolloutMatchingConfig
-from pipeline.queue import Credit, JobQueue
-from pipeline.run.provenance import store
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult
+from sluice.consumers.dashboard.app import make_app
+from sluice.consumers.dashboard.monitor import Monitor
+from sluice.consumers.groups import Group
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.recorder import Recorder, TrainedRecorder
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks.registry import load_task
+from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, ModelConfig, RolloutMatchingConfig
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.run.provenance import store
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult
 from tests.dashboard_site import Site
 from tests.detection_rollouts import answer, context, obj, rollout
 from tests.factories import decode_job

@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from demo.tools import demonstrations
-from pipeline.config.types import Config
-from pipeline.wire.messages import SequenceResult
-from producers.agents.server import serve_until
+from sluice.demo.tools import demonstrations
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.wire.messages import SequenceResult
+from sluice.producers.agents.server import serve_until
 from tests.tool_models import CONVERSATIONS, Conversation
 
 CALLING = [one for one in CONVERSATIONS if one.calls]

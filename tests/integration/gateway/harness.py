@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI
 
-from pipeline.config.types import Config
-from pipeline.wire.messages import Message, SequenceResult, decode
-from producers.gateway.server import run_gateway
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.wire.messages import Message, SequenceResult, decode
+from sluice.producers.gateway.server import run_gateway
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.hf import HfBackend
+from sluice.workers.job_prompts import JobPrompts
 from tests.roles import eventually, role_of
-from workers.decode_worker import DecodeWorker
-from workers.engine.hf import HfBackend
-from workers.job_prompts import JobPrompts
 
 USER = {"role": "user", "content": "hello"}
 

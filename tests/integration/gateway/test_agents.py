@@ -17,10 +17,11 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from transformers import AutoTokenizer
 
-from pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult
-from producers.agents.tools import load_tools
+from sluice.pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult
+from sluice.producers.agents.tools import load_tools
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import reference, reference_logprobs, started
 from tests.integration.gateway.agents import (
     CALLING,
@@ -34,7 +35,6 @@ from tests.integration.gateway.agents import (
 from tests.integration.gateway.harness import Gateway, published, serving, user
 from tests.roles import eventually, run_config
 from tests.tool_models import tool_model
-from workers.engine.hf import HfBackend
 
 TWO_CALLS = CALLING[0]
 SETTINGS = RolloutServerConfig(tool_latency_ms=(0, 5))

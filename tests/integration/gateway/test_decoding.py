@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pipeline.queue import Claim
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import SequenceResult, TokenDelta
-from producers.gateway.decoding import Decoding, Event
+from sluice.pipeline.queue import Claim
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SequenceResult, TokenDelta
+from sluice.producers.gateway.decoding import Decoding, Event
 from tests.asking import DEADLINE_S, Asked, reading
 from tests.roles import eventually
 

@@ -11,16 +11,16 @@ import msgspec
 import openai
 import pytest
 
-from pipeline.config.types import BrokerConfig, Config, GatewayConfig
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import ARQ_ABORT, Keys
-from producers.gateway.tool_calls import Call, Parsed
-from producers.tokenizer import load_renderer
+from sluice.pipeline.config.types import BrokerConfig, Config, GatewayConfig
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import ARQ_ABORT, Keys
+from sluice.producers.gateway.tool_calls import Call, Parsed
+from sluice.producers.tokenizer import load_renderer
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.harness import USER, in_hand, kept, published, said, serving, user
 from tests.roles import eventually, run_config
 from tests.tiny_models import save_tiny_model
-from workers.engine.hf import HfBackend
 
 SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.broker import connection
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import TrainingBatch, encode
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import TrainingBatch, encode
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample

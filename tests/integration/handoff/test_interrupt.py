@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import resolved_yaml
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config import resolved_yaml
+from sluice.pipeline.wire.keys import Keys
 from tests.e2e.processes import environment, launch
 from tests.integration.handoff.test_rollouts import MakeRun
 
 LOOP = """
 import sys
-from consumers.training.handoff import Rollouts
+from sluice.consumers.training.handoff import Rollouts
 with Rollouts(sys.argv[1]) as rollouts:
     print("open", flush=True)
     next(rollouts.batches())

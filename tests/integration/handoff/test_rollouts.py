@@ -13,16 +13,16 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from consumers.training.handoff import RolloutDataset, Rollouts
-from consumers.training.session import Session
-from consumers.training.step_log import read_rollouts, read_steps
-from pipeline.broker import connection
-from pipeline.config.types import Config
-from pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
-from pipeline.status.snapshot import Snapshot, snapshot
-from pipeline.weights import versions
-from pipeline.weights.versions import WeightsRegistry, verify
-from pipeline.wire.keys import Keys
+from sluice.consumers.training.handoff import RolloutDataset, Rollouts
+from sluice.consumers.training.session import Session
+from sluice.consumers.training.step_log import read_rollouts, read_steps
+from sluice.pipeline.broker import connection
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
+from sluice.pipeline.status.snapshot import Snapshot, snapshot
+from sluice.pipeline.weights import versions
+from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.wire.keys import Keys
 
 MakeRun = Callable[..., Config]
 
@@ -158,7 +158,7 @@ def test_ids_that_the_callers_checkpoint_holds_are_not_given_again(make_run: Mak
 
 def test_one_loop_at_a_time(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_run(1)
-    monkeypatch.setattr("consumers.training.handoff._ACQUIRE_S", 0.1)
+    monkeypatch.setattr("sluice.consumers.training.handoff._ACQUIRE_S", 0.1)
     with (
         Rollouts(config),
         pytest.raises(DeadlineExceeded, match=r"another process has held this role.*trainer\.external=true"),

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config.types import BrokerConfig, Config, GatewayConfig
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import BrokerConfig, Config, GatewayConfig
+from sluice.pipeline.wire.keys import Keys
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.image_site import site
 from tests.integration.rollout.conftest import serve, tokenizer_dirs, tools_tokenizer
 from tests.roles import run_config
 from tests.tiny_models import save_tiny_model
-from workers.engine.hf import HfBackend
 
 __all__ = ["serve", "site", "tokenizer_dirs", "tools_tokenizer"]
 

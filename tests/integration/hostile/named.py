@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import aiohttp
 
-from pipeline.config.types import Config, RolloutServerConfig
-from producers.agents.runs import open_runs
-from producers.agents.server import build_app
-from producers.agents.state import app_state
-from producers.http.client import guarded_session
+from sluice.pipeline.config.types import Config, RolloutServerConfig
+from sluice.producers.agents.runs import open_runs
+from sluice.producers.agents.server import build_app
+from sluice.producers.agents.state import app_state
+from sluice.producers.http.client import guarded_session
 from tests.integration.http.names import Names
 from tests.integration.rollout.conftest import QUICK
 from tests.served import Served, served

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipeline.config.types import Config
+from sluice.pipeline.config.types import Config
 from tests.integration.gateway.harness import serving
 from tests.integration.rollout.conftest import Serve, a_request
 

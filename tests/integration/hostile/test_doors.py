@@ -8,10 +8,10 @@ import aiohttp
 import msgspec
 import pytest
 
-from pipeline.config.types import Config, GatewayConfig, RolloutConfig
-from pipeline.errors import RequestError
-from pipeline.http.addresses import AllowedHosts
-from producers.agents.state import named_hosts
+from sluice.pipeline.config.types import Config, GatewayConfig, RolloutConfig
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.producers.agents.state import named_hosts
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve, a_request
 

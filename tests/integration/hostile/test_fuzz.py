@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.types import Config
+from sluice.pipeline.config.types import Config
+from sluice.workers.engine.hf import HfBackend
 from tests.fuzz_http import everywhere
 from tests.integration.rollout.conftest import Serve
-from workers.engine.hf import HfBackend
 
 
 async def test_no_body_ends_a_server_or_the_worker_behind_it(

@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pipeline import logs
-from pipeline.config.types import Config
-from pipeline.wire.keys import Keys
+from sluice.pipeline import logs
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.wire.keys import Keys
 from tests.image_site import Site
 from tests.integration.gateway.harness import USER, Gateway, serving
 from tests.integration.rollout.conftest import Serve, Served, a_request

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from pipeline import logs
-from pipeline.config.types import Config, ImagesConfig
-from pipeline.wire.keys import Keys
+from sluice.pipeline import logs
+from sluice.pipeline.config.types import Config, ImagesConfig
+from sluice.pipeline.wire.keys import Keys
 from tests.image_site import Site
 from tests.integration.gateway.harness import Gateway, serving
 from tests.integration.rollout.conftest import Serve, a_request

@@ -24,11 +24,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from pipeline.config.types import Config, GatewayConfig
+from sluice.pipeline.config.types import Config, GatewayConfig
+from sluice.workers.engine.hf import HfBackend
 from tests.image_site import Site
 from tests.integration.gateway.harness import USER, serving
 from tests.integration.rollout.conftest import Serve
-from workers.engine.hf import HfBackend
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = 8  # of each operation and mode

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from pipeline.errors import RequestError
-from pipeline.http.addresses import AllowedHosts, RefusedAddress
-from producers.http.client import guarded_session, read_bounded, read_json
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress
+from sluice.producers.http.client import guarded_session, read_bounded, read_json
 from tests.image_site import Site, site
 from tests.integration.http.names import Names, answer
 

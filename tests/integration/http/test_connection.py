@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipeline.http.server import Connection
+from sluice.pipeline.http.server import Connection
 from tests.served import Served, served
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"

@@ -11,7 +11,7 @@ import pytest
 from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel
 
-from pipeline.http.middleware import BearerAuth, BodyLimit, require_bearer
+from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, require_bearer
 from tests.served import Served, served
 
 KEY = "k3y-ü"

@@ -12,10 +12,10 @@ from fastapi import FastAPI, Response
 from mcp.server import MCPServer
 from starlette.types import Receive, Scope, Send
 
-from pipeline.errors import RequestError
-from pipeline.http.addresses import AllowedHosts
-from producers.agents.tools import ToolBox, tool
-from producers.agents.tools.mcp import mcp_tools
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.producers.agents.tools import ToolBox, tool
+from sluice.producers.agents.tools.mcp import mcp_tools
 from tests.integration.http.names import Names
 from tests.served import Served, served
 

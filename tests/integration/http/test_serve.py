@@ -15,8 +15,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from pipeline.errors import ConfigError, SluiceError
-from pipeline.http.server import _bind, serve
+from sluice.pipeline.errors import ConfigError, SluiceError
+from sluice.pipeline.http.server import _bind, serve
 from tests.roles import eventually
 from tests.served import served
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from fastapi import FastAPI, Request
 
-from pipeline.http.middleware import BearerAuth, BodyLimit
+from sluice.pipeline.http.middleware import BearerAuth, BodyLimit
 from tests.served import served
 
 LIMIT = 600_000

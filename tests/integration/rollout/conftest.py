@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
-from demo.tools.tokenizer import build_tokenizer
-from pipeline.config.types import Config, RolloutServerConfig, UpConfig
-from producers.agents.server import serve_until
-from producers.agents.trainer_client import Retries
+from sluice.demo.tools.tokenizer import build_tokenizer
+from sluice.pipeline.config.types import Config, RolloutServerConfig, UpConfig
+from sluice.producers.agents.server import serve_until
+from sluice.producers.agents.trainer_client import Retries
 from tests.integration.rollout.words import save_words_tokenizer
 
 ANY_PORT = ("127.0.0.1:*", "localhost:*", "[::1]:*")  # trainers of tests have free ones

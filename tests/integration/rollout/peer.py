@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from pipeline.prompts.chat_template import ChatTemplateOptions, conversation, render
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions, conversation, render
 
 
 @dataclass

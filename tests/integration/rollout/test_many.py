@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from producers.agents.tools.calculator import Operation
+from sluice.pipeline.config.types import BrokerConfig, Config, RolloutServerConfig
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.agents.tools.calculator import Operation
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.integration.gateway.agents import CALLING, assert_completed, assert_trajectory, rollout_server
 from tests.integration.gateway.harness import published, serving
 from tests.roles import run_config
 from tests.tool_models import tool_model
-from workers.engine.hf import HfBackend
 
 COUNT = 200
 OPERATIONS = ("add", "subtract", "multiply", "divide")

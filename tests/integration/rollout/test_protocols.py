@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from producers.agents.session import RolloutSession
+from sluice.producers.agents.session import RolloutSession
 from tests.integration.rollout.conftest import Serve, Served, a_request
 from tests.integration.rollout.peer import Answer, Says, ScriptedTrainer
 from tests.roles import eventually

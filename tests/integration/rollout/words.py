@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from producers.agents.tools import tool
+from sluice.producers.agents.tools import tool
 
 WORDS = "a b c d e f g h i j k l m n o p"
 TEMPLATE = "{%- for message in messages -%}{{- message.content + ' ' -}}{%- endfor -%}"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
 from tests.tiny_models import save_tiny_model
-from workers.engine.hf import HfBackend
 
 
 @pytest.fixture(scope="package")

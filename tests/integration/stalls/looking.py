@@ -10,17 +10,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from consumers.loop import Consumer
-from consumers.tasks import exact_answer
-from consumers.tasks.task import Task, TaskContext
-from pipeline.broker.connection import Scripts
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatchingConfig
-from pipeline.status.diagnosis import Why, as_text, look_twice
-from pipeline.status.snapshot import Stall, StallKind
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.loop import Consumer
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Task, TaskContext
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatchingConfig
+from sluice.pipeline.status.diagnosis import Why, as_text, look_twice
+from sluice.pipeline.status.snapshot import Stall, StallKind
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_tokenizer import tiny_codec

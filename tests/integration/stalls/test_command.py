@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.errors import BrokerError, EngineError
-from pipeline.status.diagnosis import look_twice
-from pipeline.status.heartbeat import Heartbeat
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from producers.submit import produce
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.errors import BrokerError, EngineError
+from sluice.pipeline.status.diagnosis import look_twice
+from sluice.pipeline.status.heartbeat import Heartbeat
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.submit import produce
 from tests.command import call
 from tests.integration.stalls.looking import config_of
 from tests.killable_broker import KillableBroker

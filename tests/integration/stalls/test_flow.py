@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.tasks.task import Task
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig
-from pipeline.status.inspection import inspect
-from pipeline.weights.versions import WeightsRegistry, write_version
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import WeightVersion
-from producers.submit import produce
+from sluice.consumers.tasks.task import Task
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import WeightVersion
+from sluice.producers.submit import produce
+from sluice.workers.engine.hf import HfBackend
 from tests.decode_workers import working
 from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled
 from tests.roles import eventually, role_of
-from workers.engine.hf import HfBackend
 
 
 async def test_every_worker_on_an_old_version(

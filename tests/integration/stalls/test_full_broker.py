@@ -15,25 +15,25 @@ import pytest
 from msgspec.structs import replace
 from redis.exceptions import OutOfMemoryError
 
-from consumers.tasks.task import Task
-from consumers.training.trainer import Trainer
-from pipeline.broker import connection
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import ack_batches, batch_reader
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.queue import JobQueue
-from pipeline.queue.dead_letters import Selection, drop
-from pipeline.room import CAUSE
-from pipeline.status.inspection import inspect
-from pipeline.status.snapshot import snapshot
-from pipeline.wire.keys import Keys
-from producers.submit import produce
+from sluice.consumers.tasks.task import Task
+from sluice.consumers.training.trainer import Trainer
+from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import ack_batches, batch_reader
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.queue.dead_letters import Selection, drop
+from sluice.pipeline.room import CAUSE
+from sluice.pipeline.status.inspection import inspect
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.submit import produce
+from sluice.workers.engine.hf import HfBackend
 from tests.decode_workers import working
 from tests.integration.stalls.looking import TASK, HeldMatch, config_of, consuming, put_result, stalled, why
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually, role_of
 from tests.trainers import train_step
-from workers.engine.hf import HfBackend
 
 
 @pytest.fixture(scope="module")

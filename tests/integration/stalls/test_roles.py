@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from consumers.training.trainer import Trainer
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, RepeatTerminateConfig
-from pipeline.errors import GuardImpossible, MessageError, first_cause
-from pipeline.wire.keys import Keys
-from producers.submit import produce
+from sluice.consumers.training.trainer import Trainer
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import BrokerConfig, RepeatTerminateConfig
+from sluice.pipeline.errors import GuardImpossible, MessageError, first_cause
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.submit import produce
+from sluice.workers.role import work
 from tests.integration.stalls.looking import config_of, consuming, stalled, why
 from tests.loop_models import without_end
 from tests.roles import role_of
 from tests.tiny_models import save_tiny_model
 from tests.trainers import train_step
-from workers.role import work
 
 
 async def test_no_process(broker_config: BrokerConfig, keys: Keys, tmp_path: Path) -> None:

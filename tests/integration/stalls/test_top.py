@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from textual.widgets import ContentSwitcher, Static
 
-from pipeline.config.types import BrokerConfig, Config
-from pipeline.queue import JobQueue
-from pipeline.top.app import Help, TopApp
-from pipeline.top.feed import Feed
-from pipeline.top.panels import frame, print_once
-from pipeline.wire.keys import Keys
-from producers.submit import produce
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.top.app import Help, TopApp
+from sluice.pipeline.top.feed import Feed
+from sluice.pipeline.top.panels import frame, print_once
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.submit import produce
 from tests.integration.stalls.looking import config_of, consuming
 from tests.killable_broker import KillableBroker
 from tests.roles import eventually, run_config

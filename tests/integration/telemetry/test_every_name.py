@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.config.types import BrokerConfig
-from pipeline.status.snapshot import Stall
-from pipeline.telemetry.families import FAMILIES, of_role
-from pipeline.telemetry.run_metrics import run_page, targets
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.status.snapshot import Stall
+from sluice.pipeline.telemetry.families import FAMILIES, of_role
+from sluice.pipeline.telemetry.run_metrics import run_page, targets
+from sluice.pipeline.wire.keys import Keys
 from tests.scraped import JOBS, Scraped, scraped_run
 from tests.tiny_models import save_tiny_model
 

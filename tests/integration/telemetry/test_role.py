@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.types import BrokerConfig, MetricsConfig
-from pipeline.errors import ConfigError, first_cause
-from pipeline.wire.keys import Keys
+from sluice.pipeline.config.types import BrokerConfig, MetricsConfig
+from sluice.pipeline.errors import ConfigError, first_cause
+from sluice.pipeline.wire.keys import Keys
 from tests.roles import role_of, run_config
 
 

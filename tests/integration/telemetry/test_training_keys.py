@@ -10,21 +10,27 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from consumers.groups import Assembler
-from consumers.samples import Sampler
-from consumers.tasks.codec import HFTextCodec
-from consumers.tasks.registry import load_task
-from consumers.tasks.task import TaskContext
-from consumers.training.step_log import read_steps
-from consumers.training.trackers import Trackers
-from consumers.training.trainer import Trainer
-from pipeline.broker.ownership import Ownership
-from pipeline.config.types import BrokerConfig, ConsumerConfig, PolicyConfig, RolloutMatchingConfig, TrackingConfig
-from pipeline.status.snapshot import snapshot
-from pipeline.telemetry.training_metrics import DROP_REASONS
-from pipeline.wire.keys import Keys
-from pipeline.wire.messages import TrainingBatch, TrainingSample, encode
-from pipeline.wire.tokens import Runs
+from sluice.consumers.groups import Assembler
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.registry import load_task
+from sluice.consumers.tasks.task import TaskContext
+from sluice.consumers.training.step_log import read_steps
+from sluice.consumers.training.trackers import Trackers
+from sluice.consumers.training.trainer import Trainer
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.config.types import (
+    BrokerConfig,
+    ConsumerConfig,
+    PolicyConfig,
+    RolloutMatchingConfig,
+    TrackingConfig,
+)
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.telemetry.training_metrics import DROP_REASONS
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, encode
+from sluice.pipeline.wire.tokens import Runs
 from tests.detection_rollouts import answer, obj, rollout
 from tests.roles import role_of, run_config
 from tests.tiny_models import save_tiny_model

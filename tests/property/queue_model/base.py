@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
-from pipeline.config.types import BrokerConfig
-from pipeline.queue import Called, Claim, Credit, Finished, JobQueue, arq_serializer
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue import Called, Claim, Credit, Finished, JobQueue, arq_serializer
 from tests.factories import sequence_result
 from tests.property.queue_model.checks import check_model, check_once, check_places, check_sums
 from tests.property.queue_model.model import QueueModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 
-from pipeline.errors import MessageError
-from pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
-from pipeline.wire.messages import DeadLetter, SequenceResult, decode
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, decode
 from tests.property.queue_model.model import QueueModel
 from tests.property.queue_model.state import Job
 from tests.property.queue_model.system import Fields, Snapshot

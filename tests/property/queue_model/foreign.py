@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipeline.queue import arq_payload
-from pipeline.queue.envelope import call_payload
-from pipeline.wire.messages import encode
+from sluice.pipeline.queue import arq_payload
+from sluice.pipeline.queue.envelope import call_payload
+from sluice.pipeline.wire.messages import encode
 from tests.factories import decode_job
 
 MAILBOX = "box"

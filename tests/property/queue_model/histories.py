@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.queue.types import Claim
+from sluice.pipeline.queue.types import Claim
 from tests.factories import decode_job
 from tests.property.queue_model.machine import Machine
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.types import Config
-from pipeline.queue.dead_letters import DeadLetters, Selection
-from pipeline.wire.keys import ARQ_ABORT, ARQ_RESULT
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.queue.dead_letters import DeadLetters, Selection
+from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_RESULT
 from tests.property.queue_model.rules import ProducerRules, TimeRules, WorkerRules
 from tests.property.queue_model.streams import StreamRules
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pipeline.queue import Credit
+from sluice.pipeline.queue import Credit
 from tests.property.queue_model.endings import Endings
 from tests.property.queue_model.state import Answer, Entry, Given, Job
 

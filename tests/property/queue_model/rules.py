@@ -7,11 +7,11 @@ from typing import Any, Literal
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from pipeline.queue import Call, Piece, arq_payload
-from pipeline.queue.envelope import call_payload
-from pipeline.wire.keys import ARQ_JOB
-from pipeline.wire.messages import DecodeJob, Progress
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.queue import Call, Piece, arq_payload
+from sluice.pipeline.queue.envelope import call_payload
+from sluice.pipeline.wire.keys import ARQ_JOB
+from sluice.pipeline.wire.messages import DecodeJob, Progress
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import decode_job
 from tests.property.queue_model.base import INDEX, ORDERS, OWNERS, Owner, QueueMachine
 from tests.property.queue_model.foreign import KINDS, MAILBOX, foreign

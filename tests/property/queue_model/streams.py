@@ -8,11 +8,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from pipeline.broker.ownership import Ownership
-from pipeline.broker.streams import Entry, ResultsLost, StreamReader, ack_batches, hand_off
-from pipeline.errors import LeaseLost
-from pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP
-from pipeline.wire.messages import DeadLetter, TrainingBatch, decode
+from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Entry, ResultsLost, StreamReader, ack_batches, hand_off
+from sluice.pipeline.errors import LeaseLost
+from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode
 from tests.factories import training_sample
 from tests.property.queue_model.base import INDEX, QueueMachine
 from tests.property.queue_model.state import Entry as Place

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from pipeline.broker import connection
-from pipeline.broker.connection import Scripts
-from pipeline.config.types import BrokerConfig
-from pipeline.queue import JobQueue
-from pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
+from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
 from tests.property.queue_model.foreign import MAILBOX
 
 LEASE_S = 3600.0  # leases end when the machine says so

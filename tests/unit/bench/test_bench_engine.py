@@ -13,7 +13,7 @@ SIDES = {"hf", "padded", "continuous"}
 
 
 def test_a_small_run_compares_equal_tokens_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "engine", "--json"]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "engine", "--json"]
     options = ["--counts", "4", "--rounds", "1", "--longest", "24", "--no-vllm"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine.compare import fields
-from bench.engine.load import LONGEST, SHORTEST, Ask, asks, num_new_tokens
-from bench.engine.plan import Plan
-from bench.engine.stats import Sample, check_equal, ratios, tokens_equal
-from pipeline.errors import ConfigError, SluiceError
+from sluice.bench.engine.compare import fields
+from sluice.bench.engine.load import LONGEST, SHORTEST, Ask, asks, num_new_tokens
+from sluice.bench.engine.plan import Plan
+from sluice.bench.engine.stats import Sample, check_equal, ratios, tokens_equal
+from sluice.pipeline.errors import ConfigError, SluiceError
 
 
 def sample(seconds: float, *tokens: list[int], cpu_s: float = 1.0) -> Sample:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.guard.loop_model import CONTEXT, PERIODS, Chains
-from bench.guard.naive import naive_rule
-from bench.guard.plan import ANY_PERIOD, DEFAULTS, Plan
-from bench.guard.saved import fields
-from bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError
-from workers.guard.repeat import LOOK_EVERY, RepeatGuard
+from sluice.bench.guard.loop_model import CONTEXT, PERIODS, Chains
+from sluice.bench.guard.naive import naive_rule
+from sluice.bench.guard.plan import ANY_PERIOD, DEFAULTS, Plan
+from sluice.bench.guard.saved import fields
+from sluice.bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.workers.guard.repeat import LOOK_EVERY, RepeatGuard
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = RepeatTerminateConfig(
@@ -93,7 +93,7 @@ def test_plans_out_of_range_are_refused(options: dict[str, object]) -> None:
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
     """The two whole runs are left out: they take longer than all the rest."""
-    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "guard", "--json", "--quick"]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "guard", "--json", "--quick"]
     options = ["--counts", "2", "--sequences", "8", "--longest", "320", "--run-sequences", "0", "--no-vllm"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

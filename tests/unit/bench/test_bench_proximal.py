@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine.model import ensure_model
-from bench.proximal import score_cost, throughput
-from bench.proximal.aims import aims
-from bench.proximal.plan import HOME, Plan, Sizes
-from bench.proximal.score_cost import Sample
-from bench.proximal.throughput import due_steps
-from bench.proximal.versions import COUNT, Variants, ensure_variants
-from pipeline.errors import ConfigError
-from pipeline.weights.versions import digest_of
+from sluice.bench.engine.model import ensure_model
+from sluice.bench.proximal import score_cost, throughput
+from sluice.bench.proximal.aims import aims
+from sluice.bench.proximal.plan import HOME, Plan, Sizes
+from sluice.bench.proximal.score_cost import Sample
+from sluice.bench.proximal.throughput import due_steps
+from sluice.bench.proximal.versions import COUNT, Variants, ensure_variants
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.weights.versions import digest_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -68,7 +68,7 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     home = tmp_path / HOME
     variants = Variants.read(ensure_variants(home, ensure_model(home)))
     assert len({digest_of(variants.directory(version)) for version in range(COUNT)}) == COUNT
-    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "proximal", "--json", "--quick"]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "proximal", "--json", "--quick"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [*command, "--backends", "hf", "--rounds", "1"], cwd=tmp_path, env=env, capture_output=True, text=True,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.operate.measure import aims
-from bench.operate.plan import HOME, Plan
-from pipeline.errors import ConfigError
+from sluice.bench.operate.measure import aims
+from sluice.bench.operate.plan import HOME, Plan
+from sluice.pipeline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,7 +29,7 @@ def test_an_aim_is_met_at_its_bound_and_missed_beyond_it() -> None:
 
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "operate", "--json", "--quick"]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "operate", "--json", "--quick"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

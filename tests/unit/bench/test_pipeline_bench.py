@@ -15,7 +15,7 @@ FIELDS = {
 
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "pipeline", "--json"]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "pipeline", "--json"]
     options = ["--sequences", "16", "--workers", "1", "--rounds", "1", "--max-batch", "4"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from bench.queue.calls import decode_job
-from bench.queue.in_flight import in_flight
-from bench.queue.measure import SYSTEMS, race_fields, ratio
-from bench.queue.plan import Plan
-from bench.queue.race import Outcome
-from bench.queue.results import result_of
-from pipeline.errors import ConfigError
-from pipeline.wire.messages import DecodeJob, SequenceResult, decode, encode
+from sluice.bench.queue.calls import decode_job
+from sluice.bench.queue.in_flight import in_flight
+from sluice.bench.queue.measure import SYSTEMS, race_fields, ratio
+from sluice.bench.queue.plan import Plan
+from sluice.bench.queue.race import Outcome
+from sluice.bench.queue.results import result_of
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.wire.messages import DecodeJob, SequenceResult, decode, encode
 
 
 def test_counts_are_sorted_and_once() -> None:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.rollout import added, measure, rollouts, served
-from bench.rollout.direct import direct_engine
-from bench.rollout.model import NUM_TURNS, TURN_TOKENS, conversation, ensure_model, prompt_text
-from bench.rollout.plan import HOME, Plan
-from bench.rollout.rollouts import Round
-from bench.rollout.stack import Place, settings
-from pipeline.errors import ConfigError, SluiceError
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from producers.gateway.tool_calls import Hermes
-from producers.tokenizer import load_renderer
+from sluice.bench.rollout import added, measure, rollouts, served
+from sluice.bench.rollout.direct import direct_engine
+from sluice.bench.rollout.model import NUM_TURNS, TURN_TOKENS, conversation, ensure_model, prompt_text
+from sluice.bench.rollout.plan import HOME, Plan
+from sluice.bench.rollout.rollouts import Round
+from sluice.bench.rollout.stack import Place, settings
+from sluice.pipeline.errors import ConfigError, SluiceError
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.producers.gateway.tool_calls import Hermes
+from sluice.producers.tokenizer import load_renderer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -101,7 +101,7 @@ def test_the_model_calls_the_tool_in_each_turn_and_then_answers(tmp_path: Path) 
 
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.cli.main", "bench", "rollout", "--json", "--quick", "--no-vllm"]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "rollout", "--json", "--quick", "--no-vllm"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.scale.flow import Marks
-from bench.scale.plan import Plan
-from pipeline.errors import ConfigError
+from sluice.bench.scale.flow import Marks
+from sluice.bench.scale.plan import Plan
+from sluice.pipeline.errors import ConfigError
 
 
 def plan(count: int) -> Plan:

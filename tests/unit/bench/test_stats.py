@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from bench.pipeline.load import LONGEST, SHORTEST, num_new_tokens
-from bench.pipeline.stats import Round, Sample, percentile, summary
-from bench.report import finish
-from pipeline.errors import SluiceError
+from sluice.bench.pipeline.load import LONGEST, SHORTEST, num_new_tokens
+from sluice.bench.pipeline.stats import Round, Sample, percentile, summary
+from sluice.bench.report import finish
+from sluice.pipeline.errors import SluiceError
 
 
 def sample(seconds: float, *lengths: int, cpu_s: float = 1.0) -> Sample:

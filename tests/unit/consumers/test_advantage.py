@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.samples import group_advantages
+from sluice.consumers.samples import group_advantages
 
 KINDS = ("group_norm", "group_mean", "reward")
 REWARDS = st.lists(st.floats(-1e30, 1e30), max_size=12)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from consumers.training import checkpoint
-from consumers.training.checkpoint import TrainerState
-from consumers.training.step import TrainStep
-from consumers.training.step_log import StepLog, read_steps
-from pipeline.errors import ModelError
-from pipeline.wire.messages import DeadLetter
+from sluice.consumers.training import checkpoint
+from sluice.consumers.training.checkpoint import TrainerState
+from sluice.consumers.training.step import TrainStep
+from sluice.consumers.training.step_log import StepLog, read_steps
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.wire.messages import DeadLetter
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 

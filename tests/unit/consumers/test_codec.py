@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from consumers.tasks.codec import HFTextCodec
-from pipeline.errors import ModelError
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.pipeline.errors import ModelError
 from tests.detection_rollouts import tokens_anyhow
 from tests.tiny_tokenizer import TURN_END, save_tiny_tokenizer, tiny_codec
 

@@ -12,12 +12,12 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from consumers.training import checkpoint
-from consumers.training.distributed import keep_model_whole, keep_optimizer_whole, sharding, started_sharded
-from consumers.training.model import probe_score
-from consumers.training.step import TrainStep
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ConfigError
+from sluice.consumers.training import checkpoint
+from sluice.consumers.training.distributed import keep_model_whole, keep_optimizer_whole, sharding, started_sharded
+from sluice.consumers.training.model import probe_score
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ConfigError
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from consumers.tasks.registry import load_task
-from consumers.tasks.segments import Segment
-from consumers.tasks.task import TaskContext
-from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
-from pipeline.errors import TaskError
-from pipeline.telemetry.training_metrics import reduce
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.tasks.registry import load_task
+from sluice.consumers.tasks.segments import Segment
+from sluice.consumers.tasks.task import TaskContext
+from sluice.pipeline.config.types import PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.errors import TaskError
+from sluice.pipeline.telemetry.training_metrics import reduce
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.detection_rollouts import PROMPT, rollout
 from tests.tiny_tokenizer import tiny_codec
 

@@ -11,15 +11,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from bench.truth.architectures import ARCHITECTURES, WINDOW, save
-from bench.truth.check import TOLERANCE
-from bench.truth.measure import table
-from consumers.training.forward import Layout, TrainerForward
-from consumers.training.model import load_policy, random_rates
-from consumers.training.step import TrainStep
-from pipeline.config.types import ModelConfig, TrainerConfig
-from pipeline.errors import ModelError
-from pipeline.wire.messages import TrainingSample
+from sluice.bench.truth.architectures import ARCHITECTURES, WINDOW, save
+from sluice.bench.truth.check import TOLERANCE
+from sluice.bench.truth.measure import table
+from sluice.consumers.training.forward import Layout, TrainerForward
+from sluice.consumers.training.model import load_policy, random_rates
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import ModelConfig, TrainerConfig
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.wire.messages import TrainingSample
 from tests.faulty_models import save_faulty
 from tests.trainers import random_sample
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from consumers.training.handoff import tensors_of
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.training.handoff import tensors_of
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 
 BEHAVIOUR = [0.0, -1.0, -2.0, -3.0]

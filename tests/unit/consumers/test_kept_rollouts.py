@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.step_log import KeptRollouts, read_rollouts
-from pipeline.errors import DataError
+from sluice.consumers.training.step_log import KeptRollouts, read_rollouts
+from sluice.pipeline.errors import DataError
 from tests.factories import training_sample
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from consumers.tasks.detection.target import Edit, Sampled, token_segments, truth_labels
-from consumers.tasks.segments import Segment
+from sluice.consumers.tasks.detection.target import Edit, Sampled, token_segments, truth_labels
+from sluice.consumers.tasks.segments import Segment
 
 
 class PiecesCodec:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from consumers.pack import IGNORED
-from consumers.training import losses
-from consumers.training.losses import (
+from sluice.consumers.pack import IGNORED
+from sluice.consumers.training import losses
+from sluice.consumers.training.losses import (
     complete_iou,
     expected_coordinates,
     geometry_loss,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.tasks.detection.geometry import Box, iou_matrix
-from consumers.tasks.detection.match import assign, candidates
-from pipeline.config.types import RolloutMatchingConfig
-from pipeline.errors import TaskError
+from sluice.consumers.tasks.detection.geometry import Box, iou_matrix
+from sluice.consumers.tasks.detection.match import assign, candidates
+from sluice.pipeline.config.types import RolloutMatchingConfig
+from sluice.pipeline.errors import TaskError
 from tests.detection_rollouts import answer, context, obj, run
 from tests.tiny_tokenizer import tiny_codec
 

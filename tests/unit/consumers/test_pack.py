@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.pack import IGNORED, collate, pack_rows
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.pack import IGNORED, collate, pack_rows
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 def sample(*ids: int, weights: list[float] | None = None) -> TrainingSample:

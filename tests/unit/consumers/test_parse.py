@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from consumers.tasks.detection.parse import parse
-from consumers.tasks.task import Parsed
-from pipeline.telemetry.training_metrics import DROP_REASONS, check_keys
+from sluice.consumers.tasks.detection.parse import parse
+from sluice.consumers.tasks.task import Parsed
+from sluice.pipeline.telemetry.training_metrics import DROP_REASONS, check_keys
 from tests.detection_rollouts import answer, context, obj, rollout, tokens_anyhow
 from tests.tiny_tokenizer import tiny_codec
 

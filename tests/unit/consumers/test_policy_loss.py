@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.training.policy_loss import PolicySums, policy_loss
-from pipeline.config.types import PolicyConfig
+from sluice.consumers.training.policy_loss import PolicySums, policy_loss
+from sluice.pipeline.config.types import PolicyConfig
 from tests.policy_reference import Token, reference
 
 NAN, INF = math.nan, math.inf

@@ -12,12 +12,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from consumers.training import losses
-from consumers.training.step import TrainStep
-from pipeline.config.types import PolicyConfig
-from pipeline.errors import MessageError
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.training import losses
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.policy_reference import Reference, Token, reference
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
@@ -313,7 +313,7 @@ def test_scoring_is_without_dropout_and_leaves_the_mode(source: Path, training: 
 def test_the_mode_is_restored_when_scoring_fails(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = train_step(source)
     broken: Callable[..., Any] = lambda *_: (_ for _ in ()).throw(RuntimeError("cut off"))  # noqa: E731
-    monkeypatch.setattr("consumers.training.step.row_logprobs", broken)
+    monkeypatch.setattr("sluice.consumers.training.step.row_logprobs", broken)
     with pytest.raises(RuntimeError, match="cut off"):
         step.score([random_sample("s", 20)])
     assert step.model.training

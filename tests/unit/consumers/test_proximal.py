@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from consumers.tasks.segments import LeftOut
-from consumers.training.proximal import Counts, Filled, fill, plan, score_jobs, scores_by_place
-from pipeline.config.types import PolicyConfig
-from pipeline.errors import MessageError
-from pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.tasks.segments import LeftOut
+from sluice.consumers.training.proximal import Counts, Filled, fill, plan, score_jobs, scores_by_place
+from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import training_sample
 
 MASK = PolicyConfig(enabled=True)

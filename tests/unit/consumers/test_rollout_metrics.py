@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from consumers.tasks.rollout import rollout_metrics
-from pipeline.config.types import RolloutMatchingConfig
-from pipeline.telemetry.training_metrics import reduce
-from pipeline.wire.messages import SamplingParams, SequenceResult
-from pipeline.wire.tokens import Runs
+from sluice.consumers.tasks.rollout import rollout_metrics
+from sluice.pipeline.config.types import RolloutMatchingConfig
+from sluice.pipeline.telemetry.training_metrics import reduce
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
+from sluice.pipeline.wire.tokens import Runs
 from tests.factories import sequence_result
 
 PREFIX = "rollout/repeat_terminate_"

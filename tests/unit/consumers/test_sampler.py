@@ -8,13 +8,13 @@ from math import inf, nan
 import pytest
 from msgspec import structs
 
-from consumers.groups import Group
-from consumers.samples import Sampler
-from consumers.tasks import exact_answer
-from consumers.tasks.task import Matched, Parsed, Task, TaskContext
-from pipeline.config.types import ConsumerConfig, PolicyConfig, RolloutMatchingConfig
-from pipeline.wire.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.groups import Group
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Matched, Parsed, Task, TaskContext
+from sluice.pipeline.config.types import ConsumerConfig, PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.wire.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 

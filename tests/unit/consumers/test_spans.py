@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from consumers.tasks.rollout import answer_ids, last_turn
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.tasks.rollout import answer_ids, last_turn
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 

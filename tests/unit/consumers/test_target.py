@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from consumers.tasks.detection.target import check_options, truth_only
-from consumers.tasks.segments import Segment
-from pipeline.errors import ConfigError, TaskError
-from pipeline.telemetry.training_metrics import reduce
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import Runs
+from sluice.consumers.tasks.detection.target import check_options, truth_only
+from sluice.consumers.tasks.segments import Segment
+from sluice.pipeline.errors import ConfigError, TaskError
+from sluice.pipeline.telemetry.training_metrics import reduce
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import Runs
 from tests.detection_rollouts import PROMPT, answer, context, obj, rollout, run
 from tests.tiny_tokenizer import tiny_codec
 
@@ -125,7 +125,7 @@ def test_truth_only_samples_are_a_fixed_share() -> None:
 
 
 def test_turns_before_the_last_one_are_its_prompt() -> None:
-    from consumers.tasks.detection import match, parse, target
+    from sluice.consumers.tasks.detection import match, parse, target
 
     codec, ctx = tiny_codec(), context(tiny_codec())
     ids, before = codec.encode(answer(TRUTHS[:1], codec)), codec.encode("look at it<|im_end|>tool: done<|im_end|>")

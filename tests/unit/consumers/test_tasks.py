@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from consumers.tasks import exact_answer
-from consumers.tasks.registry import TASKS, check_options, load_task
-from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
-from pipeline.errors import ConfigError
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.registry import TASKS, check_options, load_task
+from sluice.pipeline.config.types import PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.errors import ConfigError
 from tests.detection_rollouts import context
 from tests.tiny_tokenizer import tiny_codec
 
@@ -22,13 +22,15 @@ def test_tasks_by_name() -> None:
 
 
 def test_one_step_is_replaced() -> None:
-    task = load_task(RolloutMatchingConfig(parse="consumers.tasks.exact_answer:parse"))
+    task = load_task(RolloutMatchingConfig(parse="sluice.consumers.tasks.exact_answer:parse"))
     assert task.parse is exact_answer.parse
     assert task.match is TASKS["detection"].match
 
 
 def test_a_task_of_your_own_needs_three_steps() -> None:
-    steps: dict[str, Any] = {step: f"consumers.tasks.exact_answer:{step}" for step in ("parse", "match", "target")}
+    steps: dict[str, Any] = {
+        step: f"sluice.consumers.tasks.exact_answer:{step}" for step in ("parse", "match", "target")
+    }
     assert load_task(RolloutMatchingConfig(task="mine", **steps)).name == "mine"
     with pytest.raises(ConfigError, match="also needs target"):
         load_task(RolloutMatchingConfig(task="mine", parse=steps["parse"], match=steps["match"]))
@@ -39,9 +41,9 @@ def test_a_task_of_your_own_needs_three_steps() -> None:
     [
         ({"task": "detektion"}, "did you mean 'detection'"),
         ({"parse": "consumers.nowhere:parse"}, "cannot import 'consumers.nowhere'"),
-        ({"match": "consumers.tasks.exact_answer:mtch"}, "did you mean 'match'"),
-        ({"target": "no_colon"}, "package.module:function"),
-        ({"target": "consumers.tasks.exact_answer:SEARCHED_CHARS"}, "no function"),
+        ({"match": "sluice.consumers.tasks.exact_answer:mtch"}, "did you mean 'match'"),
+        ({"target": "no_colon"}, "package.module:name"),
+        ({"target": "sluice.consumers.tasks.exact_answer:SEARCHED_CHARS"}, "is no function"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(fields: dict[str, Any], says: str) -> None:
@@ -60,6 +62,6 @@ def test_a_policy_loss_needs_a_task_that_gives_rewards() -> None:
     ctx = replace(context(tiny_codec()), policy=PolicyConfig(enabled=True))
     with pytest.raises(ConfigError, match=r"no reward.*rollout_matching\.target"):
         check_options(load_task(RolloutMatchingConfig()), ctx)
-    check_options(load_task(RolloutMatchingConfig(target="consumers.tasks.exact_answer:target")), ctx)
+    check_options(load_task(RolloutMatchingConfig(target="sluice.consumers.tasks.exact_answer:target")), ctx)
     check_options(TASKS["exact_answer"], ctx)
     check_options(TASKS["detection"], context(tiny_codec()))

@@ -15,9 +15,9 @@ import pytest
 from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from consumers.training.trackers import Trackers
-from pipeline.config.types import Config, TrackingConfig
-from pipeline.errors import ConfigError
+from sluice.consumers.training.trackers import Trackers
+from sluice.pipeline.config.types import Config, TrackingConfig
+from sluice.pipeline.errors import ConfigError
 
 LOSS = "train/loss"
 

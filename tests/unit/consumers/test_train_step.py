@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.wire.messages import GeometryTarget, TrainingSample
-from pipeline.wire.tokens import FloatArray
+from sluice.pipeline.wire.messages import GeometryTarget, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray
 from tests.tiny_models import save_tiny_model
 from tests.trainers import random_sample, same, train_step, weights_of
 

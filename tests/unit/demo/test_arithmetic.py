@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from demo.arithmetic.data import messages_of, records, truth_of, write_jsonl
-from demo.arithmetic.evaluate import accuracy, is_right
-from demo.arithmetic.problems import NUM_TERMS, Problem, problems, split_of
-from demo.tasks import NAMES, load_task
-from demo.tiny.tokenizer import build_tokenizer
-from demo.tiny.warm_start import encode_pair
-from pipeline.config import load_config
-from pipeline.errors import ConfigError
+from sluice.demo.arithmetic.data import messages_of, records, truth_of, write_jsonl
+from sluice.demo.arithmetic.evaluate import accuracy, is_right
+from sluice.demo.arithmetic.problems import NUM_TERMS, Problem, problems, split_of
+from sluice.demo.tasks import NAMES, load_task
+from sluice.demo.tiny.tokenizer import build_tokenizer
+from sluice.demo.tiny.warm_start import encode_pair
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import ConfigError
 
 CODEC: Any = build_tokenizer()
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from demo.digits.data import answer_text
-from demo.digits.evaluate import detection_f1, read_objects
-from demo.digits.scenes import scenes
+from sluice.demo.digits.data import answer_text
+from sluice.demo.digits.evaluate import detection_f1, read_objects
+from sluice.demo.digits.scenes import scenes
 
 TRUTH = [{"desc": "seven", "bbox_2d": [0, 0, 400, 400]}, {"desc": "two", "bbox_2d": [500, 0, 900, 400]}]
 

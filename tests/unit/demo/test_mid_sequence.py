@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.step_log import KeptRollouts
-from demo.mid_sequence import count_landed, mid_sequence
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.training.step_log import KeptRollouts
+from sluice.demo.mid_sequence import count_landed, mid_sequence
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
 @pytest.mark.parametrize(

@@ -13,22 +13,22 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from consumers.training.step_log import StepLog
-from demo import report
-from demo.audit import audit
-from demo.charts import Line, bar_chart, line_chart
-from demo.digits.model import ModelSettings
-from demo.digits.warm_start import WarmStartSettings, ensure_warm_start
-from demo.drill import Drill, Moment
-from demo.heldout import Heldout
-from demo.mid_sequence import MidSequence
-from demo.tasks import DemoTask, load_task
-from demo.tools.demonstrations import worked
-from demo.tools.evaluate import Conversation
-from demo.tools.problems import Problem
-from pipeline.config.types import Config, DataConfig
-from pipeline.queue import job_id_for
-from pipeline.status.snapshot import Snapshot
+from sluice.consumers.training.step_log import StepLog
+from sluice.demo import report
+from sluice.demo.audit import audit
+from sluice.demo.charts import Line, bar_chart, line_chart
+from sluice.demo.digits.model import ModelSettings
+from sluice.demo.digits.warm_start import WarmStartSettings, ensure_warm_start
+from sluice.demo.drill import Drill, Moment
+from sluice.demo.heldout import Heldout
+from sluice.demo.mid_sequence import MidSequence
+from sluice.demo.tasks import DemoTask, load_task
+from sluice.demo.tools.demonstrations import worked
+from sluice.demo.tools.evaluate import Conversation
+from sluice.demo.tools.problems import Problem
+from sluice.pipeline.config.types import Config, DataConfig
+from sluice.pipeline.queue import job_id_for
+from sluice.pipeline.status.snapshot import Snapshot
 
 
 def run_of(tmp_path: Path, rows: int = 4, **counts: int) -> tuple[Config, list[str]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from demo.digits.pictures import write_with_pictures
-from demo.digits.scenes import scenes
+from sluice.demo.digits.pictures import write_with_pictures
+from sluice.demo.digits.scenes import scenes
 
 
 def test_every_row_names_its_scene(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo.digits import data
-from demo.digits.patches import NUM_PATCHES, patch_ids
-from demo.digits.scenes import HEIGHT, WIDTH, WORDS, digit_images, make_scene, scenes
+from sluice.demo.digits import data
+from sluice.demo.digits.patches import NUM_PATCHES, patch_ids
+from sluice.demo.digits.scenes import HEIGHT, WIDTH, WORDS, digit_images, make_scene, scenes
 
 
 def test_train_and_heldout_share_no_digit_image() -> None:

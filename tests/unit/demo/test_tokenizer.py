@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from demo.digits.data import answer_text, messages_of
-from demo.digits.patches import NUM_PATCHES, patch_token
-from demo.digits.scenes import WORDS, scenes
-from demo.digits.tokenizer import STRUCTURE, TURN_END, build_tokenizer, save_tokenizer
+from sluice.demo.digits.data import answer_text, messages_of
+from sluice.demo.digits.patches import NUM_PATCHES, patch_token
+from sluice.demo.digits.scenes import WORDS, scenes
+from sluice.demo.digits.tokenizer import STRUCTURE, TURN_END, build_tokenizer, save_tokenizer
 
 LOADED = build_tokenizer()
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from demo.tasks import load_task
-from demo.tiny.tokenizer import TURN_END
-from demo.tools import demonstrations
-from demo.tools.data import messages_of, records, truth_of, write_jsonl
-from demo.tools.evaluate import MAX_NEW_TOKENS, MAX_TURNS, Conversation, accuracy, converse, is_right
-from demo.tools.problems import Problem, problems, split_of
-from demo.tools.tokenizer import CALL, build_tokenizer, call_text
-from pipeline.config import load_config
-from pipeline.config.types import RolloutServerConfig
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from pipeline.prompts.turn_tokens import Renderer
-from producers.agents.tools import load_tools
-from producers.gateway.tool_calls import Hermes, assistant_message
+from sluice.demo.tasks import load_task
+from sluice.demo.tiny.tokenizer import TURN_END
+from sluice.demo.tools import demonstrations
+from sluice.demo.tools.data import messages_of, records, truth_of, write_jsonl
+from sluice.demo.tools.evaluate import MAX_NEW_TOKENS, MAX_TURNS, Conversation, accuracy, converse, is_right
+from sluice.demo.tools.problems import Problem, problems, split_of
+from sluice.demo.tools.tokenizer import CALL, build_tokenizer, call_text
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import RolloutServerConfig
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.producers.agents.tools import load_tools
+from sluice.producers.gateway.tool_calls import Hermes, assistant_message
 from tests.tool_models import CONVERSATIONS, tool_model
 
 CODEC: Any = build_tokenizer()

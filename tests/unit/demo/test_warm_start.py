@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.digits.model import ModelSettings
-from demo.digits.warm_start import WarmStartProgress, WarmStartSettings, ensure_warm_start, warm_start_key
+from sluice.demo.digits.model import ModelSettings
+from sluice.demo.digits.warm_start import WarmStartProgress, WarmStartSettings, ensure_warm_start, warm_start_key
 
 TINY = WarmStartSettings(
     num_steps=2,

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from pipeline.status.snapshot import StallKind
-from pipeline.telemetry.families import FAMILIES, JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, Family, series
-from pipeline.telemetry.run_metrics import ROLES
+from sluice.pipeline.status.snapshot import StallKind
+from sluice.pipeline.telemetry.families import FAMILIES, JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, Family, series
+from sluice.pipeline.telemetry.run_metrics import ROLES
 from tests.promql import Selector, read
 
 ROOT = Path(__file__).resolve().parents[3]

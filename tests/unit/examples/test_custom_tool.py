@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.config import load_config
-from producers.agents.tools import load_tools
+from sluice.pipeline.config import load_config
+from sluice.producers.agents.tools import load_tools
 
 SETTING = "rollout_server.tools=[calculator, 'examples.custom_tool:days']"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from consumers.tasks.detection.parse import parse
-from consumers.tasks.detection.target import target
-from consumers.tasks.registry import load_task
-from pipeline.config import load_config
+from sluice.consumers.tasks.detection.parse import parse
+from sluice.consumers.tasks.detection.target import target
+from sluice.consumers.tasks.registry import load_task
+from sluice.pipeline.config import load_config
 from tests.detection_rollouts import answer, context, obj, rollout
 from tests.tiny_tokenizer import tiny_codec
 

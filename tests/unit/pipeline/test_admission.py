@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import RequestError
-from pipeline.prompts.admission import (
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.prompts.admission import (
     BYTES_PER_TOKEN,
     MAX_CALLS,
     MAX_DEPTH,

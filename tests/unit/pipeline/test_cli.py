@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import errors
-from pipeline.cli import main as cli
-from pipeline.config.types import BrokerConfig
-from pipeline.errors import SluiceError
-from pipeline.run.preflight import diagnose
+from sluice.pipeline import errors
+from sluice.pipeline.cli import main as cli
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.run.preflight import diagnose
 from tests.unit.pipeline.test_weights import model_dir
 
 
@@ -37,7 +37,7 @@ def test_every_error_of_ours_becomes_one_line_and_its_exit_code(
     def fail(*_: object, **__: object) -> None:
         raise ExceptionGroup("task group", [ValueError("noise"), ExceptionGroup("inner", [kind("what to do")])])
 
-    monkeypatch.setattr("pipeline.config.load_config", fail)
+    monkeypatch.setattr("sluice.pipeline.config.load_config", fail)
     assert call("config", "show") == kind.exit_code
     assert kind.exit_code in range(1, 10)
     assert capsys.readouterr().err == "error: what to do\n"
@@ -58,7 +58,7 @@ def test_an_error_of_the_broker_client_is_a_broker_error(
     def fail(*_: object, **__: object) -> None:
         raise redis.ConnectionError("gone")
 
-    monkeypatch.setattr("pipeline.config.load_config", fail)
+    monkeypatch.setattr("sluice.pipeline.config.load_config", fail)
     assert call("config", "show") == errors.BrokerError.exit_code
     assert "gone" in capsys.readouterr().err
 
@@ -67,7 +67,7 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ExceptionGroup("task group", [ZeroDivisionError()])
 
-    monkeypatch.setattr("pipeline.config.load_config", fail)
+    monkeypatch.setattr("sluice.pipeline.config.load_config", fail)
     with pytest.raises(ExceptionGroup):
         cli.main(["config", "show"])
 
@@ -93,7 +93,7 @@ def test_a_mistake_is_refused_with_a_clear_word(
 
 def test_help_imports_no_engine(record_property: pytest.FixtureRequest) -> None:
     script = (
-        "import sys, time\nstart = time.perf_counter()\nfrom pipeline.cli.main import main\n"
+        "import sys, time\nstart = time.perf_counter()\nfrom sluice.pipeline.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print(time.perf_counter() - start, [m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
@@ -179,7 +179,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli.main", "config", "schema"],
+        [sys.executable, "-m", "sluice.pipeline.cli.main", "config", "schema"],
         stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
     )  # fmt: skip
     os.close(write)

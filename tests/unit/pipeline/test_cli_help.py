@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli.help import HEADINGS, as_markdown, examples, paragraphs
-from pipeline.cli.main import GROUP, build
+from sluice.pipeline.cli.help import HEADINGS, as_markdown, examples, paragraphs
+from sluice.pipeline.cli.main import GROUP, build
 from tests.command import call, options, walk
 
 APP = build()
@@ -88,7 +88,8 @@ def test_the_version_names_the_engines_too(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["--version"]], ids=" ".join)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     script = (
-        f"import sys\nfrom pipeline.cli.main import main\ntry:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        f"import sys\nfrom sluice.pipeline.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

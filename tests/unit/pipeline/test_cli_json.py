@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.broker import connection as connections
-from pipeline.cli.main import build
-from pipeline.config.types import BrokerConfig
-from pipeline.json_out import json_line
-from pipeline.queue import Credit, JobQueue
-from pipeline.wire.keys import Keys
+from sluice.pipeline.broker import connection as connections
+from sluice.pipeline.cli.main import build
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.json_out import json_line
+from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.wire.keys import Keys
 from tests.command import call, options, walk
 from tests.factories import decode_job
 from tests.unit.pipeline.test_weights import model_dir

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import errors
-from pipeline.errors import EXIT_CODES, INTERRUPTED, SOME_ROWS_FAILED, TERMINATED, WRONG_USAGE, SluiceError
+from sluice.pipeline import errors
+from sluice.pipeline.errors import EXIT_CODES, INTERRUPTED, SOME_ROWS_FAILED, TERMINATED, WRONG_USAGE, SluiceError
 from tests.command import call
 from tests.unit.pipeline.test_weights import model_dir
 
@@ -74,7 +74,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     """While it reads a configuration from a pipe whose other end writes nothing."""
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)
-    command = [sys.executable, "-m", "pipeline.cli.main", "config", "show", "-c", str(pipe)]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "config", "show", "-c", str(pipe)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         with pipe.open("w"):  # there once the command has it open too
             until = time.monotonic() + 30

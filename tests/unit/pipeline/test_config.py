@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import load_config, resolved_yaml
-from pipeline.config.load import hide_password
-from pipeline.errors import ConfigError
+from sluice.pipeline.config import load_config, resolved_yaml
+from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -138,7 +138,7 @@ def test_no_secret_of_an_address_is_shown_or_stored(url: str, shown: str) -> Non
 
 def test_a_typo_on_the_command_line_ends_with_exit_code_2(tmp_path: Path) -> None:
     path = write(tmp_path, "wroker: {}")
-    command = [sys.executable, "-m", "pipeline.cli.main", "config", "check", str(path)]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "config", "check", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "did you mean 'worker'" in ended.stdout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import load_config
-from pipeline.errors import ConfigError
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import ConfigError
 
 BASE = ["producer.samples_per_version=8", "producer.max_in_flight=16"]
 

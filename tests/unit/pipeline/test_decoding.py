@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.errors import MessageError
-from pipeline.wire.codec import (
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.codec import (
     MAX_DEPTH,
     MOST,
     Unreadable,
@@ -19,8 +19,8 @@ from pipeline.wire.codec import (
     read_json,
     too_deep,
 )
-from pipeline.wire.keys import Keys, type_of
-from pipeline.wire.tokens import Runs
+from sluice.pipeline.wire.keys import Keys, type_of
+from sluice.pipeline.wire.tokens import Runs
 
 NO_NUMBERS = [b"", b"x", b" 1", b"1_000", b"1.0", b"1e3", b"+1", b"\xff", b"9" * 5000, b"%d" % 2**63, "٣".encode()]
 

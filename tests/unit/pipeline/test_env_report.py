@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.types import BrokerConfig
-from pipeline.run import env_probes
-from pipeline.run.env import as_text, ask, report
+from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.run import env_probes
+from sluice.pipeline.run.env import as_text, ask, report
 
 
 def test_it_names_what_a_bug_report_needs(broker_config: BrokerConfig) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.queue.envelope import arq_serializer, read_envelope
+from sluice.pipeline.queue.envelope import arq_serializer, read_envelope
 
 SAID = [{"role": "user", "content": "hello"}]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load_config
-from pipeline.errors import ConfigError
-from pipeline.run.stack import plan
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.run.stack import plan
 
 
 def test_neither_the_trainer_nor_its_scorers_are_started() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import fsync_tree, write_atomic
+from sluice.pipeline.files import fsync_tree, write_atomic
 
 
 def test_it_replaces_the_old_file_and_makes_directories(tmp_path: Path) -> None:

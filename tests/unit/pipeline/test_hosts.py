@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import load_config
-from pipeline.errors import ConfigError, RequestError
-from pipeline.http.addresses import AllowedHosts, RefusedAddress, refuse_address
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import ConfigError, RequestError
+from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress, refuse_address
 
 KEY = "images.hosts"
 LISTED = AllowedHosts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.queue.live_jobs import JobEvent, parse_log
+from sluice.pipeline.queue.live_jobs import JobEvent, parse_log
 
 LINES = b"1500\te\t0\t\t\n2500\tc\t1\tw-1\t\n3000\tl\t1\tw-1\tits lease ran out\n4000\tx\t2\t\tcommitted\n"
 

@@ -7,7 +7,7 @@ from io import StringIO
 
 import pytest
 
-from pipeline import logs
+from sluice.pipeline import logs
 
 
 def test_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import load_config
-from pipeline.errors import MessageError, UnknownSchema
-from pipeline.wire.messages import (
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import MessageError, UnknownSchema
+from sluice.pipeline.wire.messages import (
     SCHEMA,
     DeadLetter,
     DecodeJob,
@@ -24,9 +24,9 @@ from pipeline.wire.messages import (
     decode,
     encode,
 )
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.workers.offline.settings import make_settings
 from tests.factories import decode_job, sequence_result, training_sample
-from workers.offline.settings import make_settings
 
 MESSAGES: list[Wire] = [
     decode_job("r:1", n=3, truth=[{"desc": "x"}]),

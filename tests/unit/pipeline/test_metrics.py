@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import TaskError
-from pipeline.telemetry.training_metrics import METRICS, Last, Mean, Percentile, Sum, reduce
+from sluice.pipeline.errors import TaskError
+from sluice.pipeline.telemetry.training_metrics import METRICS, Last, Mean, Percentile, Sum, reduce
 
 PLAIN = [
     "parse_dropped_invalid",

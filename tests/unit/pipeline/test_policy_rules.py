@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import load_config
-from pipeline.config.rules import policy_warnings
-from pipeline.errors import ConfigError
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.rules import policy_warnings
+from sluice.pipeline.errors import ConfigError
 
 ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_version=8"]
 

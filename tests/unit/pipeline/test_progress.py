@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from io import StringIO
 
-from pipeline.run.progress_panel import Progress
-from pipeline.status.heartbeat import Heartbeat
-from pipeline.status.snapshot import Snapshot
-from pipeline.terminal import Console
+from sluice.pipeline.run.progress_panel import Progress
+from sluice.pipeline.status.heartbeat import Heartbeat
+from sluice.pipeline.status.snapshot import Snapshot
+from sluice.pipeline.terminal import Console
 
 
 def beat(role: str = "worker", cause: str | None = None, age_s: float = 0.0, **facts: object) -> Heartbeat:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.status.rates import Rates
-from pipeline.status.snapshot import CreditUse, Depth, Lag, Snapshot
-from pipeline.status.stages import Stage, stages
-from pipeline.status.stalls import stalls
+from sluice.pipeline.status.rates import Rates
+from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Snapshot
+from sluice.pipeline.status.stages import Stage, stages
+from sluice.pipeline.status.stalls import stalls
 from tests.unit.pipeline.test_stalls import NOW, failed, others, process, state
 
 

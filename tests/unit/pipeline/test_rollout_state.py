@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.errors import MessageError
-from pipeline.queue.rollouts import read_rollout
-from pipeline.wire.messages import encode
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.queue.rollouts import read_rollout
+from sluice.pipeline.wire.messages import encode
 from tests.rollout_state import head, turn
 
 WHOLE = {b"head": encode(head("r")), b"turns": b"2", b"turn:0": encode(turn("a")), b"turn:1": encode(turn("b", 0))}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.types import (
+from sluice.pipeline.config.types import (
     BrokerConfig,
     Config,
     DashboardConfig,
@@ -17,7 +17,7 @@ from pipeline.config.types import (
     ScorerConfig,
     WorkerConfig,
 )
-from pipeline.run.stack import addresses, child_environment, plan, with_dashboard_port
+from sluice.pipeline.run.stack import addresses, child_environment, plan, with_dashboard_port
 
 FILE = Path("config.json")
 BASE = {"trainer", "producer", "consumer-0", "worker-0", "worker-1", "dashboard"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.room import CAUSE
-from pipeline.status.diagnosis import Why, as_json, as_text, verdict
-from pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot
-from pipeline.status.stalls import Stall, stalls
+from sluice.pipeline.room import CAUSE
+from sluice.pipeline.status.diagnosis import Why, as_json, as_text, verdict
+from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot
+from sluice.pipeline.status.stalls import Stall, stalls
 
 NOW = time.time()
 ROLES = ("producer", "worker", "consumer", "trainer")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pipeline.status.report import as_text
-from pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
-from pipeline.status.stalls import stalls
-from pipeline.status.text import condition, credit, length, waits
+from sluice.pipeline.status.report import as_text
+from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
+from sluice.pipeline.status.stalls import stalls
+from sluice.pipeline.status.text import condition, credit, length, waits
 
 
 def process(name: str, role: str, age_s: float = 0.5, cause: str | None = None, **facts: Any) -> Process:

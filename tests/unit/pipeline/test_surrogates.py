@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import load_config
-from pipeline.errors import ConfigError, MessageError
-from pipeline.prompts.rows import Malformed, read_rows
-from pipeline.wire.codec import lone_surrogate
-from pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams
-from producers.gateway.infer import read_call
-from producers.http.strict_json import decode
-from producers.source import Row
-from workers.offline.prompt_file import PromptRow
-from workers.offline.settings import make_settings
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import ConfigError, MessageError
+from sluice.pipeline.prompts.rows import Malformed, read_rows
+from sluice.pipeline.wire.codec import lone_surrogate
+from sluice.pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams
+from sluice.producers.gateway.infer import read_call
+from sluice.producers.http.strict_json import decode
+from sluice.producers.source import Row
+from sluice.workers.offline.prompt_file import PromptRow
+from sluice.workers.offline.settings import make_settings
 
 BAD = "ab\ud800c"
 

@@ -13,8 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.json_out import print_json
-from pipeline.terminal import Console, escaped, escaped_json, say
+from sluice.pipeline.json_out import print_json
+from sluice.pipeline.terminal import Console, escaped, escaped_json, say
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = "a\x1b[2J\x1b]0;title\x07b\rc\x9bd\u202ee\u2028f\x00g\x7fh"
@@ -73,7 +73,7 @@ def test_all_that_is_printed_goes_through_here() -> None:
             if path.name == "terminal.py" and folder == "pipeline":
                 continue
             tree = ast.parse(path.read_text())
-            ours = any(isinstance(n, ast.ImportFrom) and n.module == "pipeline.terminal" for n in ast.walk(tree))
+            ours = any(isinstance(n, ast.ImportFrom) and n.module == "sluice.pipeline.terminal" for n in ast.walk(tree))
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                     name = node.func.id

@@ -8,8 +8,8 @@ import threading
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from pipeline.errors import DeadlineExceeded, EngineError, RequestError
-from pipeline.thread_pool import ThreadPool
+from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
+from sluice.pipeline.thread_pool import ThreadPool
 
 
 def panic() -> None:

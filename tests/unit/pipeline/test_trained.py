@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from consumers.training.step_log import StepLog
-from pipeline.queue.trained import INDEX, LEDGER, TrainedIds, trained_among
+from sluice.consumers.training.step_log import StepLog
+from sluice.pipeline.queue.trained import INDEX, LEDGER, TrainedIds, trained_among
 
 
 def write(run_dir: Path, first: int, last: int, each: int = 100) -> None:

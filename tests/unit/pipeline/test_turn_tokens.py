@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.prompts.turn_tokens import Renderer, TemplateDrift
+from sluice.pipeline.prompts.turn_tokens import Renderer, TemplateDrift
 from tests.tiny_models import build_tokenizer
 
 TURN_END = "<|im_end|>"

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from pipeline.errors import WeightsError
-from pipeline.weights.versions import (
+from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.weights.versions import (
     MANIFEST,
     digest_of,
     newest_number,
@@ -28,7 +28,7 @@ from pipeline.weights.versions import (
     verify,
     write_version,
 )
-from pipeline.wire.messages import WeightVersion
+from sluice.pipeline.wire.messages import WeightVersion
 
 
 def model_dir(path: Path, seed: int = 0, files: int = 1) -> Path:
@@ -149,8 +149,8 @@ def test_an_interrupted_write_leaves_no_version(tmp_path: Path) -> None:
     """Killed by SIGKILL right before the rename, in a process of its own."""
     source, root = model_dir(tmp_path / "source"), tmp_path / "weights"
     script = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline.weights import versions as weights\n"
-        "from pipeline.wire.messages import WeightVersion\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sluice.pipeline.weights import versions as weights\n"
+        "from sluice.pipeline.wire.messages import WeightVersion\n"
         "weights.fsync_tree = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "weights.write_version(Path(sys.argv[1]), Path(sys.argv[2]), WeightVersion(version=1, path='', digest=''))\n"
     )

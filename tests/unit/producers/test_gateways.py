@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.config import load_config
-from producers.rollout_client.dispatcher import called_back_at, gateway_urls
+from sluice.pipeline.config import load_config
+from sluice.producers.rollout_client.dispatcher import called_back_at, gateway_urls
 
 
 def test_rollouts_are_spread_over_the_gateways_of_a_host_each_always_to_the_same() -> None:

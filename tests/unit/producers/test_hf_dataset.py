@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import DataConfig
-from pipeline.errors import DataError
-from pipeline.wire.messages import ImageRef
-from producers.source import Malformed, Row, count_rows, fingerprint, read_rows
+from sluice.pipeline.config.types import DataConfig
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.wire.messages import ImageRef
+from sluice.producers.source import Malformed, Row, count_rows, fingerprint, read_rows
 
 datasets = pytest.importorskip("datasets")
 MESSAGES = [{"role": "user", "content": "hi"}]

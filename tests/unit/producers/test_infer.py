@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import MessageError
-from pipeline.wire.messages import SamplingParams, SequenceResult
-from pipeline.wire.tokens import Runs
-from producers.gateway.infer import encode_envelopes, envelope, read_call
+from sluice.pipeline.errors import MessageError
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
+from sluice.pipeline.wire.tokens import Runs
+from sluice.producers.gateway.infer import encode_envelopes, envelope, read_call
 from tests.factories import sequence_result
 
 CUT = {"repeat_terminate": 1, "active": 1, "rule": "ngram", "at_token": 2}

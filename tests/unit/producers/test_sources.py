@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config.types import DataConfig
-from pipeline.errors import DataError
-from pipeline.queue import job_id_for
-from pipeline.wire.messages import ImageRef, SamplingParams
-from producers import source
-from producers.source import Malformed, Row, count_rows, fingerprint, read_rows
+from sluice.pipeline.config.types import DataConfig
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.queue import job_id_for
+from sluice.pipeline.wire.messages import ImageRef, SamplingParams
+from sluice.producers import source
+from sluice.producers.source import Malformed, Row, count_rows, fingerprint, read_rows
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import main as cli
-from pipeline.errors import ConfigError, DataError, ModelError
+from sluice.pipeline.cli import main as cli
+from sluice.pipeline.errors import ConfigError, DataError, ModelError
+from sluice.workers.guard.replay import Replay, make_trials, replay
+from sluice.workers.offline.answers import Answer, write_in_order
 from tests.tiny_models import build_tokenizer
-from workers.guard.replay import Replay, make_trials, replay
-from workers.offline.answers import Answer, write_in_order
 
 LOOP = [1, 2, 3, 4, *[5, 6] * 8]  # 20 tokens; an ngram of 2 blocks of 4 is there after 12
 HEALTHY = [*range(10, 18), 0]

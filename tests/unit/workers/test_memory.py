@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workers.decode_worker import resident_bytes
+from sluice.workers.decode_worker import resident_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")

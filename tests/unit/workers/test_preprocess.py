@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoImageProcessor
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError, RequestError
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.workers.engine.preprocess import VisionProcessor, load_processor, normalise_tokenizer
+from sluice.workers.engine.requests import VlmPreprocessOptions
 from tests.tiny_models import build_tokenizer
 from tests.tiny_vlms import QWEN_TOKEN_EDGE, picture, save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.preprocess import VisionProcessor, load_processor, normalise_tokenizer
-from workers.engine.requests import VlmPreprocessOptions
 
 SIZES = [(20, 20), (90, 33), (640, 480), (33, 200)]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import RequestError
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from producers.tokenizer import load_renderer
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.producers.tokenizer import load_renderer
+from sluice.workers.engine.prompts import Prompts
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.prompts import Prompts
 
 IMAGE_PARTS: list[dict[str, Any]] = [
     {"type": "image"},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from pipeline.queue import Claim
+from sluice.pipeline.queue import Claim
+from sluice.workers.job_prompts import JobPrompt
+from sluice.workers.slots import HeldJob, HeldJobs
 from tests.factories import decode_job
-from workers.job_prompts import JobPrompt
-from workers.slots import HeldJob, HeldJobs
 
 
 def held_job(name: str, n: int = 1, attempt: int = 1) -> HeldJob:

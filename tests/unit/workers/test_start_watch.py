@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from workers.engine.vllm.startup import StartWatch
+from sluice.workers.engine.vllm.startup import StartWatch
 
 
 def wait_for_a_lock(lock: threading.Lock) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.types import ModelConfig
+from sluice.pipeline.config.types import ModelConfig
+from sluice.workers.engine.hf import passes
+from sluice.workers.engine.hf.model import LoadedModel, load_model
+from sluice.workers.engine.hf.passes import token_logprobs
 from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vlms import save_tiny_llava, save_tiny_qwen_vl
-from workers.engine.hf import passes
-from workers.engine.hf.model import LoadedModel, load_model
-from workers.engine.hf.passes import token_logprobs
 
 EXACT = 1e-5
 

@@ -9,6 +9,6 @@ With an image, `PreparedImages` makes the inputs in threads of its own before th
 is prefilled alone with its pixels, and steps in the common batch.
 """
 
-from workers.engine.hf.backend import HfBackend
+from sluice.workers.engine.hf.backend import HfBackend
 
 __all__ = ["HfBackend"]

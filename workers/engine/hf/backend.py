@@ -29,18 +29,18 @@ from typing import Any
 
 import torch
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig
-from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
-from workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
-from workers.engine.hf.decoder import Decoder, Ended
-from workers.engine.hf.model import LoadedModel, load_model
-from workers.engine.hf.proof import prove
-from workers.engine.hf.rows import Row
-from workers.engine.hf.vision import PreparedImages
-from workers.engine.hf.weights import Weights
-from workers.engine.preprocess import VisionInputs, VisionProcessor
-from workers.guard.rules import GuardRules
-from workers.guard.watch import GuardCost
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
+from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
+from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
+from sluice.workers.engine.hf.decoder import Decoder, Ended
+from sluice.workers.engine.hf.model import LoadedModel, load_model
+from sluice.workers.engine.hf.proof import prove
+from sluice.workers.engine.hf.rows import Row
+from sluice.workers.engine.hf.vision import PreparedImages
+from sluice.workers.engine.hf.weights import Weights
+from sluice.workers.engine.preprocess import VisionInputs, VisionProcessor
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.watch import GuardCost
 
 
 class HfBackend:

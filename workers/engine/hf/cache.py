@@ -29,7 +29,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from pipeline.errors import ModelError
+from sluice.pipeline.errors import ModelError
 
 _MIN_COLUMNS = 128
 _STATES = ("conv_states", "recurrent_states")

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.errors import EngineError, RequestError
-from workers.engine.hf.cache import DecodeCache, PrefillCache
-from workers.engine.hf.model import LoadedModel
-from workers.engine.hf.passes import forward, forward_scored
-from workers.engine.hf.rows import Row
-from workers.engine.hf.vision import prefill_image
-from workers.engine.limits import check_token_ids
-from workers.engine.sampling import SamplingTable, sample
-from workers.guard.watch import GuardCost, force, triggered
+from sluice.pipeline.errors import EngineError, RequestError
+from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache
+from sluice.workers.engine.hf.model import LoadedModel
+from sluice.workers.engine.hf.passes import forward, forward_scored
+from sluice.workers.engine.hf.rows import Row
+from sluice.workers.engine.hf.vision import prefill_image
+from sluice.workers.engine.limits import check_token_ids
+from sluice.workers.engine.sampling import SamplingTable, sample
+from sluice.workers.guard.watch import GuardCost, force, triggered
 
 Ended = tuple[Row, EngineError | None]
 """A row that is out, and the error that ended it if any."""

@@ -21,13 +21,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig
-from pipeline.errors import ModelError
-from workers.engine.contracts import EngineFacts
-from workers.engine.hf.cache import PrefillCache
-from workers.engine.model_files import check_directory, eos_token_ids, has_vision, load_tokenizer
-from workers.engine.preprocess import VisionProcessor
-from workers.guard.rules import GuardRules
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
+from sluice.pipeline.errors import ModelError
+from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.hf.cache import PrefillCache
+from sluice.workers.engine.model_files import check_directory, eos_token_ids, has_vision, load_tokenizer
+from sluice.workers.engine.preprocess import VisionProcessor
+from sluice.workers.guard.rules import GuardRules
 
 NO_GUARD = RepeatTerminateConfig()
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from workers.engine.hf.cache import PrefillCache
-from workers.engine.hf.model import LoadedModel
+from sluice.workers.engine.hf.cache import PrefillCache
+from sluice.workers.engine.hf.model import LoadedModel
 
 SCORED_LOGITS = 1 << 26
 """Logits held at a time while tokens are scored; bounds the memory of a prefill."""

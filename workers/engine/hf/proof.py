@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from pipeline.agreement import Agreement, Gaps, largest, window_of
-from pipeline.errors import EngineError, ModelError
-from pipeline.logs import get_logger
-from pipeline.wire.messages import SamplingParams
-from workers.engine.contracts import SequenceRequest
-from workers.engine.hf.decoder import Decoder
-from workers.engine.hf.model import LoadedModel
-from workers.engine.hf.passes import token_logprobs
-from workers.engine.hf.rows import Row
+from sluice.pipeline.agreement import Agreement, Gaps, largest, window_of
+from sluice.pipeline.errors import EngineError, ModelError
+from sluice.pipeline.logs import get_logger
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import SequenceRequest
+from sluice.workers.engine.hf.decoder import Decoder
+from sluice.workers.engine.hf.model import LoadedModel
+from sluice.workers.engine.hf.passes import token_logprobs
+from sluice.workers.engine.hf.rows import Row
 
 _SEED = 20
 _STEPS = (6, 12, 3, 8)  # new tokens of the probe rows

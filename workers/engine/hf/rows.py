@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import RequestError
-from workers.engine.contracts import EngineFacts, SequenceRequest
-from workers.engine.plugins.base import GenerationPlugin
-from workers.engine.preprocess import VisionInputs
-from workers.engine.running import RunningSequence
-from workers.guard.rules import GuardRules
-from workers.guard.watch import Watch
+from sluice.pipeline.errors import RequestError
+from sluice.workers.engine.contracts import EngineFacts, SequenceRequest
+from sluice.workers.engine.plugins.base import GenerationPlugin
+from sluice.workers.engine.preprocess import VisionInputs
+from sluice.workers.engine.running import RunningSequence
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.watch import Watch
 
 
 class Row(RunningSequence):

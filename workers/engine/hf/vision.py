@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from pipeline.errors import EngineError, RequestError, SluiceError
-from workers.engine.contracts import SequenceRequest
-from workers.engine.hf.model import LoadedModel
-from workers.engine.hf.passes import chosen, forward, forward_scored
-from workers.engine.preprocess import VisionInputs, VisionProcessor
+from sluice.pipeline.errors import EngineError, RequestError, SluiceError
+from sluice.workers.engine.contracts import SequenceRequest
+from sluice.workers.engine.hf.model import LoadedModel
+from sluice.workers.engine.hf.passes import chosen, forward, forward_scored
+from sluice.workers.engine.preprocess import VisionInputs, VisionProcessor
 
 
 def prefill_image(

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from pipeline.errors import RequestError, TornWeights, WeightsError
-from workers.engine.contracts import WeightsProbe
-from workers.engine.weight_files import Layout, open_weights
+from sluice.pipeline.errors import RequestError, TornWeights, WeightsError
+from sluice.workers.engine.contracts import WeightsProbe
+from sluice.workers.engine.weight_files import Layout, open_weights
 
 
 class Weights:

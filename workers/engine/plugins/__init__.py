@@ -10,11 +10,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from workers.engine.plugins.base import GenerationPlugin, TextWindow, check_plugins, decoder
+from sluice.workers.engine.plugins.base import GenerationPlugin, TextWindow, check_plugins, decoder
 
 if TYPE_CHECKING:
-    from workers.engine.plugins.balanced_json import BalancedJsonStop
-    from workers.engine.plugins.duplicate_objects import DuplicateObjectSuppression
+    from sluice.workers.engine.plugins.balanced_json import BalancedJsonStop
+    from sluice.workers.engine.plugins.duplicate_objects import DuplicateObjectSuppression
 
 _HOMES = {"BalancedJsonStop": "balanced_json", "DuplicateObjectSuppression": "duplicate_objects"}
 

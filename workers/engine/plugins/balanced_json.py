@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from pipeline.errors import EngineError
-from workers.engine.plugins.base import GenerationPlugin, TextWindow, decoder
-from workers.engine.plugins.json_scanner import BRACKETS, JsonScanner
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.plugins.base import GenerationPlugin, TextWindow, decoder
+from sluice.workers.engine.plugins.json_scanner import BRACKETS, JsonScanner
 
 
 class BalancedJsonStop(GenerationPlugin):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
-from pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError
 
 Hook = Literal["stopping_criteria", "logits_processor"]
 RequestType = Literal["text", "vlm"]

@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import LogitsProcessor
 
-from pipeline.errors import EngineError
-from workers.engine.plugins.base import GenerationPlugin, TextWindow, decoder
-from workers.engine.plugins.json_scanner import JsonScanner, squeeze
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.plugins.base import GenerationPlugin, TextWindow, decoder
+from sluice.workers.engine.plugins.json_scanner import JsonScanner, squeeze
 
 
 class DuplicateObjectSuppression(GenerationPlugin):

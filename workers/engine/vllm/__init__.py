@@ -11,6 +11,6 @@
 - Stop policy, random numbers and versions are ours, the same code as on the hf backend.
 """
 
-from workers.engine.vllm.backend import VllmBackend
+from sluice.workers.engine.vllm.backend import VllmBackend
 
 __all__ = ["VllmBackend"]

@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.suggest import nearest
-from pipeline.config.types import ModelConfig, VllmEngineOptions
-from pipeline.errors import ConfigError, ModelError
-from workers.engine.vllm.processor import SeededSampler
-from workers.engine.vllm.vision import Vision
-from workers.engine.vllm.worker_extension import WorkerExtension
-from workers.guard.requests import ADDITIONAL
-from workers.guard.rules import GuardRules
-from workers.guard.vllm import WorkerRepeatTerminate
+from sluice.pipeline.config.suggest import nearest
+from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
+from sluice.pipeline.errors import ConfigError, ModelError
+from sluice.workers.engine.vllm.processor import SeededSampler
+from sluice.workers.engine.vllm.vision import Vision
+from sluice.workers.engine.vllm.worker_extension import WorkerExtension
+from sluice.workers.guard.requests import ADDITIONAL
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.vllm import WorkerRepeatTerminate
 
 _OPTIONS = frozenset(VllmEngineOptions.__struct_fields__) - {"extra", "kv_cache_gb"}
 _GIB = 1 << 30

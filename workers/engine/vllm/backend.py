@@ -19,12 +19,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.errors import ConfigError, EngineError, RequestError, TornWeights, WeightsError
-from workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
-from workers.engine.vllm.sequences import Sequences
-from workers.engine.vllm.startup import EngineLog, StartedEngine, start_engine
-from workers.guard.watch import GuardCost
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.errors import ConfigError, EngineError, RequestError, TornWeights, WeightsError
+from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
+from sluice.workers.engine.vllm.sequences import Sequences
+from sluice.workers.engine.vllm.startup import EngineLog, StartedEngine, start_engine
+from sluice.workers.guard.watch import GuardCost
 
 _STOP_S = 15.0
 _Result = TypeVar("_Result")

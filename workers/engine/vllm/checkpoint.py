@@ -10,10 +10,10 @@ import msgspec
 import torch
 import transformers
 
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError, WeightsError
-from workers.engine.model_files import has_vision
-from workers.engine.weight_files import Layout, Piece, open_weights, tied
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ModelError, WeightsError
+from sluice.workers.engine.model_files import has_vision
+from sluice.workers.engine.weight_files import Layout, Piece, open_weights, tied
 
 
 class Checkpoint:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from pipeline.errors import GuardRefused, RequestError
-from workers.engine.contracts import GuardTrial
-from workers.engine.running import RunningSequence
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import GuardArguments
-from workers.guard.rules import GuardRules
-from workers.guard.watch import GuardCost
+from sluice.pipeline.errors import GuardRefused, RequestError
+from sluice.workers.engine.contracts import GuardTrial
+from sluice.workers.engine.running import RunningSequence
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.requests import GuardArguments
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.watch import GuardCost
 
 Call = Callable[..., Awaitable[list[Any]]]
 """`await call(method, *args)`: the answer of every worker of the core."""

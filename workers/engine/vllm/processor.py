@@ -32,8 +32,8 @@ from vllm import SamplingParams as VllmSampling
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from workers.engine.sampling import keep_top_k, keep_top_p, stream_keys, uniforms
-from workers.engine.vllm.environment import OWNER
+from sluice.workers.engine.sampling import keep_top_k, keep_top_p, stream_keys, uniforms
+from sluice.workers.engine.vllm.environment import OWNER
 
 EXTRA = "sluice"
 """Our key in `SamplingParams.extra_args`."""

@@ -22,14 +22,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar
 
-from pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
-from workers.engine.contracts import SequenceOutput, SequenceRequest
-from workers.engine.limits import check_token_ids
-from workers.engine.plugins.base import check_plugins
-from workers.engine.running import RunningSequence
-from workers.engine.vllm.guard import CoreGuard
-from workers.engine.vllm.startup import StartedEngine
-from workers.guard.requests import GuardArguments
+from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from sluice.workers.engine.limits import check_token_ids
+from sluice.workers.engine.plugins.base import check_plugins
+from sluice.workers.engine.running import RunningSequence
+from sluice.workers.engine.vllm.guard import CoreGuard
+from sluice.workers.engine.vllm.startup import StartedEngine
+from sluice.workers.guard.requests import GuardArguments
 
 _Result = TypeVar("_Result")
 _LOOK_S = 0.5
@@ -344,7 +344,7 @@ def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from workers.engine.vllm.processor import EXTRA
+    from sluice.workers.engine.vllm.processor import EXTRA
 
     request, done = sequence.request, len(sequence.tokens)
     sampling = request.sampling

@@ -28,16 +28,16 @@ from typing import Any, cast
 import psutil
 import torch
 
-from pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
-from pipeline.errors import ConfigError, EngineError, ModelError
-from pipeline.logs import get_logger
-from workers.engine.contracts import EngineFacts
-from workers.engine.model_files import check_directory, eos_token_ids, load_tokenizer
-from workers.engine.vllm.checkpoint import Checkpoint
-from workers.engine.vllm.environment import START_METHOD, engine_environment, prepare_cpu, start_methods
-from workers.engine.vllm.vision import Vision
-from workers.guard.rules import GuardRules, check_end
-from workers.guard.vllm_runners import check_interfaces
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.errors import ConfigError, EngineError, ModelError
+from sluice.pipeline.logs import get_logger
+from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.model_files import check_directory, eos_token_ids, load_tokenizer
+from sluice.workers.engine.vllm.checkpoint import Checkpoint
+from sluice.workers.engine.vllm.environment import START_METHOD, engine_environment, prepare_cpu, start_methods
+from sluice.workers.engine.vllm.vision import Vision
+from sluice.workers.guard.rules import GuardRules, check_end
+from sluice.workers.guard.vllm_runners import check_interfaces
 
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit|Interrupt)): (.+)$")
 _SYMPTOMS = {"EngineDeadError", "CancelledError"}
@@ -218,7 +218,7 @@ def start_engine(
     with engine_environment(log.folder):
         from vllm.platforms import current_platform
 
-        from workers.engine.vllm.arguments import engine_arguments
+        from sluice.workers.engine.vllm.arguments import engine_arguments
 
         if current_platform.is_cpu():
             prepare_cpu(torch.get_num_threads())

@@ -15,11 +15,11 @@ from typing import Any
 
 import transformers
 
-from pipeline.config.types import ModelConfig, VllmEngineOptions
-from pipeline.errors import ModelError, RequestError
-from workers.engine.contracts import SequenceRequest
-from workers.engine.model_files import has_vision
-from workers.engine.preprocess import check_placeholders, image_token_id, load_processor, pixel_budget
+from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.workers.engine.contracts import SequenceRequest
+from sluice.workers.engine.model_files import has_vision
+from sluice.workers.engine.preprocess import check_placeholders, image_token_id, load_processor, pixel_budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import TornWeights
-from workers.engine.weight_files import open_weights
-from workers.guard.requests import GuardRequests
-from workers.guard.vllm import WorkerRepeatTerminate
+from sluice.pipeline.errors import TornWeights
+from sluice.workers.engine.weight_files import open_weights
+from sluice.workers.guard.requests import GuardRequests
+from sluice.workers.guard.vllm import WorkerRepeatTerminate
 
 
 class WeightLoader:

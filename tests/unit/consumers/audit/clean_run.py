@@ -11,16 +11,23 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from consumers.groups import Group
-from consumers.history.recorder import Recorder
-from consumers.samples import Sampler
-from consumers.tasks import exact_answer
-from consumers.tasks.task import Matched, Task, TaskContext
-from consumers.training.proximal import fill, plan, score_jobs, scores_by_place
-from consumers.training.step_log import KeptRollouts, StepLog
-from pipeline.config.types import Config, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
-from pipeline.wire.messages import DeadLetter, SamplingParams, ScoreJob, ScoreResult, SequenceResult, TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.groups import Group
+from sluice.consumers.history.recorder import Recorder
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Matched, Task, TaskContext
+from sluice.consumers.training.proximal import fill, plan, score_jobs, scores_by_place
+from sluice.consumers.training.step_log import KeptRollouts, StepLog
+from sluice.pipeline.config.types import Config, ConsumerConfig, PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.wire.messages import (
+    DeadLetter,
+    SamplingParams,
+    ScoreJob,
+    ScoreResult,
+    SequenceResult,
+    TrainingSample,
+)
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result
 from tests.tiny_tokenizer import tiny_codec
 from tests.unit.consumers.audit.stored_run import PROMPT, Policy

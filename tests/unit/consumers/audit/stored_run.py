@@ -11,9 +11,9 @@ import msgspec
 import torch
 from transformers import Qwen3ForCausalLM
 
-from pipeline.weights.versions import write_version
-from pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode, encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.weights.versions import write_version
+from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.tiny_models import save_tiny_model
 
 VERSIONS = 3

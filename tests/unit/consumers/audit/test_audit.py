@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from consumers.audit.audit import audit_run
-from consumers.audit.report import Report
-from consumers.tasks.segments import LeftOut
-from pipeline.config.types import Config, ModelConfig
+from sluice.consumers.audit.audit import audit_run
+from sluice.consumers.audit.report import Report
+from sluice.consumers.tasks.segments import LeftOut
+from sluice.pipeline.config.types import Config, ModelConfig
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change, write_rollouts, write_weights
 
 Arrays = dict[str, list[Any]]

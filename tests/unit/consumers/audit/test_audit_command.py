@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.tasks.segments import LeftOut
-from pipeline.cli import main as cli
-from pipeline.wire.messages import TrainingBatch, decode, encode
-from pipeline.wire.tokens import Runs
+from sluice.consumers.tasks.segments import LeftOut
+from sluice.pipeline.cli import main as cli
+from sluice.pipeline.wire.messages import TrainingBatch, decode, encode
+from sluice.pipeline.wire.tokens import Runs
 from tests.unit.consumers.audit.stored_run import MARKED, PROMPT, TOKENS, change
 
 
@@ -37,7 +37,7 @@ def test_the_real_command_prints_one_object(run: Path) -> None:
     damage(run)
     where = ["-c", str(run.parent / "c.yaml")]
     Path(where[1]).write_text(f"run_dir: {run.parent}\nmodel: {{device: cpu}}\n")
-    command = [sys.executable, "-m", "pipeline.cli.main", "audit", "mine", "--json", *where]
+    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "audit", "mine", "--json", *where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ})
     found = json.loads(done.stdout)
     assert (done.returncode, found["wrong"], found["right"]) == (1, 1, TOKENS - MARKED - 1), done.stderr
@@ -161,8 +161,8 @@ def test_a_token_outside_the_vocabulary_is_no_crash(run: Path, capsys: pytest.Ca
 def _smaller_model(run: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from pipeline.weights.versions import write_version
-    from pipeline.wire.messages import WeightVersion
+    from sluice.pipeline.weights.versions import write_version
+    from sluice.pipeline.wire.messages import WeightVersion
 
     sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=100, num_hidden_layers=1, head_dim=8, **sizes))

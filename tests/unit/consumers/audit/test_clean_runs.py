@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.audit.audit import audit_run
-from consumers.audit.report import Report
-from consumers.tasks import exact_answer
-from consumers.tasks.task import Matched, TaskContext
-from pipeline.config.types import PolicyConfig
-from pipeline.errors import DataError
-from pipeline.wire.messages import ImageRef, TrainingBatch, TrainingSample, decode, encode
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.audit.audit import audit_run
+from sluice.consumers.audit.report import Report
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import Matched, TaskContext
+from sluice.pipeline.config.types import PolicyConfig
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.wire.messages import ImageRef, TrainingBatch, TrainingSample, decode, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.unit.consumers.audit.clean_run import (
     NEWEST,
     STORY,

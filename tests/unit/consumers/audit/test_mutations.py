@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers.audit.audit import audit_run
-from consumers.audit.report import FaultKind, Report
-from consumers.tasks.segments import LeftOut
-from pipeline.config.types import Config, PolicyConfig
-from pipeline.weights.versions import write_version
-from pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode, encode
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.audit.audit import audit_run
+from sluice.consumers.audit.report import FaultKind, Report
+from sluice.consumers.tasks.segments import LeftOut
+from sluice.pipeline.config.types import Config, PolicyConfig
+from sluice.pipeline.weights.versions import write_version
+from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.unit.consumers.audit.clean_run import STORY, Recipe, Versions, write_run
 from tests.unit.consumers.audit.stored_run import PROMPT
 

@@ -12,13 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from consumers.audit.recompute import logprobs_of, open_version
-from consumers.audit.stored import Stored
-from pipeline.config.types import ModelConfig
-from pipeline.errors import ModelError
-from pipeline.weights.versions import write_version
-from pipeline.wire.messages import WeightVersion
-from pipeline.wire.tokens import TokenArray
+from sluice.consumers.audit.recompute import logprobs_of, open_version
+from sluice.consumers.audit.stored import Stored
+from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.errors import ModelError
+from sluice.pipeline.weights.versions import write_version
+from sluice.pipeline.wire.messages import WeightVersion
+from sluice.pipeline.wire.tokens import TokenArray
 from tests.factories import training_sample
 
 LENGTH, WINDOW, VOCAB = 40, 8, 96

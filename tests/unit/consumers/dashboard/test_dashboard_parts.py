@@ -14,20 +14,20 @@ import pytest
 from fastapi import HTTPException
 from redis.asyncio import Redis
 
-from consumers.dashboard import formats
-from consumers.dashboard.app import make_app
-from consumers.dashboard.dead_letters import Reasons, in_time
-from consumers.dashboard.live import Live, event
-from consumers.dashboard.monitor import Monitor, ProcessRates
-from consumers.dashboard.overview import points
-from consumers.dashboard.render import fragment
-from consumers.dashboard.settings import settings
-from consumers.history.reader import HistoryReader
-from pipeline.config.types import BrokerConfig, Config, ProducerConfig
-from pipeline.http.middleware import host_name, is_loopback
-from pipeline.queue.dead_letters import Row
-from pipeline.status.snapshot import Process, Snapshot, Stall
-from pipeline.wire.messages import DeadLetter
+from sluice.consumers.dashboard import formats
+from sluice.consumers.dashboard.app import make_app
+from sluice.consumers.dashboard.dead_letters import Reasons, in_time
+from sluice.consumers.dashboard.live import Live, event
+from sluice.consumers.dashboard.monitor import Monitor, ProcessRates
+from sluice.consumers.dashboard.overview import points
+from sluice.consumers.dashboard.render import fragment
+from sluice.consumers.dashboard.settings import settings
+from sluice.consumers.history.reader import HistoryReader
+from sluice.pipeline.config.types import BrokerConfig, Config, ProducerConfig
+from sluice.pipeline.http.middleware import host_name, is_loopback
+from sluice.pipeline.queue.dead_letters import Row
+from sluice.pipeline.status.snapshot import Process, Snapshot, Stall
+from sluice.pipeline.wire.messages import DeadLetter
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.jobs import WIDTH, bars, spans
-from pipeline.queue.live_jobs import EventKind, JobEvent
+from sluice.consumers.dashboard.jobs import WIDTH, bars, spans
+from sluice.pipeline.queue.live_jobs import EventKind, JobEvent
 
 KINDS: tuple[EventKind, ...] = ("enqueued", "claimed", "handed_back", "lost", "ended")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.dashboard.render import STATIC
+from sluice.consumers.dashboard.render import STATIC
 
 SHEET = (STATIC / "sluice.css").read_text()
 LIGHT, DARK = re.findall(r":root \{(.*?)\}", SHEET, re.S)[:2]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from consumers.dashboard.monitor import RunConfig
-from pipeline.config.types import Config, ProducerConfig
-from pipeline.run.provenance import store
+from sluice.consumers.dashboard.monitor import RunConfig
+from sluice.pipeline.config.types import Config, ProducerConfig
+from sluice.pipeline.run.provenance import store
 
 
 def test_the_run_s_own_configuration_is_shown_as_it_is_now(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.outcome import Answer, Detection, Failed, Other, Pair, outcome
-from consumers.dashboard.picture import WIDTH, drawing
-from consumers.tasks.registry import TASKS
-from consumers.tasks.task import Matched, Parsed, Task, TaskContext
+from sluice.consumers.dashboard.outcome import Answer, Detection, Failed, Other, Pair, outcome
+from sluice.consumers.dashboard.picture import WIDTH, drawing
+from sluice.consumers.tasks.registry import TASKS
+from sluice.consumers.tasks.task import Matched, Parsed, Task, TaskContext
 from tests.detection_rollouts import BOXES, answer, context, obj, rollout
 from tests.tiny_tokenizer import tiny_codec
 

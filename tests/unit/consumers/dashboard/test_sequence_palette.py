@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from consumers.dashboard.render import STATIC
-from consumers.dashboard.tokens import COLOURINGS, HUES, KINDS, PROXIMAL, SURPRISE
+from sluice.consumers.dashboard.render import STATIC
+from sluice.consumers.dashboard.tokens import COLOURINGS, HUES, KINDS, PROXIMAL, SURPRISE
 from tests.unit.consumers.dashboard.test_palette import DARK, LIGHT, contrast, palette
 
 SHEET = (STATIC / "sequences.css").read_text()

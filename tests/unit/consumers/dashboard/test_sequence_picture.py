@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from consumers.dashboard.picture import check_picture, names_of, read_below, read_picture
-from pipeline.config.types import Config, DataConfig, ImagesConfig
-from pipeline.errors import RequestError
-from pipeline.wire.messages import ImageRef
+from sluice.consumers.dashboard.picture import check_picture, names_of, read_below, read_picture
+from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import ImageRef
 from tests.factories import sequence_result
 
 

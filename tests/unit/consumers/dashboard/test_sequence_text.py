@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.formats import block, pretty, token_text, visible
-from consumers.dashboard.sequences import address, clean, count_set, read_filter
-from consumers.history.records import SequenceFilter
+from sluice.consumers.dashboard.formats import block, pretty, token_text, visible
+from sluice.consumers.dashboard.sequences import address, clean, count_set, read_filter
+from sluice.consumers.history.records import SequenceFilter
 
 ANY = st.text(st.characters())
 

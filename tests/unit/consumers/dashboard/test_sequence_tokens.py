@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.dashboard.tokens import (
+from sluice.consumers.dashboard.tokens import (
     Scores,
     legends,
     paint,
@@ -19,12 +19,12 @@ from consumers.dashboard.tokens import (
     surprise_class,
     trained_sheet,
 )
-from consumers.history.records import Trained
-from consumers.tasks import exact_answer
-from consumers.tasks.task import TaskContext
-from pipeline.config.types import PolicyConfig, RolloutMatchingConfig
-from pipeline.wire.messages import SequenceResult
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers.history.records import Trained
+from sluice.consumers.tasks import exact_answer
+from sluice.consumers.tasks.task import TaskContext
+from sluice.pipeline.config.types import PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.wire.messages import SequenceResult
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.detection_rollouts import PROMPT, answer, context, obj, rollout, run, tokens_anyhow
 from tests.factories import training_sample
 from tests.tiny_tokenizer import tiny_codec

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from consumers.dashboard.outcome import MOST, BusyError, StepThreads
+from sluice.consumers.dashboard.outcome import MOST, BusyError, StepThreads
 
 
 async def test_a_step_that_hangs_keeps_its_place_and_no_other_until_it_ends() -> None:

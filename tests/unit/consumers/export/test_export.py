@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from consumers import export
-from consumers.export import Exported, columns, export_run, full_row, sft_row
-from consumers.groups import Group
-from consumers.history.recorder import Recorder, TrainedRecorder
-from consumers.samples import letter
-from consumers.training.step_log import KeptRollouts
-from pipeline.config.types import Config
-from pipeline.errors import DataError
-from pipeline.wire.messages import TrainingSample
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.consumers import export
+from sluice.consumers.export import Exported, columns, export_run, full_row, sft_row
+from sluice.consumers.groups import Group
+from sluice.consumers.history.recorder import Recorder, TrainedRecorder
+from sluice.consumers.samples import letter
+from sluice.consumers.training.step_log import KeptRollouts
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.factories import sequence_result, training_sample
 from tests.tiny_tokenizer import tiny_codec
 
@@ -157,7 +157,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
         (["nosuch", "--to", "jsonl"], "no run 'nosuch'"),
         (["nosuch", "--to", "csv"], "csv"),
     ):
-        command = [sys.executable, "-m", "pipeline.cli.main", "export", *words, "--out", str(tmp_path / "out")]
+        command = [sys.executable, "-m", "sluice.pipeline.cli.main", "export", *words, "--out", str(tmp_path / "out")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
         assert done.returncode != 0
         assert said in done.stdout + done.stderr

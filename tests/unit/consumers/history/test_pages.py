@@ -10,8 +10,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.history.reader import HistoryReader
-from consumers.history.records import SequenceFilter
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.records import SequenceFilter
 from tests.finished import job, row, store
 
 WRITES = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.sampled_from(["x", "y"])), max_size=12)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from consumers.history.reader import HistoryReader
-from consumers.history.recorder import TrainedStore
-from consumers.history.records import SequenceFilter, Trained
-from pipeline.errors import DataError
-from pipeline.wire.messages import DeadLetter
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.recorder import TrainedStore
+from sluice.consumers.history.records import SequenceFilter, Trained
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.wire.messages import DeadLetter
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import sequence_result, training_sample
 from tests.finished import Finished, FinishedJob, job, row, store, whole
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from consumers.history.files import TRAINER, history_directory
-from consumers.history.reader import Files
-from consumers.history.recorder import TrainedRecorder
-from consumers.history.records import Trained
-from consumers.samples import letter
-from pipeline.config.types import Config, ConsumerConfig, HistoryConfig
-from pipeline.wire.tokens import FloatArray, Runs
+from sluice.consumers.history.files import TRAINER, history_directory
+from sluice.consumers.history.reader import Files
+from sluice.consumers.history.recorder import TrainedRecorder
+from sluice.consumers.history.records import Trained
+from sluice.consumers.samples import letter
+from sluice.pipeline.config.types import Config, ConsumerConfig, HistoryConfig
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import training_sample
 
 SAMPLE = training_sample("a:0", proximal_logprobs=FloatArray([0, -1, -2, -3]), proximal_versions=Runs.of([-1, 4, 4, 4]))

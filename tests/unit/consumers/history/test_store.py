@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consumers.history.reader import HistoryReader
-from consumers.history.recorder import HistoryStore, TrainedStore
-from consumers.history.records import SequenceFilter, Trained
-from pipeline.errors import DataError
-from pipeline.wire.tokens import TokenArray
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.recorder import HistoryStore, TrainedStore
+from sluice.consumers.history.records import SequenceFilter, Trained
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.wire.tokens import TokenArray
 from tests.factories import sequence_result
 from tests.finished import Finished, FinishedJob, job, row, store
 

@@ -11,10 +11,10 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.config.types import MetricsConfig
-from pipeline.errors import ConfigError
-from pipeline.status.heartbeat import Heartbeat
-from pipeline.telemetry.exporter import Telemetry, metrics_server
+from sluice.pipeline.config.types import MetricsConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.status.heartbeat import Heartbeat
+from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
 
 
 def row(**fields: object) -> Heartbeat:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.telemetry.families import FAMILIES, Family, of_role, series
-from pipeline.telemetry.training_metrics import METRICS
+from sluice.pipeline.telemetry.families import FAMILIES, Family, of_role, series
+from sluice.pipeline.telemetry.training_metrics import METRICS
 
 FROZEN = Path(__file__).with_name("frozen_names.txt")
 UNITS = ("seconds", "bytes", "ratio")

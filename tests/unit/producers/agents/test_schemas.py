@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from producers.http import strict_json
-from producers.http.schemas import (
+from sluice.producers.http import strict_json
+from sluice.producers.http.schemas import (
     MAX_TOKENS_LIMIT,
     VALID_MESSAGE_ROLES,
     CompletionsRequest,

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from demo.tools.tokenizer import build_tokenizer
-from pipeline.config.types import RolloutServerConfig
-from pipeline.prompts.chat_template import ChatTemplateOptions
-from pipeline.prompts.turn_tokens import Renderer
-from producers.agents.session import TRUNCATED, RolloutSession
-from producers.agents.tokenizers import Tokenizers
-from producers.agents.tools import load_tools
-from producers.agents.trainer_client import Retries, TrainerClient
-from producers.http.schemas import CompletionsResponse, RolloutError, RolloutRequest
+from sluice.demo.tools.tokenizer import build_tokenizer
+from sluice.pipeline.config.types import RolloutServerConfig
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.producers.agents.session import TRUNCATED, RolloutSession
+from sluice.producers.agents.tokenizers import Tokenizers
+from sluice.producers.agents.tools import load_tools
+from sluice.producers.agents.trainer_client import Retries, TrainerClient
+from sluice.producers.http.schemas import CompletionsResponse, RolloutError, RolloutRequest
 
 END = "<|im_end|>"
 REQUEST = {

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import RequestError
-from producers.http import strict_json
+from sluice.pipeline.errors import RequestError
+from sluice.producers.http import strict_json
 
 VALUES = st.recursive(
     st.none()

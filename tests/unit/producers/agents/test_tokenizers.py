@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from demo.tools.tokenizer import build_tokenizer
-from pipeline.config.types import Config, ModelConfig, RolloutServerConfig
-from producers.agents.tokenizers import Tokenizers
-from producers.http.schemas import RolloutError
+from sluice.demo.tools.tokenizer import build_tokenizer
+from sluice.pipeline.config.types import Config, ModelConfig, RolloutServerConfig
+from sluice.producers.agents.tokenizers import Tokenizers
+from sluice.producers.http.schemas import RolloutError
 
 
 @pytest.fixture(scope="session")

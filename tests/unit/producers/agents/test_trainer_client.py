@@ -8,7 +8,7 @@ from email.utils import format_datetime
 import pytest
 from yarl import URL
 
-from producers.agents.trainer_client import _segment, retry_after_s
+from sluice.producers.agents.trainer_client import _segment, retry_after_s
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.gateway.turns import Found, digests, goes_on_from, normal
+from sluice.producers.gateway.turns import Found, digests, goes_on_from, normal
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 roles = st.sampled_from(["system", "user", "assistant", "tool"])

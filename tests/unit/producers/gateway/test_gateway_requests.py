@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
-from pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
-from pipeline.http.addresses import AllowedHosts
-from pipeline.wire.messages import DeadLetter, ImageRef, SamplingParams
-from producers.gateway.refusals import Refusal, of_letter, refusal_of
-from producers.gateway.requests import ChatRequest, FinishRequest, images_of
+from sluice.pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
+from sluice.pipeline.http.addresses import AllowedHosts
+from sluice.pipeline.wire.messages import DeadLetter, ImageRef, SamplingParams
+from sluice.producers.gateway.refusals import Refusal, of_letter, refusal_of
+from sluice.producers.gateway.requests import ChatRequest, FinishRequest, images_of
 
 RUN = SamplingParams(max_new_tokens=77, temperature=0.5, stop=("x",), truncate_prompt=True)
 HOSTS = AllowedHosts(["pictures.example:8000"], "images.hosts")

@@ -6,12 +6,12 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pipeline.wire.messages import TokenDelta
-from pipeline.wire.tokens import FloatArray, TokenArray
-from producers.gateway.completion import Answer
-from producers.gateway.refusals import Refusal
-from producers.gateway.requests import ChatRequest
-from producers.gateway.stream import DONE, ChatStream, with_error
+from sluice.pipeline.wire.messages import TokenDelta
+from sluice.pipeline.wire.tokens import FloatArray, TokenArray
+from sluice.producers.gateway.completion import Answer
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.requests import ChatRequest
+from sluice.producers.gateway.stream import DONE, ChatStream, with_error
 from tests.factories import sequence_result
 
 MESSAGES = [{"role": "user", "content": "a"}]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import ConfigError
-from producers.gateway.tool_calls import Call, Hermes, Parsed, assistant_message, load_tool_parser, read_calls
+from sluice.pipeline.errors import ConfigError
+from sluice.producers.gateway.tool_calls import Call, Hermes, Parsed, assistant_message, load_tool_parser, read_calls
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 

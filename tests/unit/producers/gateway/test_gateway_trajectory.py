@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.queue.rollouts import Rollout, RolloutHead, Turn
-from pipeline.wire.messages import FinishReason, ImageRef
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from producers.gateway.completion import repeat_terminate_triggered
-from producers.gateway.trajectory import Verdict, trajectories
+from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Turn
+from sluice.pipeline.wire.messages import FinishReason, ImageRef
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.producers.gateway.completion import repeat_terminate_triggered
+from sluice.producers.gateway.trajectory import Verdict, trajectories
 from tests.factories import sequence_result
 
 HEAD = RolloutHead(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.prompts.turn_tokens import Renderer
-from pipeline.queue.rollouts import Turn
-from pipeline.wire.messages import Message, SamplingParams
-from pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from producers.gateway.refusals import Refusal
-from producers.gateway.turns import Plan, plan_turn
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.pipeline.queue.rollouts import Turn
+from sluice.pipeline.wire.messages import Message, SamplingParams
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.producers.gateway.refusals import Refusal
+from sluice.producers.gateway.turns import Plan, plan_turn
 from tests.factories import sequence_result
 from tests.tiny_models import build_tokenizer
 

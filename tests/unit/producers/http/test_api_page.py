@@ -14,15 +14,15 @@ from pydantic import BaseModel, Field
 from redis.asyncio import Redis
 from yarl import URL
 
-from pipeline.config.types import Config
-from pipeline.wire.keys import Keys
-from producers.agents.runs import open_runs
-from producers.agents.server import build_app
-from producers.agents.state import app_state
-from producers.gateway.server import make_app
-from producers.gateway.service import make_service
-from producers.http.api_page import PATH, add_api_page, api_page
-from producers.tokenizer import load_renderer
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.wire.keys import Keys
+from sluice.producers.agents.runs import open_runs
+from sluice.producers.agents.server import build_app
+from sluice.producers.agents.state import app_state
+from sluice.producers.gateway.server import make_app
+from sluice.producers.gateway.service import make_service
+from sluice.producers.http.api_page import PATH, add_api_page, api_page
+from sluice.producers.tokenizer import load_renderer
 from tests.tiny_models import save_tiny_model
 
 HERE = "http://127.0.0.1:8081"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.offline.sinks import Failures
+from sluice.workers.offline.sinks import Failures
 
 
 def test_errors_that_differ_in_names_and_numbers_are_of_one_kind() -> None:

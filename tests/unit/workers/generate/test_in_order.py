@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from workers.offline.answers import MINIMAL, Answer, EngineNote, write_in_order
+from sluice.workers.offline.answers import MINIMAL, Answer, EngineNote, write_in_order
 
 NOTE = EngineNote(backend="hf", version="5", model="m", dtype="float32")
 CUT = {"repeat_terminate": 1, "active": 1, "rule": "consecutive", "at_token": 2}

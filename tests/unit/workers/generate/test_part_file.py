@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import ConfigError
-from workers.offline.answers import Answer, number_of
-from workers.offline.sinks import PartFile, header_line, recover
+from sluice.pipeline.errors import ConfigError
+from sluice.workers.offline.answers import Answer, number_of
+from sluice.workers.offline.sinks import PartFile, header_line, recover
 
 RUN = {"input": "abc", "temperature": 0.5, "stop": ["x"]}
 ORDER = [(2, 0), (0, 1), (1, 0), (0, 0), (2, 1), (1, 1)]  # of ending

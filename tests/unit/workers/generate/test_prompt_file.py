@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import DataError
-from pipeline.prompts.rows import Malformed
-from workers.engine.requests import TextGenerationRequest, VlmGenerationRequest
-from workers.offline.prompt_file import PromptRow, Scan, open_prompts
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.prompts.rows import Malformed
+from sluice.workers.engine.requests import TextGenerationRequest, VlmGenerationRequest
+from sluice.workers.offline.prompt_file import PromptRow, Scan, open_prompts
 
 ASKED = [{"role": "user", "content": "hi"}]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError, ModelError
-from workers.engine.plugins import GenerationPlugin
-from workers.offline.answers import MAX_N, MAX_ROWS, number_of, row_and_index
-from workers.offline.run import model_digest
-from workers.offline.settings import GenerateSettings, check_fit, make_plugins, make_settings
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError, ModelError
+from sluice.workers.engine.plugins import GenerationPlugin
+from sluice.workers.offline.answers import MAX_N, MAX_ROWS, number_of, row_and_index
+from sluice.workers.offline.run import model_digest
+from sluice.workers.offline.settings import GenerateSettings, check_fit, make_plugins, make_settings
 
 GUARD = "rollout_matching.repeat_terminate"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sluice.workers.guard.object_keys import token_bytes
 from tests.merged_tokenizers import FAMILIES
-from workers.guard.object_keys import token_bytes
 
 
 def _mistral_file(name: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.repeat import LOOK_EVERY, RepeatGuard, RepeatTrigger
 from tests.merged_tokenizers import FAMILIES
-from workers.guard.repeat import LOOK_EVERY, RepeatGuard, RepeatTrigger
 
 TEXTS = {
     "equal rows of a table": ("| 0 | 0 | 0 |\n" * 60, 256),

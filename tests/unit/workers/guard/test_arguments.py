@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import EXTRA, GuardArguments, GuardRequests
-from workers.guard.rules import GuardRules
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.requests import EXTRA, GuardArguments, GuardRequests
+from sluice.workers.guard.rules import GuardRules
 
 
 @pytest.mark.parametrize("wrong", [{"forced": -1}, {"offset": -2}])

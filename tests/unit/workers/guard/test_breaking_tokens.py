@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.object_keys import ObjectKeys
-from workers.guard.probe import breaking_tokens
-from workers.guard.rules import GuardRules
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.probe import breaking_tokens
+from sluice.workers.guard.rules import GuardRules
 
 ORDER = ("object_keys", "consecutive", "ngram", "any_period")
 ANSWER = (0, 3, 1, 2)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import EngineError
-from workers.guard.vllm_runners import check_interfaces, check_v1, check_v2
+from sluice.pipeline.errors import EngineError
+from sluice.workers.guard.vllm_runners import check_interfaces, check_v1, check_v2
 
 pytestmark = pytest.mark.vllm
 

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.workers.guard.object_keys import ObjectKeys, token_bytes
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.rules import GuardRules
 from tests.merged_tokenizers import BOX, FAMILIES, corpus
 from tests.tiny_models import build_tokenizer
 from tests.unit.workers.guard.python_tokenizers import (
@@ -23,9 +26,6 @@ from tests.unit.workers.guard.python_tokenizers import (
     mistral_tekken,
     sentencepiece_in_python,
 )
-from workers.guard.object_keys import ObjectKeys, token_bytes
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.rules import GuardRules
 
 PREFIX = '"object_'
 SPACED = ["qwen_like", "whole_lines", "llama_like", "unigram"]

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard import requests
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import EXTRA, GuardArguments, GuardRequests
-from workers.guard.rules import GuardRules
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard import requests
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.requests import EXTRA, GuardArguments, GuardRequests
+from sluice.workers.guard.rules import GuardRules
 
 RULES = GuardRules(RepeatTerminateConfig(enabled=True, min_new_tokens=0, max_consecutive_token_repeats=5))
 PROBE = GuardRules(RepeatTerminateConfig(enabled=True, min_new_tokens=0, max_consecutive_token_repeats=2))

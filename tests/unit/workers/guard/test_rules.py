@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.rules import GuardRules
 from tests.tiny_models import build_tokenizer
-from workers.guard.object_keys import ObjectKeys
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.rules import GuardRules
 
 UNLIKE_ANY_DEFAULT = RepeatTerminateConfig(
     enabled=True,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError
-from workers.guard.settings import JSON, JSON_PATH, SWITCH, from_environment, subtree
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError
+from sluice.workers.guard.settings import JSON, JSON_PATH, SWITCH, from_environment, subtree
 
 TREE: dict[str, Any] = {
     "enabled": True,

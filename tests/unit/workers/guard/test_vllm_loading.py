@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.types import RepeatTerminateConfig
-from pipeline.errors import ConfigError, EngineError
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.errors import ConfigError, EngineError
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.settings import JSON, SWITCH
 from tests.loop_models import LoopModel, in_lower_case, save_loop_model
 from tests.merged_tokenizers import qwen_like
 from tests.unit.workers.guard.slots import Request, changed_rows, context, request_state
-from workers.guard.object_keys import ObjectKeys
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments
-from workers.guard.rules import GuardRules
-from workers.guard.settings import JSON, SWITCH
 
 pytestmark = pytest.mark.vllm
 
-STOCK, OURS = "workers.guard.vllm:RepeatTerminate", "workers.guard.vllm:WorkerRepeatTerminate"
+STOCK, OURS = "sluice.workers.guard.vllm:RepeatTerminate", "sluice.workers.guard.vllm:WorkerRepeatTerminate"
 CONFIG = RepeatTerminateConfig(enabled=True, min_new_tokens=1, max_consecutive_token_repeats=3)
 RUNNERS = ("V1", "V2")
 

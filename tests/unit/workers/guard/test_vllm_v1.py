@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import GuardArguments, GuardRequests
-from workers.guard.rules import GuardRules
-from workers.guard.vllm_runners import V1Rows
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.requests import GuardArguments, GuardRequests
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.vllm_runners import V1Rows
 
 pytestmark = pytest.mark.vllm
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.object_keys import ObjectKeys
+from sluice.workers.guard.repeat import RepeatTrigger
+from sluice.workers.guard.requests import GuardArguments, GuardRequests
+from sluice.workers.guard.rules import GuardRules
+from sluice.workers.guard.vllm_runners import V2Slots
 from tests.unit.workers.guard.slots import MAX_REQS, VOCAB, Request, changed_rows, context, request_state
-from workers.guard.object_keys import ObjectKeys
-from workers.guard.repeat import RepeatTrigger
-from workers.guard.requests import GuardArguments, GuardRequests
-from workers.guard.rules import GuardRules
-from workers.guard.vllm_runners import V2Slots
 
 pytestmark = pytest.mark.vllm
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.types import RepeatTerminateConfig
-from workers.guard.repeat import RepeatGuard, RepeatTrigger
-from workers.guard.watch import GuardCost, Watch, triggered
+from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.workers.guard.repeat import RepeatGuard, RepeatTrigger
+from sluice.workers.guard.watch import GuardCost, Watch, triggered
 
 CONFIG = RepeatTerminateConfig(enabled=True, min_new_tokens=0, max_consecutive_token_repeats=3, ngram_size=2)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import RequestError
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.workers.images.decoders import Decoders
+from sluice.workers.images.pixels import open_image
 from tests.pictures import encoded, gif_of_zeros, huge_png, png, png_of_chunks, progressive_jpeg
-from workers.images.decoders import Decoders
-from workers.images.pixels import open_image
 
 FOREVER_S = 600.0
 
@@ -28,7 +28,7 @@ def children(of: int | None = None) -> list[int]:
     """Processes of this command whose parent is `of`."""
     tasks = Path(f"/proc/{of or os.getpid()}/task").glob("*/children")
     found = [int(pid) for task in tasks for pid in task.read_text().split()]
-    return [pid for pid in found if "workers.images.decode_process" in _read(Path(f"/proc/{pid}/cmdline"))]
+    return [pid for pid in found if "sluice.workers.images.decode_process" in _read(Path(f"/proc/{pid}/cmdline"))]
 
 
 def _read(path: Path) -> str:
@@ -170,9 +170,9 @@ def test_a_process_that_died_between_two_images_fails_none(decoders: Decoders) -
 
 _PARENT = """
 import sys
-from pipeline.config.types import ImagesConfig
+from sluice.pipeline.config.types import ImagesConfig
 from tests.pictures import png, progressive_jpeg
-from workers.images.decoders import Decoders
+from sluice.workers.images.decoders import Decoders
 decoders = Decoders(ImagesConfig(decode_timeout_s=600))
 decoders.decode(png(), "x")
 slow = progressive_jpeg()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import RequestError
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.workers.images.decoders import Decoders, load_image
 from tests.pictures import encoded
-from workers.images.decoders import Decoders, load_image
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import RequestError
-from workers.images.paths import Roots
+from sluice.pipeline.errors import RequestError
+from sluice.workers.images.paths import Roots
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import RequestError
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.workers.images.pixels import open_image
 from tests.pictures import encoded, huge_png, huge_webp, png, wide_gif
-from workers.images.pixels import open_image
 
 LIMITS = ImagesConfig(max_pixels=10_000)
 

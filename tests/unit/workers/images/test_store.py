@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import RequestError
-from pipeline.wire.messages import ImageRef
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import ImageRef
+from sluice.workers.images.store import ImageStore
 from tests.image_site import Site
 from tests.pictures import huge_png, png
-from workers.images.store import ImageStore
 
 RED = hashlib.sha256(png()).hexdigest()
 OTHER = "0" * 64

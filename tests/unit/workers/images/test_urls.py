@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from pipeline.config.types import ImagesConfig
-from pipeline.errors import RequestError
+from sluice.pipeline.config.types import ImagesConfig
+from sluice.pipeline.errors import RequestError
+from sluice.workers.images.urls import PAUSES_S, UrlFetcher
 from tests.image_site import Handler, Site
 from tests.integration.http.names import Names
 from tests.pictures import png
-from workers.images.urls import PAUSES_S, UrlFetcher
 
 TRIES = len(PAUSES_S) + 1
 

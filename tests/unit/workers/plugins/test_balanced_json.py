@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.plugins.balanced_json import BalancedJsonStop
+from sluice.workers.engine.plugins.base import check_plugins
 from tests.unit.workers.plugins.vocabularies import KINDS, grown, spell, tokenizer_of
-from workers.engine.plugins.balanced_json import BalancedJsonStop
-from workers.engine.plugins.base import check_plugins
 
 TEXTS = st.text(st.one_of(st.sampled_from('{}[]"\\/ua:,é東🙂\n'), st.characters(codec="utf-8")), max_size=8)
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS)

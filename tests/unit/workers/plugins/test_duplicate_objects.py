@@ -12,12 +12,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from consumers.tasks.codec import coord_token
-from pipeline.errors import EngineError
+from sluice.consumers.tasks.codec import coord_token
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.plugins.base import check_plugins
+from sluice.workers.engine.plugins.duplicate_objects import ClosingTokens, DuplicateObjectSuppression
 from tests.unit.workers.plugins.repeats import num_repeats
 from tests.unit.workers.plugins.vocabularies import KINDS, grown, spell, tokenizer_of
-from workers.engine.plugins.base import check_plugins
-from workers.engine.plugins.duplicate_objects import ClosingTokens, DuplicateObjectSuppression
 
 LEAVES = st.one_of(st.integers(0, 30), st.booleans(), st.text(st.sampled_from('{}"\\ a東'), max_size=3))
 OBJECTS = st.dictionaries(

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import EngineError
+from sluice.pipeline.errors import EngineError
+from sluice.workers.engine.plugins.base import Decode, TextWindow, decoder
 from tests.unit.workers.plugins.vocabularies import KINDS, spell, tokenizer_of
-from workers.engine.plugins.base import Decode, TextWindow, decoder
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.agents.tools import ToolBox
-from producers.agents.tools.calculator import calculator
+from sluice.producers.agents.tools import ToolBox
+from sluice.producers.agents.tools.calculator import calculator
 
 BOX = ToolBox(calculator((0, 0)), 20)
 WHOLE = st.integers(-(10**400), 10**400)

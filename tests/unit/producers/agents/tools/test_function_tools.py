@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from pipeline.errors import ConfigError
-from producers.agents.tools import Tool, ToolBox, tool
+from sluice.pipeline.errors import ConfigError
+from sluice.producers.agents.tools import Tool, ToolBox, tool
 
 
 def test_the_schema_is_that_of_the_annotations() -> None:

@@ -1,0 +1,49 @@
+"""Modules of the user's own: found in the working directory by every role, and named when they cannot be loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sluice.pipeline.errors import ConfigError
+from sluice.pipeline.user_modules import load_object
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_a_module_of_the_working_directory_is_found_after_all_others(here: Path) -> None:
+    (here / "my_task_of_this_test.py").write_text("def parse(): ...\n")
+    (here / "json.py").write_text("raise AssertionError\n")
+    assert load_object("my_task_of_this_test:parse", "key").__name__ == "parse"
+    assert load_object("json:dumps", "key")({}) == "{}"
+    assert sys.path[-1] == str(here)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("no_colon", r"key: 'no_colon' is no import path; write package\.module:name"),
+        (":x", "write package"),
+        ("json:", "write package"),
+        ("json:dumbs", "'json' has no 'dumbs'; did you mean 'dumps'"),
+        ("no.such.module:x", "cannot import 'no.such.module'.*working directory"),
+        ("consumers.exact_answer:parse", r"sluice\.consumers\.tasks\.exact_answer"),
+        ("producers.rollout.tools:tool", r"sluice\.producers\.agents\.tools"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(here: Path, path: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_object(path, "key")
+
+
+def test_what_the_users_code_raises_is_the_users_error(here: Path) -> None:
+    (here / "breaks_in_this_test.py").write_text("raise ValueError('my own')\n")
+    with pytest.raises(ConfigError, match=r"cannot import 'breaks_in_this_test' \(ValueError: my own\)"):
+        load_object("breaks_in_this_test:x", "key")
