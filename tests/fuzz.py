@@ -22,11 +22,12 @@ from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import HandoffState, read_state, write_state
 from sluice.consumers.training.step_log import KeptRollouts, StepLog, read_rollouts, read_steps
-from sluice.consumers.training.trackers import _Remote
+from sluice.consumers.training.trackers import read_sent
 from sluice.pipeline.broker.connection import broker_url
 from sluice.pipeline.config import load_config, resolved_yaml
 from sluice.pipeline.config.types import BrokerConfig, ConsumerConfig, RolloutMatchingConfig
 from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.files import write_atomic
 from sluice.pipeline.prompts.rows import Malformed, read_rows
 from sluice.pipeline.queue.dead_letters import _row as read_letter_row
 from sluice.pipeline.queue.envelope import arq_payload, arq_serializer, read_envelope
@@ -261,10 +262,8 @@ def _small_files(directory: Path) -> list[tuple[str, Path, Callable[[], Any]]]:
     part.write_bytes(header_line(begun) + b"".join(answers))
     resolved, broker = directory / "config.resolved.yaml", BrokerConfig(embedded_dir=str(directory))
 
-    def tracked() -> None:
-        _Remote("t", directory, lambda _: None)
-
-    tracked()
+    sent = directory / "tracking" / "t.json"
+    write_atomic(sent, b'{"id":"12345678","step":7}')
     StepLog(directory / LEDGER).append(1, seq_ids=["r:a:0", "r:b:0"])
 
     def trained() -> None:
@@ -289,7 +288,7 @@ def _small_files(directory: Path) -> list[tuple[str, Path, Callable[[], Any]]]:
         ("broker", directory / "broker.json", lambda: broker_url(broker)),
         ("part", part, recovered),
         ("trained", directory / LEDGER, trained),
-        ("tracker", directory / "tracking" / "t.json", tracked),
+        ("tracker", sent, lambda: read_sent(sent)),
     ]  # fmt: skip
 
 
