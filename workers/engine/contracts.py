@@ -3,10 +3,10 @@
 - One `decode` call is one sequence; it joins whatever is running and never changes another sequence's tokens.
 - `abort` ends a sequence within one step, and its `decode` returns what there is; cancelling the task that awaits
   `decode` ends it as well, and returns nothing.
-- A sequence goes on from `so_far` as if it had never stopped: its random numbers belong to positions.
+- A sequence continues from `so_far` as if it had never stopped: its random numbers belong to positions.
 - Per-token arrays of a `SequenceOutput` have one length; logprobs are raw (temperature 1, no truncation).
-- `load_weights` comes between two tokens: running sequences keep theirs and go on under the new version; the prefill
-  that lets them go on scores their tokens of the version before (proximal logprobs).
+- `load_weights` comes between two tokens: running sequences keep theirs and continue under the new version; their new
+  prefill scores the tokens of the version before (proximal logprobs).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SequenceRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     image: Any = field(default=None, compare=False)  # PIL.Image.Image, RGB
-    so_far: SequenceSoFar | None = None  # goes on from there; its offset is 0
+    so_far: SequenceSoFar | None = None  # continues from there; its offset is 0
     plugins: tuple[GenerationPlugin, ...] = ()
     eos_token_ids: tuple[int, ...] | None = None  # None: those of the model
     pad_token_id: int | None = None  # None: that of the tokenizer

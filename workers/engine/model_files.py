@@ -52,6 +52,14 @@ def eos_token_ids(sources: Iterable[Any]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def end_token_ids(generation: Any, text: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The end ids of a model: `eos_token_id` of its generation config, its text part, its config and its tokenizer.
+
+    Where there is one in the generation config, that of the text part may be no more than its class's default.
+    """
+    return eos_token_ids([text if generation is None else generation, config, tokenizer])
+
+
 def has_vision(model: ModelConfig, found: Any) -> bool:
     """Whether a model sees images; `found` is its transformers configuration, None if transformers knows none.
 

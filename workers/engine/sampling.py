@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,16 +65,60 @@ def keep_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), float("-inf"))
 
 
+class Draw(Protocol):
+    """How one row draws: temperature 0 takes the best token, top_k 0 and top_p 1 are off."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+
+@dataclass(slots=True)
+class DrawTable:
+    """What rows draw by, as tensors; None where no row asks for the step."""
+
+    keys: Keys
+    temperature: torch.Tensor | None  # float32 (rows, 1); 1 for greedy rows
+    top_k: torch.Tensor | None  # int64 (rows, 1), vocabulary size = off
+    top_p: torch.Tensor | None  # float32 (rows, 1)
+
+    @classmethod
+    def of(cls, rows: Sequence[Draw], seeds: list[int], vocab: int, device: torch.device) -> DrawTable:
+        """The table of some rows."""
+        return cls(
+            keys=stream_keys(seeds),
+            temperature=_column([row.temperature or 1.0 for row in rows], 1.0, device),
+            top_k=_column([min(row.top_k or vocab, vocab) for row in rows], vocab, device, torch.int64),
+            top_p=_column([row.top_p for row in rows], 1.0, device),
+        )
+
+    def draw(self, scores: torch.Tensor, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """int64 (rows,) from float32 scores (rows, vocab), each with the random number of its token position."""
+        if self.temperature is not None:
+            scores = scores / self.temperature
+        if self.top_k is not None:
+            scores = keep_top_k(scores, self.top_k)
+        if self.top_p is not None:
+            scores = keep_top_p(scores, self.top_p)
+        # float64: a sum over 150k probabilities in float32 would move the borders between tokens.
+        bounds = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        points = torch.from_numpy(uniforms(self.keys, positions)).to(scores.device).unsqueeze(1)
+        drawn = torch.searchsorted(bounds, points * bounds[:, -1:], right=True).squeeze(1)
+        return drawn.clamp_(max=scores.shape[1] - 1)  # only NaN rows are beyond it, and those are failed later
+
+
 @dataclass(slots=True)
 class SamplingTable:
     """Sampling parameters of the rows as tensors; None where no row asks for the step."""
 
-    keys: Keys
-    positions: np.ndarray  # int64 (rows,): tokens generated so far
+    draws: DrawTable
+    positions: npt.NDArray[np.int64]  # (rows,): tokens generated so far
     greedy: torch.Tensor  # bool (rows,)
-    temperature: torch.Tensor | None  # float32 (rows, 1); 1 for greedy rows
-    top_k: torch.Tensor | None  # int64 (rows, 1), vocabulary size = off
-    top_p: torch.Tensor | None  # float32 (rows, 1)
     penalty: torch.Tensor | None  # float32 (rows, 1)
     seen: torch.Tensor | None  # bool (rows, vocab): tokens in prompt or output, where there is a penalty
     all_greedy: bool
@@ -93,21 +137,12 @@ class SamplingTable:
         processed: bool = False,
     ) -> SamplingTable:
         """The table of some rows; `contexts` are (prompt, generated) token ids."""
-
-        def column(values: list[Any], off: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            if all(value == off for value in values):
-                return None
-            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
-
         greedy = [p.temperature == 0 for p in params]
-        penalty = column([p.repetition_penalty for p in params], 1.0)
+        penalty = _column([p.repetition_penalty for p in params], 1.0, device)
         return cls(
-            keys=stream_keys(seeds),
+            draws=DrawTable.of(params, seeds, vocab, device),
             positions=np.array([len(generated) for _, generated in contexts], dtype=np.int64),
             greedy=torch.tensor(greedy, device=device),
-            temperature=column([p.temperature or 1.0 for p in params], 1.0),
-            top_k=column([min(p.top_k or vocab, vocab) for p in params], vocab, torch.int64),
-            top_p=column([p.top_p for p in params], 1.0),
             penalty=penalty,
             seen=None if penalty is None else _seen(contexts, vocab, device),
             all_greedy=all(greedy),
@@ -136,30 +171,21 @@ def sample(
     if table.all_greedy:
         tokens = scores.argmax(dim=-1)
     else:
-        tokens = _draw(_truncated(scores, table), table)
+        tokens = table.draws.draw(scores, table.positions)
         if table.any_greedy:
             tokens = torch.where(table.greedy, scores.argmax(dim=-1), tokens)
-    if table.processed and table.temperature is not None:
-        raw = torch.log_softmax(logits / table.temperature, dim=-1)
+    if table.processed and table.draws.temperature is not None:
+        raw = torch.log_softmax(logits / table.draws.temperature, dim=-1)
     return tokens, raw.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def _truncated(scores: torch.Tensor, table: SamplingTable) -> torch.Tensor:
-    if table.temperature is not None:
-        scores = scores / table.temperature
-    if table.top_k is not None:
-        scores = keep_top_k(scores, table.top_k)
-    if table.top_p is not None:
-        scores = keep_top_p(scores, table.top_p)
-    return scores
-
-
-def _draw(scores: torch.Tensor, table: SamplingTable) -> torch.Tensor:
-    # float64: a sum over 150k probabilities in float32 would move the borders between tokens.
-    bounds = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    points = torch.from_numpy(uniforms(table.keys, table.positions)).to(scores.device).unsqueeze(1)
-    drawn = torch.searchsorted(bounds, points * bounds[:, -1:], right=True).squeeze(1)
-    return drawn.clamp_(max=scores.shape[1] - 1)  # only NaN rows are beyond it, and those are failed later
+def _column(
+    values: list[Any], off: float, device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    """(rows, 1), or None where every row has it off."""
+    if all(value == off for value in values):
+        return None
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
 
 def _seen(contexts: Sequence[tuple[Sequence[int], Sequence[int]]], vocab: int, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,7 @@ _EXAMPLES = 5  # of each kind
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """`triggers` of a row, as far as it matters."""
+    """The part of a row's `triggers` that matters here."""
 
     at_token: int | None = None
 

@@ -60,6 +60,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineNote | None = None  # None: no engine was asked
     fallback: dict[str, str] | None = None  # wanted, used, reason: another backend answered
 
+    @property
+    def number(self) -> int:
+        """Of the sequence; see `number_of`."""
+        return number_of(self.row, self.index)
+
     @classmethod
     def of(cls, row: int, index: int, result: GenerationResult, *, id: str | int | None, metadata: Any) -> Answer:
         """The answer of an engine."""

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,7 +33,7 @@ from sluice.workers.offline.answers import Answer, number_of, row_and_index, wri
 from sluice.workers.offline.progress import Meter
 from sluice.workers.offline.prompt_file import PromptFile, PromptRow, Scan, open_prompts
 from sluice.workers.offline.settings import GenerateSettings, check_fit, make_plugins
-from sluice.workers.offline.sinks import PartFile, StdoutSink, Tally
+from sluice.workers.offline.sinks import PartFile, Sink, StdoutSink
 
 if TYPE_CHECKING:
     from sluice.workers.engine.generation_engine import GenerationEngine
@@ -158,26 +158,6 @@ def _sigterm_as_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
 
 
-class Sink(Protocol):
-    """Where answers go."""
-
-    tally: Tally
-
-    def __contains__(self, number: int) -> bool:
-        """True when this sequence was answered."""
-        ...
-
-    def __len__(self) -> int:
-        """Answers that it was given."""
-        ...
-
-    def append(
-        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
-    ) -> None:
-        """Take one answer."""
-        ...
-
-
 @dataclass
 class Decoding:
     """One run over one file."""
@@ -249,10 +229,7 @@ class Decoding:
                     yield number, row.request(f"row {at}", self.prompts.folder)
 
     def _append(self, sink: Sink, answer: Answer) -> None:
-        line = answer.line(self.settings.fields)
-        number = number_of(answer.row, answer.index)
-        ending, count = answer.finish_reason, answer.num_new_tokens
-        sink.append(number, line, finish_reason=ending, num_new_tokens=count, error=answer.error)
+        sink.append(answer, answer.line(self.settings.fields))
 
 
 def _engine(settings: GenerateSettings) -> GenerationEngine:

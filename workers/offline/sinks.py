@@ -21,13 +21,13 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, Protocol
 
 import msgspec
 
 from sluice.pipeline.errors import ConfigError, DataError, MessageError
 from sluice.pipeline.wire.codec import read_json
-from sluice.workers.offline.answers import MAX_N, MAX_ROWS, number_of, row_and_index
+from sluice.workers.offline.answers import MAX_N, MAX_ROWS, Answer, number_of
 
 _MAX_KINDS = 3
 _MAX_CHARACTERS = 500  # of one error
@@ -92,7 +92,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What is needed of an answer to go on; the other fields are skipped."""
+    """What is needed of an answer to resume; the other fields are skipped."""
 
     row: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_N)]
@@ -111,14 +111,14 @@ class Tally:
     loops: int = 0  # sequences that the repeat guard ended
     failures: Failures = field(default_factory=Failures)
 
-    def count(self, row: int, finish_reason: str, num_new_tokens: int, error: str | None) -> None:
+    def count(self, answer: Answer | _Line) -> None:
         """One more answer."""
         self.sequences += 1
-        self.tokens += num_new_tokens
-        self.loops += finish_reason == "repeat_terminated"
-        if finish_reason == "error":
+        self.tokens += answer.num_new_tokens
+        self.loops += answer.finish_reason == "repeat_terminated"
+        if answer.finish_reason == "error":
             self.errors += 1
-            self.failures.count(row, error or "an error without words")
+            self.failures.count(answer.row, answer.error or "an error without words")
 
 
 @dataclass
@@ -157,9 +157,27 @@ def recover(lines: Iterable[bytes], header: bytes, name: str) -> Kept:
         number = number_of(found.row, found.index)
         if number not in kept.places:
             kept.places[number] = kept.end
-            kept.tally.count(found.row, found.finish_reason, found.num_new_tokens, found.error)
+            kept.tally.count(found)
         kept.end += len(line)
     return kept
+
+
+class Sink(Protocol):
+    """Where answers go."""
+
+    tally: Tally
+
+    def __contains__(self, number: int) -> bool:
+        """True when this sequence was answered."""
+        ...
+
+    def __len__(self) -> int:
+        """Answers that it was given."""
+        ...
+
+    def append(self, answer: Answer, line: bytes) -> None:
+        """Take one answer, and `line`, which is what the output has of it."""
+        ...
 
 
 class PartFile:
@@ -202,14 +220,12 @@ class PartFile:
     def __len__(self) -> int:
         return len(self._places)
 
-    def append(
-        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
-    ) -> None:
+    def append(self, answer: Answer, line: bytes) -> None:
         """Keep one answer. Raises DataError when the disk takes no more."""
         place = self._end
         self._write(line)
-        self._places[number] = place
-        self.tally.count(row_and_index(number)[0], finish_reason, num_new_tokens, error)
+        self._places[answer.number] = place
+        self.tally.count(answer)
 
     def lines(self, numbers: Iterable[int]) -> Iterator[bytes]:
         """The lines of these answers, in this order."""
@@ -261,7 +277,7 @@ def _difference(first: bytes, header: bytes, name: str) -> str:
 
 
 class StdoutSink:
-    """Keeps nothing, so nothing can go on from it."""
+    """Keeps nothing, so a run cannot be resumed from it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -273,10 +289,8 @@ class StdoutSink:
     def __len__(self) -> int:
         return self.tally.sequences
 
-    def append(
-        self, number: int, line: bytes, *, finish_reason: str, num_new_tokens: int, error: str | None = None
-    ) -> None:
+    def append(self, answer: Answer, line: bytes) -> None:
         """Write one answer."""
         self._stream.write(line)
         self._stream.flush()
-        self.tally.count(row_and_index(number)[0], finish_reason, num_new_tokens, error)
+        self.tally.count(answer)

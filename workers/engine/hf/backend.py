@@ -204,7 +204,7 @@ class DecodeThread:
             self._wake.notify()
 
     def progress(self) -> float:
-        """Monotonic seconds of the last step; of now while idle, or amid a weight load, which has its own limit."""
+        """Monotonic seconds of the last step; of now while idle or in a weight load, which has its own limit."""
         return time.monotonic() if self._idle or self._loading else self._progress
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from sluice.pipeline.errors import EngineError, RequestError
 from sluice.workers.engine.hf.cache import DecodeCache, PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
-from sluice.workers.engine.hf.passes import forward, forward_scored
+from sluice.workers.engine.hf.passes import forward, forward_scored, groups_by_length, left_padded
 from sluice.workers.engine.hf.rows import Row
 from sluice.workers.engine.hf.vision import prefill_image
 from sluice.workers.engine.limits import check_token_ids
@@ -192,7 +192,7 @@ class Prefilled:
 
 
 Errors = dict[int, tuple[Row, EngineError]]
-"""Rows of the group that cannot go on, by index."""
+"""Rows of the group that failed, by index."""
 
 
 def prefill(model: LoadedModel, rows: Sequence[Row], version: int) -> tuple[Prefilled | None, Errors]:
@@ -221,18 +221,13 @@ def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
     Rows with an image: those of one context and one image together.
     """
-    group: list[Row] = []
+    texts = [row for row in rows if row.vision is None]
+    for group in groups_by_length([len(row.context) for row in texts], PREFILL_TOKENS):
+        yield [texts[index] for index in group]
     images: dict[tuple[int, tuple[int, ...], float], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: len(row.context), reverse=True):
+    for row in rows:
         if row.vision is not None:
             images.setdefault((id(row.vision), tuple(row.tokens), row.logprob_temperature), []).append(row)
-            continue
-        if group and len(group[0].context) * (len(group) + 1) > PREFILL_TOKENS:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
     yield from images.values()
 
 
@@ -245,12 +240,11 @@ def _pass(
     """Text: (what it gave, scores per context, where in them token 0 of each row lies)."""
     unique: dict[tuple[tuple[int, ...], float], int] = {}
     pick = [unique.setdefault((tuple(row.context), row.logprob_temperature), len(unique)) for row in rows]
-    inputs, mask = _left_padded([context for context, _ in unique], rows[0].pad_token_id, model)
-    width, cache = inputs.shape[1], PrefillCache(model.module.config)
+    padded = left_padded(model, [context for context, _ in unique], rows[0].pad_token_id)
+    width, cache = padded[0].shape[1], PrefillCache(model.module.config)
     zeros = [width - len(row.tokens) for row in rows]  # column of token 0; contexts end at the last column
     first = min((zero + tokens[0] for zero, tokens in zip(zeros, unscored, strict=True) if tokens), default=None)
-    positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
-    logits, scores = forward_scored(model, inputs, mask, positions, cache, first, [heat for _, heat in unique])
+    logits, scores = forward_scored(model, *padded, cache, first, [temperature for _, temperature in unique])
     return Prefilled(cache, logits, 0, pick), scores.tolist(), [zero - (first or 0) for zero in zeros]
 
 
@@ -262,15 +256,3 @@ def _image_pass(
     first = min((tokens[0] for tokens in unscored if tokens), default=None)
     logits, scores, offset = prefill_image(model, vision, rows[0].tokens, cache, first, rows[0].logprob_temperature)
     return Prefilled(cache, logits, offset, [0] * len(rows)), scores.tolist(), [-(first or 0)] * len(rows)
-
-
-def _left_padded(
-    contexts: Sequence[tuple[int, ...]], pad_token_id: int | None, model: LoadedModel
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids, mask), both (contexts, longest)."""
-    width, device = max(map(len, contexts)), torch.device(model.facts.device)
-    pad = model.pad_token_id if pad_token_id is None else pad_token_id
-    padded = [[pad] * (width - len(context)) + list(context) for context in contexts]
-    starts = torch.tensor([width - len(context) for context in contexts], device=device)
-    mask = torch.arange(width, device=device) >= starts.unsqueeze(1)
-    return torch.tensor(padded, device=device), mask

@@ -2,7 +2,7 @@
 
 - A model with a vision part takes images, unless `variant` is text: then it is loaded whole and used for text alone.
 - Every parameter must come from the files; transformers would fill what is missing with random numbers.
-- Failures are ModelError and say what is wrong, where, and how to mend it.
+- Failures are ModelError and say what is wrong, where, and how to fix it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import ModelError
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf.cache import PrefillCache
-from sluice.workers.engine.model_files import check_directory, eos_token_ids, has_vision, load_tokenizer
+from sluice.workers.engine.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
 from sluice.workers.engine.preprocess import VisionProcessor
 from sluice.workers.guard.rules import GuardRules
 
@@ -92,7 +92,12 @@ def _facts(config: ModelConfig, module: Any, tokenizer: Any, *, supports_vlm: bo
         dtype=str(module.dtype).removeprefix("torch."),
         model=config.path,
         vocab_size=module.get_input_embeddings().num_embeddings,
-        eos_token_ids=eos_token_ids(_eos_sources(module, tokenizer)),
+        eos_token_ids=end_token_ids(
+            getattr(getattr(module, "generation_config", None), "eos_token_id", None),
+            getattr(text, "eos_token_id", None),
+            getattr(module.config, "eos_token_id", None),
+            tokenizer.eos_token_id,
+        ),
         context_length=int(getattr(text, "max_position_embeddings", None) or tokenizer.model_max_length),
         supports_vlm=supports_vlm,
         hooks=frozenset({"stopping_criteria", "logits_processor"}),
@@ -169,14 +174,6 @@ def _check_layers(module: Any, path: str) -> None:
         raise ModelError(
             f"{path}: {type(module).__name__}: {error}; use worker.backend=vllm or another model"
         ) from error
-
-
-def _eos_sources(module: Any, tokenizer: Any) -> list[Any]:
-    generation = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-    if generation is None:
-        # Where there is one, the id in the text part's config may be no more than its class's default.
-        generation = module.config.get_text_config().eos_token_id
-    return [generation, getattr(module.config, "eos_token_id", None), tokenizer.eos_token_id]
 
 
 GROUPED_SDPA = "sluice_grouped_sdpa"

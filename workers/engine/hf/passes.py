@@ -102,10 +102,11 @@ def token_logprobs(
     if not all(1 <= first < len(sequence) for sequence, first in zip(sequences, firsts, strict=True)):
         raise ValueError("every sequence needs a token before the first one that is scored, and one to score")
     found: list[list[float]] = [[] for _ in sequences]
-    heats = temperatures or [1.0] * len(sequences)
-    for rows in _passes([len(sequence) for sequence in sequences], pass_tokens):
-        chosen = [sequences[row] for row in rows]
-        scores, begin = _scored(model, chosen, [firsts[row] for row in rows], [heats[row] for row in rows])
+    temperatures = temperatures or [1.0] * len(sequences)
+    for rows in groups_by_length([len(sequence) for sequence in sequences], pass_tokens):
+        scores, begin = _scored(
+            model, [sequences[row] for row in rows], [firsts[row] for row in rows], [temperatures[row] for row in rows]
+        )
         for row, start, logprobs in zip(rows, begin, scores, strict=True):
             found[row] = logprobs[start:]
     return found
@@ -115,26 +116,33 @@ def _scored(
     model: LoadedModel, sequences: Sequence[Sequence[int]], firsts: Sequence[int], temperatures: Sequence[float]
 ) -> tuple[list[list[float]], list[int]]:
     """(Scores of the last columns, where in them each row's own begin); all rows end at the last column."""
-    device = torch.device(model.facts.device)
-    width = max(map(len, sequences))
-    padded = [[model.pad_token_id] * (width - len(sequence)) + list(sequence) for sequence in sequences]
-    inputs = torch.tensor(padded, device=device)
-    starts = [width - len(sequence) for sequence in sequences]
-    mask = torch.arange(width, device=device) >= torch.tensor(starts, device=device).unsqueeze(1)
-    positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
-    columns = [start + first for start, first in zip(starts, firsts, strict=True)]
+    padded = left_padded(model, sequences)
+    width = padded[0].shape[1]
+    columns = [width - len(sequence) + first for sequence, first in zip(sequences, firsts, strict=True)]
     first = min(columns)
-    _, scores = forward_scored(model, inputs, mask, positions, PrefillCache(model.module.config), first, temperatures)
+    _, scores = forward_scored(model, *padded, PrefillCache(model.module.config), first, temperatures)
     return scores.tolist(), [column - first for column in columns]
 
 
-def _passes(lengths: Sequence[int], pass_tokens: int) -> Iterator[list[int]]:
-    """Rows of like length together."""
-    rows: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True):
-        if rows and lengths[rows[0]] * (len(rows) + 1) > pass_tokens:
-            yield rows
-            rows = []
-        rows.append(row)
-    if rows:
-        yield rows
+def left_padded(
+    model: LoadedModel, contexts: Sequence[Sequence[int]], pad_token_id: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token ids, mask, positions), each (contexts, longest); without a pad id of their own the model's is used."""
+    width, device = max(map(len, contexts)), torch.device(model.facts.device)
+    pad = model.pad_token_id if pad_token_id is None else pad_token_id
+    padded = [[pad] * (width - len(context)) + list(context) for context in contexts]
+    starts = torch.tensor([width - len(context) for context in contexts], device=device)
+    mask = torch.arange(width, device=device) >= starts.unsqueeze(1)
+    return torch.tensor(padded, device=device), mask, (mask.cumsum(dim=-1) - 1).clamp_(min=0)
+
+
+def groups_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of like length together, the longest first: at most `max_tokens` padded tokens a group, or one row."""
+    group: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
+        if group and lengths[group[0]] * (len(group) + 1) > max_tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

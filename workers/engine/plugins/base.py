@@ -124,7 +124,7 @@ class TextWindow:
         return piece
 
     def pending(self) -> str:
-        """What is kept back, as it reads if no token goes on with it: U+FFFD, or nothing."""
+        """What is kept back, as it reads if no token completes it: U+FFFD, or nothing."""
         if len(self._window) == self._num_context:
             return ""
         return self._decode(self._window)[self._num_given :]

@@ -34,7 +34,7 @@ class DuplicateObjectSuppression(GenerationPlugin):
     - Objects that differ in one character of a string, number or key, or in the order of keys, are different, and
       neither is held back; no meaning is read into them. Top-level values are not compared with one another, nor are
       objects in different arrays or objects. Special tokens count as text.
-    - Only the token with the closing brace is forbidden: the model may still go on with the object in another way.
+    - Only the token with the closing brace is forbidden: the model may still continue the object in another way.
     - Work per token: its characters, one comparison for each earlier sibling that begins as the open object does, and
       a trial of each distinct text with which a token can end one of them. The vocabulary is read once per tokenizer,
       which takes some 0.4 s for 150,000 tokens.

@@ -14,7 +14,7 @@ import asyncio
 import importlib.util
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from sluice.workers.engine.vllm.startup import EngineLog, StartedEngine, start_e
 from sluice.workers.guard.watch import GuardCost
 
 _STOP_S = 15.0
+_CORE_STOP_S = 5.0
 _Result = TypeVar("_Result")
 
 
@@ -77,27 +78,27 @@ class VllmBackend:
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence beside the others. Raises RequestError or EngineError."""
-        return await self._do(self._engine.decode(request))
+        return await self._do(lambda engine: engine.sequences.decode(request))
 
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key; their `decode` returns what they have."""
-        self._running().submit(self._engine.abort(seq_key))
+        self._running().submit(self._engine.sequences.abort(seq_key))
 
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
         """Swap the weights between two tokens; see `contracts.Backend`. Raises WeightsError or TornWeights."""
-        await self._do(self._engine.load_weights(Path(directory), version, probe))
+        await self._do(lambda engine: engine.load_weights(Path(directory), version, probe))
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """Summed fp32 logprob (nats) of tokens 1.. . Raises EngineError."""
-        return await self._do(self._engine.score(token_ids))
+        return await self._do(lambda engine: engine.sequences.score(token_ids))
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
         """Show the tokens to a fresh guard in the core. Raises EngineError if none is loaded."""
-        return await self._do(self._engine.try_guard(token_ids))
+        return await self._do(lambda engine: engine.sequences.guard.attempt(token_ids))
 
     async def guard_cost(self) -> GuardCost:
         """Of all steps of the core since the last call."""
-        return await self._do(self._engine.guard_cost())
+        return await self._do(lambda engine: engine.sequences.guard.cost())
 
     async def close(self) -> None:
         """End the engine and its processes; running sequences get an EngineError."""
@@ -116,13 +117,8 @@ class VllmBackend:
         """Monotonic seconds of the last output, or of now while idle."""
         return self._engine.progress() if self._thread is not None else time.monotonic()
 
-    async def _do(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        try:
-            thread = self._running()
-        except EngineError:
-            work.close()
-            raise
-        return await asyncio.wrap_future(thread.submit(work))
+    async def _do(self, work: Callable[[Engine], Coroutine[Any, Any, _Result]]) -> _Result:
+        return await asyncio.wrap_future(self._running().submit(self._engine.tracked(work)))
 
     def _running(self) -> LoopThread:
         if self._closed:
@@ -130,9 +126,6 @@ class VllmBackend:
         if self._thread is None or not self._engine.started:
             raise EngineError("the vllm engine is not started; await start() first")
         return self._thread
-
-
-_CORE_STOP_S = 5.0
 
 
 class Engine:
@@ -161,6 +154,13 @@ class Engine:
         return self._sequences is not None
 
     @property
+    def sequences(self) -> Sequences:
+        """Raises EngineError before `start` has ended."""
+        if self._sequences is None:
+            raise EngineError("the vllm engine is not started; await start() first")
+        return self._sequences
+
+    @property
     def facts(self) -> EngineFacts:
         """Raises EngineError before `start` has ended."""
         if self._engine is None:
@@ -182,29 +182,30 @@ class Engine:
         self._weights = CoreWeights(self._engine, Path(self._settings[0].path), sequences)
         self._sequences = sequences
 
-    async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """See `contracts.Backend`."""
-        return await self._tracked(self._running().decode(request))
-
-    async def abort(self, seq_key: str) -> None:
-        """See `contracts.Backend`."""
-        await self._running().abort(seq_key)
-
-    async def score(self, token_ids: Sequence[int]) -> float:
-        """See `contracts.Backend`."""
-        return await self._tracked(self._running().score(token_ids))
-
-    async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
-        """See `contracts.Backend`."""
-        return await self._tracked(self._running().guard.attempt(token_ids))
-
-    async def guard_cost(self) -> GuardCost:
-        """Of all steps since the last call."""
-        return await self._tracked(self._running().guard.cost())
-
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
         """See `contracts.Backend`."""
-        await self._tracked(self._load(directory, version, probe))
+        assert self._weights is not None
+        names = await self._weights.checked(directory)
+        async with self.sequences.paused():
+            await self._weights.load(directory, names, probe)
+            self._version = self.sequences.version = version
+
+    async def tracked(self, work: Callable[[Engine], Coroutine[Any, Any, _Result]]) -> _Result:
+        """Run it so that `close` can end it with an EngineError; its caller ends it by cancelling.
+
+        No task of its own: an abort that comes right behind must find the sequence.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work(self)
+        except asyncio.CancelledError:
+            if self._closing:
+                raise EngineError("the vllm engine is closed") from None
+            raise
+        finally:
+            self._tasks.discard(task)
 
     async def close(self) -> None:
         """End the core; whoever waits gets an EngineError."""
@@ -222,33 +223,8 @@ class Engine:
         """Monotonic seconds of the last output, or of now while idle or starting."""
         return time.monotonic() if self._sequences is None else self._sequences.progress()
 
-    async def _load(self, directory: Path, version: int, probe: WeightsProbe | None) -> None:
-        assert self._weights is not None
-        names = await self._weights.checked(directory)
-        sequences = self._running()
-        async with sequences.paused():
-            await self._weights.load(directory, names, probe)
-            self._version = sequences.version = version
-
-    async def _tracked(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run it so that `close` can end it with an EngineError; its caller ends it by cancelling.
-
-        No task of its own: an abort that comes right behind must find the sequence.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if self._closing:
-                raise EngineError("the vllm engine is closed") from None
-            raise
-        finally:
-            self._tasks.discard(task)
-
     def _why_dead(self) -> str:
-        """Why the core is gone, as far as anyone can tell."""
+        """The likely reason why the core is gone."""
         if self._closing:
             return "the vllm engine is closed"
         assert self._engine is not None
@@ -258,11 +234,6 @@ class Engine:
         ended = [f"signal {-code}" if code < 0 else f"exit code {code}" for code in codes]
         cause = self._log.last_cause() or "no reason given"
         return f"the vllm engine core died ({', '.join(ended) or 'no exit code'}): {cause}"
-
-    def _running(self) -> Sequences:
-        if self._sequences is None:
-            raise EngineError("the vllm engine is not started; await start() first")
-        return self._sequences
 
 
 class CoreWeights:

@@ -2,7 +2,7 @@
 
 - The loop ends with a reserved id, so that it is told from an end of sequence that the model chose; an id that the
   tokenizer never writes if there is one.
-- The model may still choose the reserved id by itself: then the core knows of no trigger, and the sequence goes on.
+- The model may still choose the reserved id by itself: then the core knows of no trigger, and the sequence continues.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ import shutil
 import signal
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from vllm import SamplingParams as VllmSampling
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from sluice.workers.engine.sampling import keep_top_k, keep_top_p, stream_keys, uniforms
+from sluice.workers.engine.sampling import DrawTable
 from sluice.workers.engine.vllm.environment import OWNER
 
 EXTRA = "sluice"
@@ -66,7 +65,7 @@ class SeededSampler(LogitsProcessor):
         eager = vllm_config.model_config.enforce_eager and device.type == "cpu"
         set_up_core(compiles=not eager)
         self._rows: dict[int, Draw] = {}
-        self._table: _Table | None = None
+        self._batch: _Batch | None = None
 
     @classmethod
     def validate_params(cls, sampling_params: VllmSampling) -> None:
@@ -86,7 +85,7 @@ class SeededSampler(LogitsProcessor):
         """Follow the rows of the batch: removed, added, moved."""
         if batch_update is None:
             return
-        self._table = None
+        self._batch = None
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, sampling, _, generated in batch_update.added:
@@ -106,60 +105,35 @@ class SeededSampler(LogitsProcessor):
         """float32 logits (rows, vocab) with one finite entry in each of our rows."""
         if not self._rows:
             return logits
-        if self._table is None:
-            self._table = _Table.of(self._rows, logits.shape[1], logits.device)
-        table = self._table
-        tokens = table.draw(logits if table.whole == logits.shape[0] else logits[table.rows])
-        logits[table.rows] = float("-inf")
-        logits[table.rows, tokens] = 0.0
+        if self._batch is None:
+            self._batch = _Batch.of(self._rows, logits.shape[1], logits.device)
+        rows, draws, table = self._batch.rows, self._batch.draws, self._batch.table
+        positions = np.array([draw.offset + len(draw.generated) for draw in draws], dtype=np.int64)
+        tokens = table.draw(logits if self._batch.whole == logits.shape[0] else logits[rows], positions)
+        logits[rows] = float("-inf")
+        logits[rows, tokens] = 0.0
         return logits
 
 
 @dataclass(slots=True)
-class _Table:
-    """The parameters of our rows as tensors; None where no row asks for the step."""
+class _Batch:
+    """Our rows of the batch, in order."""
 
     rows: torch.Tensor  # int64 (draws,)
-    whole: int  # number of rows if they are all of the batch, in order; else -1
+    whole: int  # number of rows if they are all of the batch; else -1
     draws: list[Draw]
-    keys: Any  # uint64 (draws,)
-    temperature: torch.Tensor | None  # float32 (draws, 1)
-    top_k: torch.Tensor | None  # int64 (draws, 1)
-    top_p: torch.Tensor | None  # float32 (draws, 1)
+    table: DrawTable
 
     @classmethod
-    def of(cls, rows: dict[int, Draw], vocab: int, device: torch.device) -> _Table:
+    def of(cls, rows: dict[int, Draw], vocab: int, device: torch.device) -> _Batch:
         order = sorted(rows)
         draws = [rows[index] for index in order]
-
-        def column(values: list[Any], off: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            if all(value == off for value in values):
-                return None
-            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
-
         return cls(
             rows=torch.tensor(order, device=device),
             whole=len(order) if order == list(range(len(order))) else -1,
             draws=draws,
-            keys=stream_keys([draw.seed for draw in draws]),
-            temperature=column([draw.temperature for draw in draws], 1.0),
-            top_k=column([min(draw.top_k or vocab, vocab) for draw in draws], vocab, torch.int64),
-            top_p=column([draw.top_p for draw in draws], 1.0),
+            table=DrawTable.of(draws, [draw.seed for draw in draws], vocab, device),
         )
-
-    def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """int64 (draws,) from float32 logits (draws, vocab); the steps of `sampling.sample`."""
-        positions = np.array([draw.offset + len(draw.generated) for draw in self.draws], dtype=np.int64)
-        scores = logits if self.temperature is None else logits / self.temperature
-        if self.top_k is not None:
-            scores = keep_top_k(scores, self.top_k)
-        if self.top_p is not None:
-            scores = keep_top_p(scores, self.top_p)
-        # float64, as on the hf backend: float32 would move the borders between tokens of a large vocabulary.
-        bounds = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-        points = torch.from_numpy(uniforms(self.keys, positions)).to(scores.device).unsqueeze(1)
-        drawn = torch.searchsorted(bounds, points * bounds[:, -1:], right=True).squeeze(1)
-        return drawn.clamp_(max=scores.shape[1] - 1)
 
 
 def set_up_core(*, compiles: bool) -> None:

@@ -163,7 +163,7 @@ class Sequences:
                     await self._after_reserved(sequence, entry, request_id, version)
 
     async def _after_reserved(self, sequence: RunningSequence, entry: Entry, request_id: str, version: int) -> None:
-        """vLLM ended it by the reserved id: ask the guard why. A model that chose that id by itself goes on."""
+        """vLLM ended it by the reserved id: ask the guard why. If the model chose that id by itself, it continues."""
         assert self._guard is not None
         assert entry.reserved is not None
         (token, logprob), entry.reserved = entry.reserved, None

@@ -32,7 +32,7 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, Vll
 from sluice.pipeline.errors import ConfigError, EngineError, ModelError
 from sluice.pipeline.logs import get_logger
 from sluice.workers.engine.contracts import EngineFacts
-from sluice.workers.engine.model_files import check_directory, eos_token_ids, load_tokenizer
+from sluice.workers.engine.model_files import check_directory, end_token_ids, load_tokenizer
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from sluice.workers.engine.vllm.environment import START_METHOD, engine_environment, prepare_cpu, start_methods
 from sluice.workers.engine.vllm.vision import Vision
@@ -233,7 +233,7 @@ def start_engine(
                 f"{model.path}: vLLM cannot run this model with these options: {_plain(error, log)}{hint}"
             ) from error
         if guard is not None:
-            check_end(model.path, eos_token_ids(_eos_sources(config.model_config, tokenizer)))
+            check_end(model.path, _end_token_ids(config.model_config, tokenizer))
         llm = _start_core(model.path, config, start_methods(chosen), log, stall_s)
         vision = _taken(model, config, vision)
         facts = _facts(model, config, tokenizer, supports_vlm=vision is not None, guarded=guard is not None)
@@ -302,7 +302,7 @@ def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: boo
         dtype=str(text.dtype).removeprefix("torch."),
         model=model.path,
         vocab_size=text.get_vocab_size(),
-        eos_token_ids=eos_token_ids(_eos_sources(config.model_config, tokenizer)),
+        eos_token_ids=_end_token_ids(config.model_config, tokenizer),
         context_length=text.max_model_len,
         supports_vlm=supports_vlm,
         repeat_terminate=guarded,
@@ -310,10 +310,11 @@ def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: boo
     )
 
 
-def _eos_sources(model: Any, tokenizer: Any) -> list[Any]:
-    """As on the hf backend."""
-    generation = model.try_get_generation_config().get("eos_token_id")
-    if generation is None:
-        # Where there is one, the id in the text part's config may be no more than its class's default.
-        generation = getattr(model.hf_text_config, "eos_token_id", None)
-    return [generation, getattr(model.hf_config, "eos_token_id", None), tokenizer.eos_token_id]
+def _end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Of vLLM's model config."""
+    return end_token_ids(
+        model.try_get_generation_config().get("eos_token_id"),
+        getattr(model.hf_text_config, "eos_token_id", None),
+        getattr(model.hf_config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    )

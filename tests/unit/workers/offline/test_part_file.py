@@ -17,19 +17,17 @@ from sluice.workers.offline.sinks import PartFile, header_line, recover
 
 RUN = {"input": "abc", "temperature": 0.5, "stop": ["x"]}
 ORDER = [(2, 0), (0, 1), (1, 0), (0, 0), (2, 1), (1, 1)]  # of ending
-LINES = {
-    (row, index): Answer(row=row, index=index, text=f"é {row}\n{index}", finish_reason="stop", num_new_tokens=3).line(
-        "all"
-    )
+ANSWERS = {
+    (row, index): Answer(row=row, index=index, text=f"é {row}\n{index}", finish_reason="stop", num_new_tokens=3)
     for row, index in ORDER
 }
+LINES = {key: answer.line("all") for key, answer in ANSWERS.items()}
 
 
 def fill(part: PartFile) -> None:
-    for row, index in ORDER:
-        number = number_of(row, index)
-        if number not in part:
-            part.append(number, LINES[row, index], finish_reason="stop", num_new_tokens=3)
+    for key in ORDER:
+        if number_of(*key) not in part:
+            part.append(ANSWERS[key], LINES[key])
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +61,9 @@ def test_cut_in_any_line_it_goes_on_to_the_same_file(whole: bytes, tmp_path: Pat
 
 @pytest.mark.parametrize("fields", ["all", "minimal"])
 def test_the_errors_of_an_earlier_session_are_still_said(tmp_path: Path, fields: Literal["all", "minimal"]) -> None:
-    line = Answer(row=1, finish_reason="error", error="row 1: too long").line(fields)
+    answer = Answer(row=1, finish_reason="error", error="row 1: too long")
     with PartFile(tmp_path / "a.part", RUN) as part:
-        part.append(number_of(1, 0), line, finish_reason="error", num_new_tokens=0, error="row 1: too long")
+        part.append(answer, answer.line(fields))
         said = part.tally.failures.lines()
     with PartFile(tmp_path / "a.part", RUN) as part:
         assert part.tally.failures.lines() == said == ["row 1: too long"]
