@@ -66,7 +66,7 @@ def audit(
 
     from sluice.consumers.audit.audit import audit_run
     from sluice.consumers.audit.report import print_report
-    from sluice.pipeline.json_out import print_json
+    from sluice.pipeline.terminal import print_json
 
     found = audit_run(directory, settings, tolerance=tolerance, steps=steps, limit=limit, seed=seed)
     if as_json:

@@ -20,8 +20,8 @@ from sluice.demo.mid_sequence import mid_sequence
 from sluice.demo.tasks import DemoTask
 from sluice.demo.tiny.warm_start import WarmStartProgress
 from sluice.pipeline.config import Config, load_config
-from sluice.pipeline.json_out import print_json
 from sluice.pipeline.run.stack import run_stack
+from sluice.pipeline.terminal import print_json
 
 SCHEMA = 1
 _KEEP_RUNS = 3

@@ -2,14 +2,18 @@
 
 Ids, reasons, texts and paths were written by callers, models and tasks: what could move the cursor, hide or reorder
 text, or end a line early is printed as its escape. Line feeds and tabs stay. Log lines are escaped by the same table.
+
+A command with `--json` prints one JSON object on one line, with `schema_version`, and nothing else to stdout; what else
+is said goes to stderr. A number that is no number (NaN) is null: JSON has none.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import IO
 
+import msgspec
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -46,3 +50,18 @@ class Console(rich.console.Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for one in super().render(renderable, options):
             yield one if one.control else Segment(escaped(one.text), one.style)
+
+
+def json_line(shown: msgspec.Struct | Mapping[str, object], schema_version: int | None = None) -> bytes:
+    """The object; `schema_version` is for what has no such field of its own. Raises ValueError without either."""
+    head = {} if schema_version is None else {"schema_version": schema_version}
+    body = {**head, **msgspec.to_builtins(shown, str_keys=True)}
+    if "schema_version" not in body:
+        raise ValueError("a JSON object of a command needs a schema_version")
+    return msgspec.json.encode(body) + b"\n"
+
+
+def print_json(shown: msgspec.Struct | Mapping[str, object], schema_version: int | None = None) -> None:
+    """Write `json_line` to stdout, at once."""
+    sys.stdout.write(escaped_json(json_line(shown, schema_version).decode()))
+    sys.stdout.flush()

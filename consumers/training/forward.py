@@ -18,7 +18,7 @@ Batches that are handed to a training loop of your own have a fourth, which is p
 | padded  | one sample each         | an attention mask of 1 and 0                                 |
 
 The proof: a probe row with samples shorter and longer than the model's window, against plain passes of each sample
-alone, a token at a time (pipeline/agreement.py). It runs on the model, device and kernels that will train.
+alone, a token at a time (pipeline/weights/agreement.py). It runs on the model, device and kernels that will train.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from sluice.consumers.pack import PackedRows, collate, pack_rows
 from sluice.consumers.training.losses import row_logprobs
 from sluice.consumers.training.model import random_rates
-from sluice.pipeline.agreement import Agreement, Gaps, largest, strata, window_of
 from sluice.pipeline.errors import ModelError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.weights.agreement import Agreement, Gaps, largest, strata, window_of
 from sluice.pipeline.wire.messages import TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 

@@ -21,8 +21,8 @@ from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.producers.agents.tools import ToolBox, load_tools
 from sluice.producers.gateway.tool_calls import Hermes, assistant_message
 from sluice.workers.engine.generation_engine import GenerationEngine
-from sluice.workers.engine.model_files import load_tokenizer
 from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from sluice.workers.model_files import load_tokenizer
 
 MAX_TURNS = 4
 MAX_NEW_TOKENS = 24  # of one turn

@@ -7,7 +7,7 @@
 - A task that was cancelled can still use a connection: before Python 3.11.3 a time limit of 0 inside such a task, as in
   redis-py's look at a connection of the pool, is taken for another cancellation. The look is a task of its own there.
 - Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
-  disk) is asked again. `room` tells log and heartbeat of a wait for memory.
+  disk) is asked again. Log, heartbeat (`waits_for_room`) and the error that ends it tell of a wait for memory.
 
 Leans on `_backoff` and `_supported_errors` of redis-py 5.3 and on its pools; tests/integration/test_outage.py fails if
 they move.
@@ -39,8 +39,8 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from sluice.pipeline import room
 from sluice.pipeline.broker.cluster import SlotPrimary
+from sluice.pipeline.logs import get_logger
 
 TRANSIENT: list[type[Exception]] = [
     redis.ConnectionError,
@@ -88,19 +88,19 @@ class UntilRetry(Retry):
                         raise
                     counted = functools.partial(_counted, fail, failures + 1) if with_failure_count else fail
                     await self._after(error, counted)
-                    full = room.is_full(error)
+                    full = _is_full(error)
                     if time.monotonic() >= until:
                         if full and for_s > 0:
-                            raise room.too_long(error, for_s) from error
+                            raise _too_long(error, for_s) from error
                         raise
                     if full:
-                        room.note(call, at_most_s=for_s)
+                        _note_wait(call, at_most_s=for_s)
                     else:
-                        room.forget(call)
+                        _forget_wait(call)
                 failures += 1
                 await asyncio.sleep(self._backoff.compute(failures))  # type: ignore[no-untyped-call]
         finally:
-            room.forget(call)
+            _forget_wait(call)
             _inside.reset(token)
 
     async def _after(self, error: Exception, fail: Callable[[redis.RedisError], Any]) -> None:
@@ -223,3 +223,51 @@ class PatientSentinelPool(_Patient, SentinelConnectionPool):
             manager: Any = self.sentinel_manager  # type: ignore[has-type]
             for sentinel in manager.sentinels:
                 await sentinel.aclose()
+
+
+FULL_REMEDY = (
+    "give it more memory (`redis-cli config set maxmemory 4gb`, and in its configuration), or free some "
+    "(`sluice dlq drop`, runs that are over); producer.max_in_flight_mb bounds what a run holds"
+)
+FULL = "room in the broker, which is full"
+_SAY_EVERY_S = 30.0
+
+
+class _Room:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self.calls: dict[object, float] = {}  # waiting call → since when, Unix s
+        self.said = 0.0  # Unix s
+
+
+_room = _Room()
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether the broker refuses for lack of memory; inside a script Redis 6.2 gives that no class of its own."""
+    return isinstance(error, OutOfMemoryError) or "OOM " in str(error)
+
+
+def waits_for_room() -> float | None:
+    """Since when (Unix s) calls of this process wait for room; None when none does."""
+    return min(_room.calls.values(), default=None)
+
+
+def _note_wait(call: object, *, at_most_s: float) -> None:
+    """This call waits for room."""
+    now = time.time()
+    _room.calls.setdefault(call, now)
+    if now - _room.said >= _SAY_EVERY_S:
+        _room.said = now
+        get_logger().warning("the broker is full; waiting for room", at_most_s=at_most_s, help=FULL_REMEDY)
+
+
+def _forget_wait(call: object) -> None:
+    """This call does not wait any more."""
+    _room.calls.pop(call, None)
+
+
+def _too_long(error: Exception, waited_s: float) -> OutOfMemoryError:
+    """What ends the wait."""
+    return OutOfMemoryError(f"the broker is full ({error}), and no room came in {waited_s:g} s: {FULL_REMEDY}")

@@ -24,7 +24,7 @@ def show(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json 
     """
     from sluice.pipeline.config import load_config, resolved_yaml
     from sluice.pipeline.config.load import parse_yaml
-    from sluice.pipeline.json_out import print_json
+    from sluice.pipeline.terminal import print_json
 
     text = resolved_yaml(load_config(config, overrides))
     if as_json:
@@ -45,7 +45,7 @@ def check(
     Example: `sluice config check configs/text.yaml --json`
     """
     from sluice.pipeline.config import load_config
-    from sluice.pipeline.json_out import print_json
+    from sluice.pipeline.terminal import print_json
 
     if not files:
         raise ConfigError("name the files to check: sluice config check FILE.yaml ...")

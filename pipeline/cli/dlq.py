@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
-from sluice.pipeline.json_out import print_json
-from sluice.pipeline.terminal import Console, escaped, say
+from sluice.pipeline.terminal import Console, escaped, print_json, say
 
 if TYPE_CHECKING:
     from sluice.pipeline.queue.dead_letters import Done, Letter, Listing, Selection

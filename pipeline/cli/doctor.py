@@ -29,8 +29,8 @@ def env(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json =
     Example: `sluice env`
     Example: `sluice env -c configs/text.yaml --json`
     """
-    from sluice.pipeline.json_out import print_json
     from sluice.pipeline.run.env import as_text, report
+    from sluice.pipeline.terminal import print_json
 
     found = report(config, overrides)
     if as_json:

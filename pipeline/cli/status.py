@@ -41,8 +41,8 @@ def status(
     Example: `sluice status -c configs/text.yaml --why --json`
     """
     from sluice.pipeline.config import load_config
-    from sluice.pipeline.json_out import print_json
     from sluice.pipeline.status import diagnosis, report
+    from sluice.pipeline.terminal import print_json
 
     settings = load_config(config, overrides)
     if health is not None:

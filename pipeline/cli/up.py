@@ -72,8 +72,8 @@ def start(
     if not dry_run:
         return run_stack(settings, title=f"sluice {command} · {settings.run}")
 
-    from sluice.pipeline.json_out import print_json
     from sluice.pipeline.run.dry_run import as_text, rehearse
+    from sluice.pipeline.terminal import print_json
 
     found = rehearse(settings, command, str(config or "defaults"))
     if as_json:

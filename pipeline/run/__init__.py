@@ -13,5 +13,6 @@
 | resume_point   | where a run would begin                                                    |
 | env            | `sluice env`: what a bug report needs                                      |
 | gpu            | one GPU per process, by a lock of the host                                 |
+| loop_watch     | names what blocks a role's event loop                                      |
 | provenance     | the resolved configuration and every version, stored with the run          |
 """

@@ -20,9 +20,8 @@ from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import BrokerError, ConfigError, DataError, ModelError, SluiceError
-from sluice.pipeline.json_out import print_json
 from sluice.pipeline.run.provenance import main_versions
-from sluice.pipeline.terminal import say
+from sluice.pipeline.terminal import print_json, say
 from sluice.pipeline.weights.versions import tensor_table
 
 READ_S = 20.0

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from sluice.pipeline import room
+from sluice.pipeline.broker import retry
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.codec import MOST, Unreadable, check_time, read_json
@@ -101,8 +101,8 @@ class StatusReporter:
         """Publish once; a broker that is full takes it too."""
         self.row.at = time.time()
         row = self.row
-        if (since := room.waits_for_room()) is not None:
-            row = replace(row, waiting_for=room.CAUSE, waiting_since=since)
+        if (since := retry.waits_for_room()) is not None:
+            row = replace(row, waiting_for=retry.FULL, waiting_since=since)
         arguments = (row.name, msgspec.json.encode(row))
         await cast("Awaitable[int]", cast(Any, self._client).eval(_PUT, 1, self._keys.processes, *arguments))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from sluice.pipeline.room import CAUSE, REMEDY
+from sluice.pipeline.broker.retry import FULL, FULL_REMEDY
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
 from sluice.pipeline.status.text import counted, credit, length, waiting
 
@@ -136,7 +136,7 @@ def broker_full(now: Snapshot) -> list[Stall]:
             kind="broker_full",
             says=f"the broker is full ({use.used_bytes / _MIB:,.1f} of {limit:,.1f} MiB): who writes waits{refused}",
             since=_first([row for row in now.processes if _waits_for_room(row)]),
-            remedy=REMEDY,
+            remedy=FULL_REMEDY,
         )
     ]
 
@@ -147,7 +147,7 @@ def _first(waiting: list[Process]) -> float | None:
 
 
 def _waits_for_room(row: Process) -> bool:
-    return row.is_alive and row.waiting_for == CAUSE
+    return row.is_alive and row.waiting_for == FULL
 
 
 def old_versions(now: Snapshot) -> list[Stall]:

@@ -24,7 +24,7 @@ from sluice.pipeline.http.errors import problem_response
 from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
 from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.loop_watch import watch_loop
+from sluice.pipeline.run.loop_watch import watch_loop
 from sluice.pipeline.run.role import default_name, leave_within
 from sluice.pipeline.telemetry.exporter import metrics_server
 from sluice.producers.agents.routes import add_routes

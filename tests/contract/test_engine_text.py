@@ -13,9 +13,9 @@ from sluice.pipeline.errors import ModelError, RequestError
 from sluice.pipeline.prompts.chat_template import render
 from sluice.workers.engine.contracts import Backend
 from sluice.workers.engine.generation_engine import GenerationEngine
-from sluice.workers.engine.model_files import load_tokenizer
 from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
 from sluice.workers.engine.running import StopStrings, end_reasons, text_decoder, truncate
+from sluice.workers.model_files import load_tokenizer
 from tests.contract.engine_fixtures import request, run
 from tests.tiny_models import build_tokenizer
 

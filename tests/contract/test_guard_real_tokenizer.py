@@ -12,7 +12,7 @@ import pytest
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.workers.engine.backends import RoutedBackend
 from sluice.workers.engine.contracts import SequenceSoFar
-from sluice.workers.guard.probe import breaking_tokens
+from sluice.workers.engine.guard_proof import breaking_tokens
 from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
 from tests.contract.guard_fixtures import ARMED, BLOCK, RUN, decoded, ending, guarded_engine, looping

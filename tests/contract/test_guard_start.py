@@ -14,8 +14,8 @@ from sluice.pipeline import logs
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
 from sluice.pipeline.errors import ConfigError, EngineError, RequestError
 from sluice.workers.engine.backends import RoutedBackend, make_backend
+from sluice.workers.engine.guard_proof import prove_guard
 from sluice.workers.engine.hf import HfBackend
-from sluice.workers.guard.probe import prove_guard
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, vllm_options
 from tests.loop_models import in_lower_case, without_end

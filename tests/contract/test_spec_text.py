@@ -20,7 +20,7 @@ from sluice.workers.engine import (
     VlmGenerationRequest,
 )
 from sluice.workers.engine import generation_engine as engine_module
-from sluice.workers.engine.model_files import load_tokenizer
+from sluice.workers.model_files import load_tokenizer
 from tests.contract.engine_fixtures import ragged_prompts
 from tests.tiny_models import CONTEXT, build_tokenizer, save_tiny_model
 

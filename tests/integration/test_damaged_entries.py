@@ -17,12 +17,12 @@ from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerRefused
-from sluice.pipeline.json_out import json_line
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.queue.dead_letters import DeadLetters, Selection, listing
 from sluice.pipeline.status import diagnosis, report
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.terminal import json_line
 from sluice.pipeline.top.feed import Feed
 from sluice.pipeline.top.panels import frame
 from sluice.pipeline.weights.versions import WeightsRegistry

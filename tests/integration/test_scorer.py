@@ -21,7 +21,7 @@ from sluice.pipeline.weights.versions import WeightsRegistry, retire, write_vers
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import TokenArray
-from sluice.workers.engine.model_files import load_tokenizer
+from sluice.workers.model_files import load_tokenizer
 from sluice.workers.scorer.model import VersionedModel
 from sluice.workers.scorer.scorer import Scorer, serve_scores
 from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs

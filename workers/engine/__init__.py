@@ -8,7 +8,8 @@
 ```
 - On the way in: `prompts` (messages to ids), `preprocess` (images), `limits` (what one engine can decode whole).
 - While it decodes: `running` (one sequence and its stop policy), `sampling`, `plugins`.
-- On disk: `model_files`, `weight_files`. Ways in without a queue: `generation_engine` and its `requests`, `local`.
+- On disk: `weight_files`, and `workers/model_files`. Before it serves: `guard_proof`.
+- Ways in without a queue: `generation_engine` and its `requests`, `local`.
 
 The names below are the offline engine's; they are imported when they are first asked for (torch is slow to load).
 """

@@ -29,8 +29,8 @@ from sluice.workers.engine.contracts import (
     SequenceRequest,
     WeightsProbe,
 )
+from sluice.workers.engine.guard_proof import prove_guard
 from sluice.workers.engine.hf import HfBackend
-from sluice.workers.guard.probe import prove_guard
 
 BACKENDS = ("hf", "vllm")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice.pipeline.config.types import ModelConfig, VlmPreprocessOptions
 from sluice.pipeline.errors import ModelError, RequestError
-from sluice.workers.engine.model_files import normalise_tokenizer
+from sluice.workers.model_files import normalise_tokenizer
 
 if TYPE_CHECKING:
     import torch

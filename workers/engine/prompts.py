@@ -19,8 +19,8 @@ from sluice.pipeline.prompts.chat_template import (
     render_text,
 )
 from sluice.pipeline.wire.messages import Message
-from sluice.workers.engine.model_files import load_tokenizer, model_config
 from sluice.workers.engine.preprocess import check_placeholders, image_token_id, load_processor
+from sluice.workers.model_files import load_tokenizer, model_config
 
 _IMAGE_TYPES = ("image", "image_url")
 

@@ -11,5 +11,6 @@
 - `watch` follows one sequence and forces its end; `requests` is what a vLLM request tells the guard; `vllm_runners` are
   the adapters to vLLM's two model runners.
 - `vllm:RepeatTerminate` is what a stock `vllm serve --logits-processors` loads.
-- `probe` proves after every start that the guard which is loaded fires; `replay` tries thresholds on decoded rows.
+- `replay` tries thresholds on decoded rows. That a loaded guard fires is proved after every start by
+  workers/engine/guard_proof.py.
 """

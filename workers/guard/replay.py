@@ -21,8 +21,8 @@ from sluice.pipeline.config import load_config
 from sluice.pipeline.config.load import parse_yaml
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError, DataError
-from sluice.pipeline.json_out import json_line
 from sluice.pipeline.prompts.rows import Malformed, is_parquet, read_rows
+from sluice.pipeline.terminal import json_line
 from sluice.pipeline.wire.messages import FinishReason
 from sluice.workers.guard.repeat import Rule
 from sluice.workers.guard.rules import GuardRules
@@ -224,7 +224,7 @@ def _tokenizer(directory: str) -> Any:
             "max_object_keys counts object_key_prefix in the bytes that the model's tokens write: name the model's "
             "directory, --model DIR"
         )
-    from sluice.workers.engine.model_files import load_tokenizer  # slow to load
+    from sluice.workers.model_files import load_tokenizer  # slow to load
 
     return load_tokenizer(directory)
 

@@ -19,11 +19,11 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Interface
 
 from sluice.pipeline.errors import ConfigError, GuardRefused
-from sluice.workers.engine.model_files import eos_token_ids
 from sluice.workers.guard import settings
 from sluice.workers.guard.requests import ADDITIONAL, EXTRA, GuardArguments, GuardRequests
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.guard.vllm_runners import V1Rows, V2Slots, check_interfaces
+from sluice.workers.model_files import eos_token_ids
 
 _log = init_logger("vllm.sluice.repeat_terminate")
 

@@ -10,8 +10,7 @@ from typing import IO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from sluice.pipeline.json_out import json_line
-from sluice.pipeline.terminal import Console
+from sluice.pipeline.terminal import Console, json_line
 from sluice.workers.offline.settings import GenerateSettings
 from sluice.workers.offline.sinks import Tally
 

@@ -26,9 +26,9 @@ from sluice.pipeline import logs
 from sluice.pipeline.errors import ConfigError, DataError, EngineError, ModelError, SluiceError
 from sluice.pipeline.prompts.rows import Malformed, is_parquet, parquet_module
 from sluice.pipeline.terminal import say
-from sluice.workers.engine.model_files import check_directory
 from sluice.workers.engine.plugins import GenerationPlugin
 from sluice.workers.engine.requests import GenerationRequest
+from sluice.workers.model_files import check_directory
 from sluice.workers.offline.answers import Answer, number_of, row_and_index, write_in_order
 from sluice.workers.offline.progress import Meter
 from sluice.workers.offline.prompt_file import PromptFile, PromptRow, Scan, open_prompts

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.pipeline.agreement import Agreement, Gaps, largest
+from sluice.pipeline.weights.agreement import Agreement, Gaps, largest
 
 FP32, BF16 = 2.0**-23, 2.0**-7
 DENSE, ROUTED = SimpleNamespace(num_experts=None), SimpleNamespace(num_local_experts=8)

@@ -14,8 +14,8 @@ import pytest
 from sluice.pipeline.broker import connection as connections
 from sluice.pipeline.cli.main import build
 from sluice.pipeline.config.types import BrokerConfig
-from sluice.pipeline.json_out import json_line
 from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.terminal import json_line
 from sluice.pipeline.wire.keys import Keys
 from tests.command import call, options, walk
 from tests.factories import decode_job

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice.pipeline.room import CAUSE
+from sluice.pipeline.broker.retry import FULL
 from sluice.pipeline.status.diagnosis import Why, as_json, as_text, verdict
 from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot
 from sluice.pipeline.status.stalls import Stall, stalls
@@ -162,7 +162,7 @@ def test_results_that_are_late_beside_a_consumer() -> None:
 
 def test_a_full_broker_comes_first_and_names_since_when() -> None:
     use = BrokerUse(used_bytes=995, max_bytes=1000, refused=3)
-    rows = [process(role, cause=CAUSE) for role in ROLES]
+    rows = [process(role, cause=FULL) for role in ROLES]
     stall = only(state(*rows, broker=use))
     assert (stall.kind, stall.since) == ("broker_full", NOW - 30)
     assert "it has refused 3 writes so far" in stall.says

@@ -13,8 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from sluice.pipeline.json_out import print_json
-from sluice.pipeline.terminal import Console, escaped, escaped_json, say
+from sluice.pipeline.terminal import Console, escaped, escaped_json, print_json, say
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = "a\x1b[2J\x1b]0;title\x07b\rc\x9bd\u202ee\u2028f\x00g\x7fh"

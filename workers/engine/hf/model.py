@@ -25,9 +25,9 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import ModelError
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf.cache import PrefillCache
-from sluice.workers.engine.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
 from sluice.workers.engine.preprocess import VisionProcessor
 from sluice.workers.guard.rules import GuardRules
+from sluice.workers.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
 
 NO_GUARD = RepeatTerminateConfig()
 

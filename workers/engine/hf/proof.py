@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from sluice.pipeline.agreement import Agreement, Gaps, largest, window_of
 from sluice.pipeline.errors import EngineError, ModelError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.weights.agreement import Agreement, Gaps, largest, window_of
 from sluice.pipeline.wire.messages import SamplingParams
 from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.engine.hf.decoder import Decoder

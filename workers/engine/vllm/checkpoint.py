@@ -12,8 +12,8 @@ import transformers
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ModelError, WeightsError
-from sluice.workers.engine.model_files import has_vision
 from sluice.workers.engine.weight_files import Layout, Piece, open_weights, tied
+from sluice.workers.model_files import has_vision
 
 
 class Checkpoint:

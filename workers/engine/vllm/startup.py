@@ -32,12 +32,12 @@ from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, Vll
 from sluice.pipeline.errors import ConfigError, EngineError, ModelError
 from sluice.pipeline.logs import get_logger
 from sluice.workers.engine.contracts import EngineFacts
-from sluice.workers.engine.model_files import check_directory, end_token_ids, load_tokenizer
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from sluice.workers.engine.vllm.environment import START_METHOD, engine_environment, prepare_cpu, start_methods
 from sluice.workers.engine.vllm.vision import Vision
 from sluice.workers.guard.rules import GuardRules, check_end
 from sluice.workers.guard.vllm_runners import check_interfaces
+from sluice.workers.model_files import check_directory, end_token_ids, load_tokenizer
 
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit|Interrupt)): (.+)$")
 _SYMPTOMS = {"EngineDeadError", "CancelledError"}

@@ -18,8 +18,8 @@ import transformers
 from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
 from sluice.pipeline.errors import ModelError, RequestError
 from sluice.workers.engine.contracts import SequenceRequest
-from sluice.workers.engine.model_files import has_vision
 from sluice.workers.engine.preprocess import check_placeholders, image_token_id, load_processor, pixel_budget
+from sluice.workers.model_files import has_vision
 
 
 @dataclass(frozen=True, slots=True)

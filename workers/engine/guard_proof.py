@@ -7,17 +7,14 @@
 from __future__ import annotations
 
 from itertools import count, cycle, islice
-from typing import TYPE_CHECKING
 
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.pipeline.errors import GuardRefused
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceRequest
 from sluice.workers.guard.repeat import RepeatTrigger, Rule
 from sluice.workers.guard.rules import GuardRules
-
-if TYPE_CHECKING:
-    from sluice.workers.engine.contracts import Backend
 
 _RUN = 3  # tokens of the probe
 _LOWERED = RepeatTerminateConfig(
@@ -42,8 +39,6 @@ async def prove_guard(backend: Backend, config: RepeatTerminateConfig) -> None:
 
 
 async def _prove_decode(backend: Backend, where: str) -> None:
-    from sluice.workers.engine.contracts import SequenceRequest
-
     facts = backend.facts
     token = next(token for token in range(facts.vocab_size) if token not in facts.eos_token_ids)
     output = await backend.decode(
