@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 
 from sluice.pipeline.queue import Claim
@@ -37,7 +37,7 @@ class HeldJob:
         return isinstance(self.prompt, JobPrompt) or self.prompt.done()
 
 
-class HeldJobs:
+class Slots:
     """Bounded by `capacity` sequences (a group may go over, as it is claimed whole)."""
 
     def __init__(self, max_batch: int) -> None:
@@ -50,11 +50,9 @@ class HeldJobs:
         self.running = 0
         self._waiting = 0
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __contains__(self, job_id: str) -> bool:
-        return job_id in self._jobs
+    def held(self) -> KeysView[str]:
+        """Ids of the jobs."""
+        return self._jobs.keys()
 
     def room(self) -> int:
         """Sequences worth claiming now: first up to a batch (others may want some), then what lies ahead."""

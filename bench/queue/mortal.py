@@ -1,4 +1,4 @@
-"""One worker process that may be killed: `python -m sluice.bench.queue.mortal RUN`, broker in REDIS_URL, until SIGTERM.
+"""One worker process that may be killed: `python -m bench.queue.mortal RUN`, the broker in REDIS_URL, until SIGTERM.
 
 Its heartbeat says whose leases end with it, as a decode worker's does.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from sluice.bench.queue.worker import broker_config
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.queue import ArqWorker
 from sluice.pipeline.run.role import default_name, role_process
 
 MAX_JOBS = 64  # all of a round's jobs: one worker may hold every one of them
@@ -31,11 +31,11 @@ def config_of(url: str, run: str) -> Config:
 async def serve(config: Config) -> None:
     """Until SIGTERM."""
     async with role_process(config, "worker", default_name("worker")) as role:
-        worker = LeasedWorker(
+        worker = ArqWorker(
             [last], client=role.client, keys=role.keys, config=config, name=role.name, stop=role.stop,
             max_jobs=MAX_JOBS, handle_signals=False,
         )  # fmt: skip
-        role.status.fact(owner=worker.queue.owner)
+        role.status.fact(owner=worker.leases.queue.owner)
         await role.status.beat()
         await worker.main()
         await worker.close()

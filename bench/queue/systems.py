@@ -2,7 +2,7 @@
 
 | system | worker processes                            | ended when                                        |
 |--------|---------------------------------------------|---------------------------------------------------|
-| ours   | LeasedWorker                                | the queue is empty, and as many calls are counted |
+| ours   | ArqWorker                                | the queue is empty, and as many calls are counted |
 | arq    | arq's command, its serialiser, its defaults | the queue is empty (a job leaves it at its end)   |
 | saq    | SAQ's command, its defaults                 | nothing is incomplete                             |
 """

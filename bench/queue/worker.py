@@ -1,4 +1,4 @@
-"""One worker process of ours: `python -m sluice.bench.queue.worker NAME RUN`, the broker in REDIS_URL, until SIGTERM.
+"""One worker process of ours: `python -m bench.queue.worker NAME RUN`, the broker in REDIS_URL, until SIGTERM.
 
 It says `ready`, serves, and at its end prints its totals as one JSON line.
 """
@@ -17,7 +17,7 @@ from sluice.bench.queue.noop import noop, ready
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.logs import configure
-from sluice.pipeline.queue import Claimed, LeasedWorker
+from sluice.pipeline.queue import ArqWorker, Claimed
 from sluice.pipeline.wire.keys import Keys
 
 MAX_JOBS = 100  # as many as one claim brings
@@ -31,16 +31,6 @@ class Totals(msgspec.Struct):
     claims: int = 0
     complete: int = 0
     waits_s: list[float] = []
-
-
-class CountingWorker(LeasedWorker):
-    """Counts its claims."""
-
-    totals: Totals
-
-    def after_claim(self, got: Claimed) -> None:
-        self.totals.claimed += len(got.claims)
-        self.totals.claims += bool(got.claims)
 
 
 def broker_config(url: str) -> BrokerConfig:
@@ -58,7 +48,12 @@ async def serve(url: str, name: str, run: str) -> Totals:
     config = Config(run=run, broker=broker_config(url))
     totals = Totals()
     client = connect(config.broker)
-    worker = CountingWorker(
+
+    def count(got: Claimed) -> None:
+        totals.claimed += len(got.claims)
+        totals.claims += bool(got.claims)
+
+    worker = ArqWorker(
         [noop, mark],
         client=client,
         keys=Keys(run),
@@ -67,12 +62,12 @@ async def serve(url: str, name: str, run: str) -> Totals:
         max_jobs=MAX_JOBS,
         on_startup=ready,
         ctx={"totals": totals},
+        on_claim=count,
     )
-    worker.totals = totals
     await worker.main()
     await worker.close()
     await client.aclose()
-    totals.complete = worker.jobs_complete
+    totals.complete = worker.arq.jobs_complete
     return totals
 
 

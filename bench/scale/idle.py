@@ -1,4 +1,4 @@
-"""Workers that wait for jobs: as a process `python -m sluice.bench.scale.idle RUN WORKERS`, the broker in REDIS_URL.
+"""Workers that wait for jobs: as a process `python -m bench.scale.idle RUN WORKERS`, the broker in REDIS_URL.
 
 Each has connections, a lease keeper and a heartbeat of its own, as a worker process has.
 """
@@ -19,7 +19,7 @@ from sluice.bench.scale.plan import Plan
 from sluice.pipeline import logs
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.queue import ArqWorker
 from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.wire.keys import Keys
 
@@ -31,7 +31,7 @@ _SETTLE_S = 3.0
 async def idle(plan: Plan, client: Any, url: str, home: Path) -> dict[str, float]:
     """Share of one core that the broker uses."""
     async with Fleet("idle", home) as fleet:
-        command = [sys.executable, "-m", "sluice.bench.scale.idle", _RUN, str(plan.workers)]
+        command = [sys.executable, "-m", "bench.scale.idle", _RUN, str(plan.workers)]
         await fleet.start(command, {"REDIS_URL": url}, piped=True)
         await fleet.answers(_START_S)
         await asyncio.sleep(_SETTLE_S)
@@ -60,9 +60,7 @@ async def _serve(config: Config, workers: int) -> None:
 async def _worker(config: Config, name: str, stop: asyncio.Event) -> None:
     client, keys = connect(config.broker), Keys(config.run)
     beating = asyncio.create_task(StatusReporter(client, keys, "worker", name).run())
-    worker = LeasedWorker(
-        [_nothing], client=client, keys=keys, config=config, name=name, stop=stop, handle_signals=False
-    )
+    worker = ArqWorker([_nothing], client=client, keys=keys, config=config, name=name, stop=stop, handle_signals=False)
     await worker.main()
     beating.cancel()
     await asyncio.wait({beating})

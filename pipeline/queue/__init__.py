@@ -9,8 +9,8 @@
 | types                   | what callers see: Claim, Finished, Piece, Credit, Call                       |
 | envelope                | arq's envelope and results as bytes, and back                                |
 | queue                   | JobQueue: every script call that moves jobs                                  |
-| leased_worker           | LeasedWorker: the loop that claims, starts, commits and hands back           |
-| arq_functions           | plain arq functions on a LeasedWorker                                        |
+| leased_worker           | LeasedWorker: the loop that claims, commits and hands back; Holder: who works |
+| arq_worker              | plain arq functions: one Holder, and a worker of nothing else                |
 | lease_keeper, committer | what renews its leases, what publishes its results                           |
 | replies                 | results for one caller, instead of the result stream                         |
 | scores, rollouts        | score jobs of the trainer, and agent rollouts: hops of their own             |
@@ -20,6 +20,7 @@
 
 from arq.worker import func
 
+from sluice.pipeline.queue.arq_worker import ArqFunctions, ArqWorker, arq_settings
 from sluice.pipeline.queue.committer import Committer
 from sluice.pipeline.queue.envelope import (
     FUNCTION,
@@ -31,7 +32,7 @@ from sluice.pipeline.queue.envelope import (
     arq_serializer,
 )
 from sluice.pipeline.queue.lease_keeper import LeaseKeeper
-from sluice.pipeline.queue.leased_worker import LeasedWorker
+from sluice.pipeline.queue.leased_worker import Holder, Hooks, LeasedWorker
 from sluice.pipeline.queue.queue import JobQueue
 from sluice.pipeline.queue.types import (
     NO_LIMIT,
@@ -53,6 +54,8 @@ from sluice.pipeline.queue.types import (
 __all__ = [
     "FUNCTION",
     "NO_LIMIT",
+    "ArqFunctions",
+    "ArqWorker",
     "Call",
     "Called",
     "Claim",
@@ -61,6 +64,8 @@ __all__ = [
     "Committer",
     "Credit",
     "Finished",
+    "Holder",
+    "Hooks",
     "JobFailed",
     "JobQueue",
     "LeaseKeeper",
@@ -73,6 +78,7 @@ __all__ = [
     "arq_pool",
     "arq_redis_settings",
     "arq_serializer",
+    "arq_settings",
     "func",
     "job_id_for",
     "rollout_group_for",

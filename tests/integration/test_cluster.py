@@ -24,11 +24,11 @@ from sluice.pipeline.broker.streams import ack_batches, batch_reader, hand_off, 
 from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.queue import (
+    ArqWorker,
     Claim,
     Credit,
     Finished,
     JobQueue,
-    LeasedWorker,
     LeaseKeeper,
     arq_deserializer,
     arq_serializer,
@@ -201,7 +201,7 @@ async def test_a_stock_arq_client_asks_the_slots_primary(
         return word.upper()
 
     config = Config(run=keys.run, broker=settings, worker=WorkerConfig(poll_s=0.01))
-    worker = LeasedWorker(
+    worker = ArqWorker(
         [func(shout, name="shout")], client=client, keys=keys, config=config, burst=True, handle_signals=False
     )
     job = await pool.enqueue_job("shout", "hello", _queue_name=keys.jobs, _job_id=tagged(keys.run, "mine"))

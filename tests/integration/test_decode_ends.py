@@ -73,7 +73,7 @@ async def test_progress_of_a_running_sequence_reaches_the_next_worker(
         worker._store = hold  # type: ignore[method-assign]
 
         async def stored() -> bool:
-            return worker.committer.pieces >= 2
+            return worker.leases.committer.pieces >= 2
 
         await eventually(stored, "two pieces of progress")
     gate.set()
@@ -164,10 +164,10 @@ async def _failure_of_a_worker_whose_engine_closes(config: Config, dying: HfBack
         async with working(config, dying) as worker:
 
             async def running() -> bool:
-                return worker.num_held() == 1
+                return len(worker.held()) == 1
 
             async def failed() -> bool:
-                return worker.broken is not None
+                return worker.leases.broken is not None
 
             await eventually(running, "a running sequence")
             await dying.close()

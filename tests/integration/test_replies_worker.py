@@ -68,7 +68,7 @@ async def interrupted(
             await asked.enqueue(job)
             seen, ends = await events(expected, many(8))
             if reaped and not ends:  # it works on, and what it stores is refused
-                await asked.queue.reap(first.queue.owner)
+                await asked.queue.reap(first.leases.queue.owner)
                 async with working(config, backend, "second"):
                     more, ends = await events(expected, at=len(seen))
                     return seen + more, result_in(ends)
@@ -123,7 +123,7 @@ async def test_a_running_sequence_is_cancelled_on_a_full_worker(
                 break
         assert isinstance(end, DeadLetter)
         assert (end.reason, end.state) == ("cancelled", "dropped")
-        assert not worker.holds(job.job_id)
+        assert job.job_id not in worker.held()
     await asked.assert_balanced(enqueued=0, dropped=0, dead=0)
 
 

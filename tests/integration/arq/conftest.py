@@ -11,10 +11,10 @@ from arq.connections import ArqRedis, RedisSettings, create_pool
 from redis.asyncio import Redis
 
 from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from sluice.pipeline.queue import LeasedWorker, arq_deserializer, arq_serializer
+from sluice.pipeline.queue import ArqWorker, arq_deserializer, arq_serializer
 from sluice.pipeline.wire.keys import Keys
 
-MakeWorker = Callable[..., LeasedWorker]
+MakeWorker = Callable[..., ArqWorker]
 
 
 @pytest.fixture
@@ -36,10 +36,10 @@ def make_worker(broker_config: BrokerConfig, client: Redis, keys: Keys) -> MakeW
 
     def make(
         *functions: Any, name: str = "w", settings: dict[str, Any] | None = None, on: Keys = keys, **options: Any
-    ) -> LeasedWorker:
+    ) -> ArqWorker:
         section = WorkerConfig(**{"poll_s": 0.01, "lease_s": 10.0, "renew_s": 0.1, "drain_s": 5.0, **(settings or {})})
         config = Config(run=on.run, broker=broker_config, worker=section)
         options = {"burst": True, "handle_signals": False, **options}
-        return LeasedWorker(functions, client=client, keys=on, config=config, name=name, **options)
+        return ArqWorker(functions, client=client, keys=on, config=config, name=name, **options)
 
     return make

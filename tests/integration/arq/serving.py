@@ -10,7 +10,7 @@ from typing import Any
 
 from arq.jobs import Job, JobStatus
 
-from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.queue import ArqWorker
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, decode
 from tests.roles import eventually
@@ -19,18 +19,18 @@ DEADLINE_S = 20.0
 ANSWER_S = 15.0
 
 
-async def burst(*workers: LeasedWorker) -> None:
+async def burst(*workers: ArqWorker) -> None:
     """Until the queue is empty, for all of them."""
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*(worker.main() for worker in workers))
 
 
 @contextlib.asynccontextmanager
-async def serving(*workers: LeasedWorker) -> AsyncIterator[None]:
+async def serving(*workers: ArqWorker) -> AsyncIterator[None]:
     """The workers serve until the block ends."""
     tasks = []
     for worker in workers:
-        worker.burst = False
+        worker.arq.burst = False
         tasks.append(asyncio.create_task(worker.main()))
     try:
         yield
@@ -42,9 +42,9 @@ async def serving(*workers: LeasedWorker) -> AsyncIterator[None]:
             await asyncio.gather(*tasks)
 
 
-def tally(worker: LeasedWorker) -> tuple[int, int, int]:
+def tally(worker: ArqWorker) -> tuple[int, int, int]:
     """Jobs complete, failed, retried."""
-    return worker.jobs_complete, worker.jobs_failed, worker.jobs_retried
+    return worker.arq.jobs_complete, worker.arq.jobs_failed, worker.arq.jobs_retried
 
 
 async def answer(job: Job | None) -> Any:

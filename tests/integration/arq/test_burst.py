@@ -10,7 +10,7 @@ from arq.connections import ArqRedis
 from arq.worker import FailedJobs, Retry, func
 
 from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
-from sluice.pipeline.queue import LeasedWorker, arq_pool
+from sluice.pipeline.queue import ArqWorker, arq_pool
 from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import answer, burst, serving, tally, until
@@ -139,7 +139,7 @@ async def test_no_more_than_max_jobs_run_at_once(foreign: ArqRedis, make_worker:
         assert await foreign.zcard(foreign.default_queue_name) == 13
         go.set()
         await answer(last)
-        await until(lambda: worker.jobs_complete == 13, "all jobs to be done")
+        await until(lambda: worker.arq.jobs_complete == 13, "all jobs to be done")
     assert most == 4
 
 
@@ -154,8 +154,8 @@ async def test_two_workers_do_each_job_once(foreign: ArqRedis, make_worker: Make
     one, two = (make_worker(func(note, name="note"), name=name, max_jobs=5) for name in ("one", "two"))
     await burst(one, two)
     assert sorted(done) == list(range(100))
-    assert one.jobs_complete + two.jobs_complete == 100
-    assert min(one.jobs_complete, two.jobs_complete) > 0
+    assert one.arq.jobs_complete + two.arq.jobs_complete == 100
+    assert min(one.arq.jobs_complete, two.arq.jobs_complete) > 0
 
 
 async def test_a_running_job_is_not_claimed_by_another_worker(
@@ -204,7 +204,7 @@ def test_run_makes_a_loops_worth_of_work(broker_config: BrokerConfig, keys: Keys
         loop.run_until_complete(arq_pool(client, keys.jobs).enqueue_job("nothing"))
         config = Config(run=keys.run, broker=broker_config, worker=WorkerConfig(poll_s=0.01))
         options: dict[str, Any] = {"burst": True, "handle_signals": False, "on_shutdown": end}
-        worker = LeasedWorker([NOTHING], client=client, keys=keys, config=config, **options)
+        worker = ArqWorker([NOTHING], client=client, keys=keys, config=config, **options)
         worker.run()
         assert tally(worker) == (1, 0, 0)
         assert ended == ["shutdown"]

@@ -13,7 +13,7 @@ from arq.cron import CronJob, cron
 from arq.worker import Retry, func
 from redis.asyncio import Redis
 
-from sluice.pipeline.queue import LeasedWorker
+from sluice.pipeline.queue import ArqWorker
 from sluice.pipeline.wire.keys import ARQ_RESULT, ARQ_RUNNING, Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import burst, letters, serving, tally
@@ -74,25 +74,25 @@ async def test_the_next_run_is_worked_out_by_the_worker(
     make_worker: MakeWorker, keys: Keys, ticks: Ticks, when: dict[str, Any], expected: datetime
 ) -> None:
     worker = make_worker(cron_jobs=[ticks.job(keys, microsecond=250_000, **when)], timezone=TZ)
-    await worker.run_cron(MONDAY, 0.5)
-    found = worker.cron_jobs[0].next_run
+    await worker.arq.run_cron(MONDAY, 0.5)
+    found = worker.arq.cron_jobs[0].next_run
     assert found is not None
     assert found == expected.replace(microsecond=250_000)
     assert found.tzinfo is TZ
-    assert await worker.pool.zcard(keys.jobs) == 0
+    assert await worker.arq.pool.zcard(keys.jobs) == 0
 
 
 async def test_it_is_enqueued_shortly_before_its_time_and_the_next_one_is_planned(
     make_worker: MakeWorker, keys: Keys, ticks: Ticks
 ) -> None:
     worker = make_worker(cron_jobs=[ticks.job(keys, second=31, microsecond=0)], timezone=TZ)
-    await worker.run_cron(MONDAY, 0.5)
-    await worker.run_cron(MONDAY + timedelta(seconds=0.2), 0.5)
+    await worker.arq.run_cron(MONDAY, 0.5)
+    await worker.arq.run_cron(MONDAY + timedelta(seconds=0.2), 0.5)
     due = MONDAY + timedelta(seconds=1)
-    [listed] = await worker.pool.queued_jobs()
+    [listed] = await worker.arq.pool.queued_jobs()
     assert listed.job_id == f"{keys.run}:tick:{int(due.timestamp() * 1000)}"
     assert listed.score == int(due.timestamp() * 1000)
-    assert worker.cron_jobs[0].next_run == due + timedelta(minutes=1)
+    assert worker.arq.cron_jobs[0].next_run == due + timedelta(minutes=1)
 
 
 async def test_a_worker_that_serves_runs_it_again_and_again(make_worker: MakeWorker, keys: Keys, ticks: Ticks) -> None:
@@ -100,7 +100,7 @@ async def test_a_worker_that_serves_runs_it_again_and_again(make_worker: MakeWor
     async with serving(worker):
         await calls(ticks, 2)
     assert len(set(ticks.ids)) == len(ticks.ids), "each time has its own id"
-    assert worker.jobs_failed == 0
+    assert worker.arq.jobs_failed == 0
 
 
 @pytest.mark.parametrize("poll_s", [0.01, 0.5])
@@ -118,9 +118,9 @@ async def test_without_it_a_burst_runs_none(make_worker: MakeWorker, keys: Keys,
     worker = make_worker(cron_jobs=[ticks.job(keys, hour=soon.hour, minute=soon.minute)], timezone=UTC)
     await burst(worker)
     assert ticks.ids == []
-    await worker.heart_beat()
-    assert worker.cron_jobs[0].next_run is not None
-    assert worker.cron_jobs[0].next_run.tzinfo is not None
+    await worker.arq.heart_beat()
+    assert worker.arq.cron_jobs[0].next_run is not None
+    assert worker.arq.cron_jobs[0].next_run.tzinfo is not None
 
 
 async def test_at_startup_while_serving(make_worker: MakeWorker, keys: Keys, ticks: Ticks) -> None:
@@ -134,16 +134,16 @@ async def test_one_time_is_one_call_among_workers(make_worker: MakeWorker, keys:
     workers = [make_worker(cron_jobs=[ticks.job(keys, second=31)], name=name, timezone=TZ) for name in ("one", "two")]
     past = MONDAY.replace(year=2001)
     for worker in workers:
-        await worker.run_cron(past, 0.5)
-        await worker.run_cron(past + timedelta(seconds=1), 0.5)
-        worker.cron_jobs[0].next_run = MONDAY.replace(year=2100)  # the burst's own heartbeat is to find nothing due
+        await worker.arq.run_cron(past, 0.5)
+        await worker.arq.run_cron(past + timedelta(seconds=1), 0.5)
+        worker.arq.cron_jobs[0].next_run = MONDAY.replace(year=2100)  # the burst's own heartbeat is to find nothing due
         await burst(worker)
     assert len(ticks.ids) == 1
-    assert sum(worker.jobs_complete for worker in workers) == 1
+    assert sum(worker.arq.jobs_complete for worker in workers) == 1
 
 
 async def test_two_workers_that_serve_share_each_time(make_worker: MakeWorker, keys: Keys, ticks: Ticks) -> None:
-    def worker(name: str) -> LeasedWorker:
+    def worker(name: str) -> ArqWorker:
         return make_worker(cron_jobs=[ticks.job(keys, second=set(range(60)), microsecond=0)], name=name)
 
     async with serving(worker("one"), worker("two")):
@@ -155,9 +155,9 @@ async def test_not_unique_means_each_worker(make_worker: MakeWorker, keys: Keys,
     workers = [make_worker(cron_jobs=[ticks.job(keys, second=31, unique=False)], name=name) for name in ("one", "two")]
     past = MONDAY.replace(year=2001)
     for worker in workers:
-        await worker.run_cron(past, 0.5)
-        await worker.run_cron(past + timedelta(seconds=1), 0.5)
-        worker.cron_jobs[0].next_run = MONDAY.replace(year=2100)  # the burst's own heartbeat is to find nothing due
+        await worker.arq.run_cron(past, 0.5)
+        await worker.arq.run_cron(past + timedelta(seconds=1), 0.5)
+        worker.arq.cron_jobs[0].next_run = MONDAY.replace(year=2100)  # the burst's own heartbeat is to find nothing due
         await burst(worker)
     assert len(set(ticks.ids)) == 2
 
@@ -201,13 +201,13 @@ async def test_a_cron_job_that_fails_is_a_dead_letter_and_is_not_tried_again(
     async with serving(worker):
 
         async def failed() -> bool:
-            return worker.jobs_failed == 1 and bool(await letters(client, keys))
+            return worker.arq.jobs_failed == 1 and bool(await letters(client, keys))
 
         await eventually(failed, "the failure of a cron job")
     [letter] = (await letters(client, keys)).values()
     assert (tries, letter.reason) == ([1], "failed")
     assert "no disk" in letter.detail
-    assert worker.cron_jobs[0].next_run is not None, "its next time stands"
+    assert worker.arq.cron_jobs[0].next_run is not None, "its next time stands"
 
 
 async def test_cron_jobs_have_one_try_unless_told(make_worker: MakeWorker, keys: Keys, client: Redis) -> None:
@@ -224,7 +224,7 @@ async def test_cron_jobs_have_one_try_unless_told(make_worker: MakeWorker, keys:
     async with serving(worker):
 
         async def over() -> bool:
-            return worker.jobs_failed == 2 and len(await letters(client, keys)) == 2
+            return worker.arq.jobs_failed == 2 and len(await letters(client, keys)) == 2
 
         await eventually(over, "both cron jobs to run out of tries")
     assert tries == {"once": [1], "twice": [1, 2]}

@@ -143,7 +143,7 @@ async def test_a_running_decode_job_is_aborted_and_its_neighbour_goes_on(
         await reaches(doomed, JobStatus.in_progress)
         assert await doomed.abort(timeout=15, poll_delay=0.01) is True
         assert await answer(good) == {"committed": 2}
-        await until(lambda: not worker.num_held(), "the worker to let go of the job")
+        await until(lambda: not worker.held(), "the worker to let go of the job")
     ids = [row.seq_id for row in await rows(client, keys)]
     assert {f"{keys.run}:good:{index}" for index in range(2)} <= set(ids)
     books = await counts(client, keys)

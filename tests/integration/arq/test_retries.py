@@ -52,9 +52,9 @@ async def test_retry_waits_for_its_delay_and_holds_no_place(foreign: ArqRedis, m
     await foreign.enqueue_job("later")
     worker = make_worker(func(later, name="later"), func(other, name="other"), max_jobs=1)
     async with serving(worker):
-        await until(lambda: worker.jobs_retried, "the retry")
+        await until(lambda: worker.arq.jobs_retried, "the retry")
         between = await answer(await foreign.enqueue_job("other"))
-        await until(lambda: worker.jobs_complete == 2, "both jobs to be done")
+        await until(lambda: worker.arq.jobs_complete == 2, "both jobs to be done")
     assert at[1] - at[0] >= 0.398
     assert at[0] < between < at[1]
 
@@ -158,12 +158,12 @@ async def test_a_job_that_waits_for_its_retry_is_not_taken_by_another(
     job = await foreign.enqueue_job("later")
     one, two = (make_worker(func(later, name="later"), name=name) for name in ("one", "two"))
     async with serving(one):
-        await until(lambda: one.jobs_retried, "the retry")
+        await until(lambda: one.arq.jobs_retried, "the retry")
     other = await foreign.enqueue_job("later")
     assert job is not None
     assert other is not None
-    two.max_burst_jobs = 1
+    two.arq.max_burst_jobs = 1
     async with serving(two):
-        await until(lambda: two.jobs_retried, "the other job's retry")
+        await until(lambda: two.arq.jobs_retried, "the other job's retry")
     assert (tally(one), tally(two)) == ((0, 0, 1), (0, 0, 1))
     assert await job.status() == "deferred"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from arq.connections import ArqRedis
 
-from sluice.pipeline.queue import Call, JobQueue, LeasedWorker, func
+from sluice.pipeline.queue import ArqWorker, Call, JobQueue, func
 from sluice.pipeline.wire.keys import Keys
 from tests.integration.arq.conftest import MakeWorker
 from tests.integration.arq.serving import ANSWER_S, serving, until
@@ -24,7 +24,7 @@ async def started(ctx: dict[Any, Any]) -> float:
 
 
 @pytest.fixture
-def idle(make_worker: MakeWorker) -> list[LeasedWorker]:
+def idle(make_worker: MakeWorker) -> list[ArqWorker]:
     call = func(started, name="started")
     return [make_worker(call, name=f"w{number}", settings={"poll_s": POLL_S}, max_jobs=2) for number in range(6)]
 
@@ -41,7 +41,7 @@ async def calls_of_scripts(client: Any) -> int:
     return int((await client.info("commandstats"))["cmdstat_evalsha"]["calls"])
 
 
-async def test_one_of_many_idle_workers_polls(client: Any, keys: Keys, idle: list[LeasedWorker]) -> None:
+async def test_one_of_many_idle_workers_polls(client: Any, keys: Keys, idle: list[ArqWorker]) -> None:
     async with serving(*idle):
         await until(lambda: watcher(client, keys), "a worker to look")
         before, began = await calls_of_scripts(client), time.monotonic()
@@ -49,11 +49,11 @@ async def test_one_of_many_idle_workers_polls(client: Any, keys: Keys, idle: lis
         calls, seconds = await calls_of_scripts(client) - before, time.monotonic() - began
         # Were all to poll, there would be as many times more; of two watchers one may not know yet that it is none.
         assert calls <= len(idle) / 2 * seconds / POLL_S
-        assert await watcher(client, keys) in {worker.queue.owner for worker in idle}
+        assert await watcher(client, keys) in {worker.leases.queue.owner for worker in idle}
 
 
 async def test_a_job_that_rings_no_bell_starts_within_a_poll(
-    client: Any, keys: Keys, idle: list[LeasedWorker], foreign: ArqRedis
+    client: Any, keys: Keys, idle: list[ArqWorker], foreign: ArqRedis
 ) -> None:
     async with serving(*idle):
         await until(lambda: watcher(client, keys), "a worker to look")
@@ -67,7 +67,7 @@ async def test_a_job_that_rings_no_bell_starts_within_a_poll(
 
 
 async def test_the_dead_ones_part_is_taken_within_its_time(
-    client: Any, keys: Keys, idle: list[LeasedWorker], foreign: ArqRedis
+    client: Any, keys: Keys, idle: list[ArqWorker], foreign: ArqRedis
 ) -> None:
     dead = JobQueue(client, keys, worker="dead")
     at = time.monotonic()

@@ -7,7 +7,7 @@ from collections import deque
 
 from sluice.pipeline.queue import Claim
 from sluice.workers.job_prompts import JobPrompt
-from sluice.workers.slots import HeldJob, HeldJobs
+from sluice.workers.slots import HeldJob, Slots
 from tests.factories import decode_job
 
 
@@ -23,7 +23,7 @@ def start(held: HeldJob, index: int) -> asyncio.Task[None]:
 
 
 async def test_the_engine_is_filled_and_the_rest_waits_and_goes_back_unstarted() -> None:
-    jobs = HeldJobs(max_batch=8)
+    jobs = Slots(max_batch=8)
     for number in range(jobs.capacity):
         jobs.add(held_job(str(number)))
     jobs.fill(start)
@@ -32,21 +32,21 @@ async def test_the_engine_is_filled_and_the_rest_waits_and_goes_back_unstarted()
     assert len(back) == jobs.capacity - jobs.engine_limit
     assert all(not held.started for held in back)
     assert len(jobs.take_back(started=True)) == jobs.engine_limit
-    assert not jobs
+    assert not jobs.held()
 
 
 async def test_a_job_is_gone_with_its_last_sequence() -> None:
-    jobs, held = HeldJobs(max_batch=4), held_job("a", n=2)
+    jobs, held = Slots(max_batch=4), held_job("a", n=2)
     jobs.add(held)
     jobs.fill(start)
     first, second = list(held.tasks)
     assert not jobs.end(held, first)
     assert jobs.end(held, second)
-    assert (jobs.running, bool(jobs)) == (0, False)
+    assert (jobs.running, bool(jobs.held())) == (0, False)
 
 
 async def test_only_the_named_attempt_is_lost_and_its_tasks_are_cancelled() -> None:
-    jobs, held = HeldJobs(max_batch=4), held_job("a", attempt=2)
+    jobs, held = Slots(max_batch=4), held_job("a", attempt=2)
     jobs.add(held)
     jobs.fill(start)
     assert not jobs.lose("r:a", attempt=1)
@@ -63,7 +63,7 @@ async def test_a_job_that_waits_for_its_image_takes_no_row_and_lets_others_pass(
         await fetched.wait()
         return JobPrompt([1])
 
-    jobs = HeldJobs(max_batch=8)
+    jobs = Slots(max_batch=8)
     pending = held_job("image", n=9)
     pending.prompt = asyncio.get_running_loop().create_task(fetch())
     jobs.add(pending)
@@ -79,7 +79,7 @@ async def test_a_job_that_waits_for_its_image_takes_no_row_and_lets_others_pass(
 
 
 async def test_a_job_that_waits_for_its_image_can_be_put_back() -> None:
-    jobs = HeldJobs(max_batch=8)
+    jobs = Slots(max_batch=8)
     pending = held_job("image")
     pending.prompt = asyncio.get_running_loop().create_task(asyncio.sleep(60, JobPrompt([1])))
     jobs.add(pending)
