@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
@@ -21,6 +21,18 @@ from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
 _LEFT_ALONE_S = 600.0  # for work without a deadline of its own whose caller left
 
 Made = TypeVar("Made")
+_lost_lock, _lost_threads = threading.Lock(), 0
+
+
+def lost_threads() -> int:
+    """Calls of this process, in whichever pool, that outlived their deadline and still run."""
+    return _lost_threads
+
+
+def _count_lost(change: int) -> None:
+    global _lost_threads
+    with _lost_lock:
+        _lost_threads += change
 
 
 class _Call:
@@ -37,9 +49,10 @@ class ThreadPool:
     def __init__(self, name: str, size: int, *, max_lost: int = 16) -> None:
         """No thread is started before it is needed."""
         self._name, self._size, self._max_lost = name, size, max_lost
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._calls: deque[_Call] = deque()
+        self._lock = threading.Condition()  # of everything below, and of the calls' flags
         self._threads = self._idle = self._lost = 0
+        self._is_closed = False
 
     @property
     def lost(self) -> int:
@@ -92,19 +105,22 @@ class ThreadPool:
             left = True
 
     def close(self) -> None:
-        """Idle threads end, and those at work after it."""
-        for _ in range(self._threads):
-            self._calls.put(None)
+        """Idle threads end, and those at work once nothing waits."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
 
     def _put(self, call: _Call) -> None:
         with self._lock:
-            self._calls.put(call)
-            if self._threads < self._size and self._calls.qsize() > self._idle:
-                self._start()
+            self._calls.append(call)
+            self._lock.notify()
+            self._start_for_waiting()
 
-    def _start(self) -> None:
-        self._threads += 1
-        threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+    def _start_for_waiting(self) -> None:
+        # A thread that was woken counts as idle until it has taken its call from the queue, so the two always fit.
+        if self._lost < self._max_lost and self._threads < self._size and len(self._calls) > self._idle:
+            self._threads += 1
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
     def _drop(self, call: _Call) -> bool:
         """Whether nothing of it was begun; then nothing will be."""
@@ -120,12 +136,9 @@ class ThreadPool:
             call.given_up = True
             if call.started:
                 self._lost += 1
+                _count_lost(1)
                 self._threads -= 1
                 self._start_for_waiting()
-
-    def _start_for_waiting(self) -> None:
-        if self._lost < self._max_lost and self._threads < self._size and self._calls.qsize() > self._idle:
-            self._start()
 
     def _serve(self) -> None:
         while self._serve_one():
@@ -140,6 +153,7 @@ class ThreadPool:
             call.ended = True
             if call.given_up:
                 self._lost -= 1
+                _count_lost(-1)
                 self._start_for_waiting()
                 return False  # another thread has its place
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -147,16 +161,19 @@ class ThreadPool:
         return True
 
     def _next(self) -> _Call | None:
-        """The next call that is still wanted; None: the pool is closed."""
-        while True:
-            with self._lock:
-                self._idle += 1
-            call = self._calls.get()
-            with self._lock:
-                self._idle -= 1
-                if call is None or not call.given_up:
-                    if call is not None:
-                        call.started = True
+        """The next call that is still wanted; None: the pool is closed, and this thread ends."""
+        with self._lock:
+            while True:
+                while not self._calls:
+                    if self._is_closed:
+                        self._threads -= 1
+                        return None
+                    self._idle += 1
+                    self._lock.wait()
+                    self._idle -= 1
+                call = self._calls.popleft()
+                if not call.given_up:
+                    call.started = True
                     return call
 
 

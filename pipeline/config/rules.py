@@ -272,6 +272,7 @@ def _rollouts(config: Config) -> list[tuple[bool, str]]:
         "rollout_server.keep_answers": server.keep_answers,
         "rollout_server.tool_timeout_s": server.tool_timeout_s,
         "rollout_server.max_tool_calls": server.max_tool_calls,
+        "rollout_server.tool_threads": server.tool_threads,
         "rollout_server.max_body_mb": server.max_body_mb,
         "rollout.max_concurrent": rollout.max_concurrent,
         "rollout.max_turns": rollout.max_turns,

@@ -168,6 +168,7 @@ class RolloutServerConfig(Section, frozen=True, kw_only=True):
     tool_latency_ms: tuple[int, int] = (10, 100)  # simulated by the calculator
     tool_timeout_s: float = 60.0  # of one call
     max_tool_calls: int = 32  # of one turn; the model is told which of its calls were not run
+    tool_threads: int = 8  # for each tool that is a plain function: its calls at a time
     template_tools: bool = True  # the tools are given to the chat template
     template_drift: Literal["error", "warn"] = "error"  # warn: for trainers that are not ours
     max_body_mb: float = 16  # of one request

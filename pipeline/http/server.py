@@ -10,7 +10,8 @@
   (a length beside chunks, a bare line feed). A request of HTTP/1.1 names one host; trailers are dropped, because the
   headers have been checked by then.
 - A caller is never cut off for what is ours: a body that the application doesn't read, an answer in the making.
-- At the connection limit, the connection that has been without a request for the longest time makes room.
+- At the connection limit, the connection that has been without a request for the longest time makes room. A few more
+  are taken beyond it for whoever asks how the server is (ALWAYS), and for nothing else.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ WRITE_S = 60.0  # for a caller that does not read
 MAX_HEAD_BYTES = 65_536  # request line and headers
 _LINGER_S, _LINGER_BYTES = 2.0, 1 << 20  # what a refused caller may still send, so that it can read the refusal
 _MOST, _LEAST = 2_048, 64  # connections
+ALWAYS = (b"/health", b"/metrics")  # answered at the limit too
+RESERVED = 16  # connections for them, beyond the limit
+_FULL = (503, "too many connections; come again later")
 
 
 @cache
@@ -57,7 +61,7 @@ class Connection(HttpToolsProtocol):
     max_head_bytes = MAX_HEAD_BYTES
     max_connections = 0  # as many as this process may have
 
-    _in_body = _in_head = _refused = False
+    _in_body = _in_head = _refused = _is_reserved = False
     _head_bytes = _thrown_away = 0
     _timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -67,8 +71,11 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._since = self.loop.time()
-        if len(self.connections) > (self.max_connections or max_connections()) and not self._make_room():
-            self._refuse(503, "too many connections; come again later")
+        if self._is_full():
+            self._make_room()
+        self._is_reserved = self._is_full()
+        if self._is_reserved and self._count(reserved=True) > RESERVED:
+            self._refuse(*_FULL)
         else:
             self._arm(self.head_s)
 
@@ -122,6 +129,8 @@ class Connection(HttpToolsProtocol):
         elif self.parser.should_upgrade() and self._has_body():  # type: ignore[union-attr]
             # httptools would skip the body, and read it as the next request.
             self._refuse(400, "an Upgrade with a body may be read in two ways; send the request without Upgrade")
+        elif self._is_reserved and self._is_full() and not self._asks_how_it_is():
+            self._refuse(*_FULL)
         else:
             super().on_headers_complete()
 
@@ -154,16 +163,30 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "the request is not HTTP, or may be read in two ways")
 
-    def _make_room(self) -> bool:
+    def _is_full(self) -> bool:
+        """Whether the others have all places but the reserved ones."""
+        most = self.max_connections or max_connections()
+        return len(self.connections) > most and self._count(reserved=False) - (not self._is_reserved) >= most
+
+    def _count(self, *, reserved: bool) -> int:
+        """Those that were refused only read their refusal."""
+        ours = (one for one in self.connections if isinstance(one, Connection))
+        return sum(one._is_reserved is reserved and not one._refused for one in ours)
+
+    def _asks_how_it_is(self) -> bool:
+        is_get = self.parser.get_method() == b"GET"  # type: ignore[union-attr]
+        return is_get and self.url.partition(b"?")[0] in ALWAYS and not self._has_body()
+
+    def _make_room(self) -> None:
         idle = [one for one in self.connections if isinstance(one, Connection) and one is not self and one._is_idle()]
-        oldest = min(idle, key=lambda one: one._since, default=None)
-        if oldest is not None:
+        if oldest := min(idle, key=lambda one: one._since, default=None):
+            oldest._refused = True
             oldest.transport.abort()
-        return oldest is not None
 
     def _is_idle(self) -> bool:
         """No request of it is whole, and no answer under way."""
-        return not self._in_body and not self._answers() and not self.transport.get_write_buffer_size()
+        is_quiet = not self._in_body and not self._answers()
+        return is_quiet and not self._refused and not self.transport.get_write_buffer_size()
 
     def _has_body(self) -> bool:
         given = dict(self.headers)

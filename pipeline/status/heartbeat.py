@@ -19,6 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 from sluice.pipeline.broker import retry
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.thread_pool import lost_threads
 from sluice.pipeline.wire.codec import MOST, Unreadable, check_time, read_json
 from sluice.pipeline.wire.keys import Keys
 
@@ -100,6 +101,8 @@ class StatusReporter:
     async def beat(self) -> None:
         """Publish once; a broker that is full takes it too."""
         self.row.at = time.time()
+        if (lost := lost_threads()) or "lost_threads" in self.row.facts:
+            self.row.facts["lost_threads"] = lost
         row = self.row
         if (since := retry.waits_for_room()) is not None:
             row = replace(row, waiting_for=retry.FULL, waiting_since=since)

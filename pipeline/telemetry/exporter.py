@@ -33,6 +33,7 @@ from sluice.pipeline.http.server import serve_on
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.heartbeat import Heartbeat
 from sluice.pipeline.telemetry.families import histogram, of_role, read
+from sluice.pipeline.thread_pool import lost_threads
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _JOIN_S = 1.0
@@ -151,6 +152,7 @@ class _RoleCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Families of this role."""
         yield read("sluice_role_info", [((self._role, __version__), 1.0)])
+        yield read("sluice_lost_threads", [((self._role,), float(lost_threads()))])
         row = self._row
         if row is None:
             return

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sluice.pipeline.http.errors import documented
 from sluice.pipeline.prompts.admission import Limits, admit_prompt
+from sluice.pipeline.thread_pool import lost_threads
 from sluice.producers.agents.runs import Runs
 from sluice.producers.agents.state import AppState
 from sluice.producers.http.schemas import (
@@ -68,6 +69,7 @@ class Health(Schema):
     in_flight: int = Field(description="Rollouts that run.")
     waiting: int = Field(description="Rollouts in line.")
     capacity: Capacity
+    lost_threads: int = Field(description="Renderings and calls of tools that outlived their deadline and still run.")
 
 
 def add_routes(router: APIRouter, state: AppState, runs: Runs) -> None:
@@ -157,6 +159,7 @@ def _add_looks(router: APIRouter, state: AppState, runs: Runs) -> None:
             in_flight=line.running,
             waiting=line.waiting,
             capacity=Capacity(running=line.max_running, waiting=line.max_waiting),
+            lost_threads=lost_threads(),
         )
 
     @router.get(

@@ -17,7 +17,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from sluice import __version__, logs
+from sluice import __version__
+from sluice.pipeline import logs
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.http.errors import problem_response

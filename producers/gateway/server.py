@@ -32,6 +32,7 @@ from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, Jso
 from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.thread_pool import lost_threads
 from sluice.producers.gateway.metrics import Measured
 from sluice.producers.gateway.openapi import errors
 from sluice.producers.gateway.refusals import Refusal, of_schema, refusal_of
@@ -118,6 +119,7 @@ class Health(BaseModel):
     service: str = "gateway"
     in_flight: int = Field(description="Requests in hand.")
     capacity: int = Field(description="The most that are taken; one more is answered 429.")
+    lost_threads: int = Field(description="Renderings that outlived their deadline and still run.")
     waiting_for: str | None = Field(default=None, description="What is missing, such as the broker.")
 
 
@@ -165,6 +167,7 @@ def _service_routes(app: FastAPI, service: Service) -> None:
             status="healthy" if answers else "unavailable",
             in_flight=service.gate.in_hand,
             capacity=service.gate.most,
+            lost_threads=lost_threads(),
             waiting_for=None if answers else "the broker",
         )
 

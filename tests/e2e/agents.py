@@ -65,10 +65,13 @@ def start_agents(stack: Stack, name: str) -> Process:
         "SLUICE_RUN_DIR": config.run_dir,
     }
     env = {key: given[key] for key in service["environment"] if key in given}
-    changes = {"$$": "$", '"gateway:*"': '"127.0.0.1:*"'}
     command = [str(BIN / "sluice") if word == "sluice" else localised(word, stack) for word in words]
-    for before, after in changes.items():
-        command = [word.replace(before, after) for word in command]
+    command = [word.replace("$$", "$") for word in command]
+    if name == "rollout-server":
+        # The gateway is elsewhere: only the service's own list of hosts may let its address through.
+        listed, here = '"gateway:8081"', f'"127.0.0.1:{config.gateway.port}"'
+        assert any(listed in word for word in command), f"the rollout server's command does not list {listed}"
+        command = [*(word.replace(listed, here) for word in command), "--set", "gateway.port=0"]
     return stack.spawn(command, name=name, **env)
 
 

@@ -3,8 +3,8 @@
 - The schema is that of the function's annotations, and the arguments are checked against it before the call.
 - A coroutine runs in the event loop, a plain function in a thread. A deadline ends the wait for a thread, not the
   thread: write what may wait as a coroutine.
-- Each plain function has places of its own, so that one that hangs takes none of another's; its clock starts when it
-  does.
+- Each plain function has threads of its own (`rollout_server.tool_threads`), so that one that hangs takes none of
+  another's; its clock starts when it does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any, Protocol, get_type_hints, runtime_checkable
 import msgspec
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 
+from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from sluice.pipeline.thread_pool import ThreadPool
 
-_PLACES, _MOST_LOST = 8, 32  # of one function: calls at a time, and calls that never ended
+_MOST_LOST = 32  # calls of one function that never ended
 
 
 class ToolError(SluiceError):
@@ -58,13 +59,17 @@ class FunctionTool:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
         self._function = function
-        self._places = ThreadPool(f"tool {self.name}", _PLACES, max_lost=_MOST_LOST)
+        self.limit_threads(RolloutServerConfig().tool_threads)
         self._arguments, parameters = _arguments_model(function)
         parameters.pop("title", None)
         for parameter in parameters.get("properties", {}).values():
             parameter.pop("title", None)
         described = {"name": self.name, "description": inspect.getdoc(function) or "", "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": described}
+
+    def limit_threads(self, threads: int) -> None:
+        """So many calls at a time from now on, where it is a plain function."""
+        self._pool = ThreadPool(f"tool {self.name}", threads, max_lost=_MOST_LOST)
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Text as the function gives it, all else as JSON. Raises ToolError for arguments that do not fit."""
@@ -77,7 +82,7 @@ class FunctionTool:
             result = await self._awaited(values, timeout_s)
         else:
             work = partial(copy_context().run, self._function, **values)
-            result = await self._places.run(work, timeout_s=timeout_s, what=self.name)
+            result = await self._pool.run(work, timeout_s=timeout_s, what=self.name)
         return result if isinstance(result, str) else msgspec.json.encode(result).decode()
 
     async def _awaited(self, values: dict[str, Any], timeout_s: float) -> Any:

@@ -20,7 +20,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.codec import lone_surrogate, too_deep
 from sluice.producers.agents.tools.calculator import calculator
-from sluice.producers.agents.tools.function import TimedTool, Tool, ToolError
+from sluice.producers.agents.tools.function import FunctionTool, TimedTool, Tool, ToolError
 
 MAX_RESULT_CHARS = 262_144
 MAX_CALLS = 32
@@ -98,6 +98,9 @@ def load_tools(config: RolloutServerConfig) -> ToolBox:
     found: list[Tool] = []
     for name in config.tools:
         found += calculator(config.tool_latency_ms) if name == "calculator" else _imported(name)
+    for one in found:
+        if isinstance(one, FunctionTool):
+            one.limit_threads(config.tool_threads)
     return ToolBox(found, config.tool_timeout_s, config.max_tool_calls)
 
 

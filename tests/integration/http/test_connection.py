@@ -6,13 +6,14 @@ import asyncio
 import inspect
 import itertools
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
 import pytest
 from fastapi import FastAPI, Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sluice.pipeline.http.server import Connection
+from sluice.pipeline.http.server import RESERVED, Connection
 from tests.served import Served, served
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -35,6 +36,11 @@ def application() -> FastAPI:
     @app.post("/")
     async def post(request: Request) -> int:
         return len(await request.body())
+
+    @app.get("/health")
+    @app.get("/metrics")
+    async def health() -> str:
+        return "well"
 
     @app.get("/large")
     async def large() -> str:
@@ -222,11 +228,57 @@ async def test_at_the_limit_of_busy_ones_the_next_is_told() -> None:
             writer.write(POST + b"Content-Length: 9\r\n\r\n")
             await writer.drain()
         await asyncio.sleep(0.05)
-        assert await status(site, b"") == 503
+        assert await status(site, GET + b"\r\n") == 503
         for reader, writer in busy:
             writer.write(b"123456789")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             writer.close()
+
+
+async def occupied(site: Served, count: int, scope: AsyncExitStack) -> None:
+    """So many connections whose body is under way: none of them is silent."""
+    for _ in range(count):
+        _, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        scope.callback(writer.close)
+        writer.write(POST + b"Content-Length: 9\r\n\r\n")
+        await writer.drain()
+    await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/metrics", b"/metrics?name=a"])
+async def test_at_the_limit_health_and_metrics_are_answered(path: bytes) -> None:
+    class Few(Connection):
+        max_connections = 2
+
+    async with served(application(), connection=Few) as site, asyncio.timeout(20), AsyncExitStack() as scope:
+        await occupied(site, 2, scope)
+        for _ in range(3 * RESERVED):
+            assert await status(site, GET.replace(b"/ ", path + b" ") + b"Connection: close\r\n\r\n") == 200
+        assert await status(site, GET.replace(b"/ ", b"/healthy ") + b"\r\n") == 503
+        assert await status(site, POST.replace(b"/ ", path + b" ") + b"Content-Length: 1\r\n\r\na") == 503
+        assert await status(site, GET.replace(b"/ ", path + b" ") + b"Content-Length: 1\r\n\r\na") == 503
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        scope.callback(writer.close)
+        writer.write(GET.replace(b"/ ", path + b" ") + b"\r\n")
+        assert b" 200 " in await reader.readline()
+        await reader.readuntil(b'"well"')
+        writer.write(GET + b"\r\n")  # the same connection may not ask anything else now
+        assert b" 503 " in await reader.readline()
+
+
+async def test_nobody_holds_the_places_that_are_kept_for_health() -> None:
+    """Neither the silent, nor those that begin what they may not ask."""
+
+    class Few(Connection):
+        max_connections = 2
+
+    async with served(application(), connection=Few) as site, asyncio.timeout(20), AsyncExitStack() as scope:
+        await occupied(site, 2 + 2 * RESERVED, scope)
+        for _ in range(2 * RESERVED):
+            _, writer = await asyncio.open_connection("127.0.0.1", site.port)
+            scope.callback(writer.close)
+            writer.write(GET)  # and no end of the headers
+        assert await status(site, GET.replace(b"/ ", b"/health ") + b"Connection: close\r\n\r\n") == 200
 
 
 async def test_hundreds_of_silent_ones_are_gone_and_others_are_answered_meanwhile() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+from functools import partial
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
-from sluice.pipeline.thread_pool import ThreadPool
+from sluice.pipeline.thread_pool import ThreadPool, lost_threads
 
 
 def panic() -> None:
@@ -105,3 +107,40 @@ async def test_several_at_once() -> None:
     async with asyncio.timeout(5):
         await asyncio.gather(*(pool.run(together.wait, timeout_s=5, what="it") for _ in range(3)))
     pool.close()
+
+
+async def test_no_call_waits_for_a_running_one_while_a_thread_could_be_started() -> None:
+    """However a thread is interrupted between taking a call and beginning it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(4000):
+            pool, together = ThreadPool("render", 2), threading.Barrier(2)
+            await pool.run(lambda: None, timeout_s=5, what="what leaves an idle thread")
+            await asyncio.gather(*(pool.run(partial(together.wait, 5), timeout_s=10, what="it") for _ in range(2)))
+            pool.close()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+async def test_lost_threads_are_counted_over_all_pools_of_the_process() -> None:
+    before, gate = lost_threads(), threading.Event()
+    pools = [ThreadPool("render", 1), ThreadPool("tool", 1)]
+    for pool in pools:
+        with pytest.raises(DeadlineExceeded):
+            await pool.run(gate.wait, timeout_s=0.02, what="the prompt")
+    assert lost_threads() == before + 2
+    gate.set()
+    async with asyncio.timeout(5):
+        while lost_threads() > before:  # noqa: ASYNC110 - the threads end by themselves
+            await asyncio.sleep(0.001)
+
+
+async def test_a_pool_that_was_closed_finishes_what_waits() -> None:
+    pool, gate = ThreadPool("render", 1), threading.Event()
+    calls = [asyncio.create_task(pool.run(gate.wait, timeout_s=5, what="it")) for _ in range(3)]
+    while not pool.busy:  # noqa: ASYNC110 - a thread begins by itself
+        await asyncio.sleep(0.001)
+    pool.close()
+    gate.set()
+    assert await asyncio.gather(*calls) == [True, True, True]

@@ -188,6 +188,25 @@ async def test_a_plain_function_that_hangs_takes_no_place_of_another() -> None:
     assert {one["content"] for one in await hanging} == {"null"}, "the clock of one starts when it does"
 
 
+@tool
+def waits_for_another() -> str:
+    """Ends when as many run as its barrier wants."""
+    TOGETHER.wait(5)
+    return "met"
+
+
+TOGETHER = threading.Barrier(3)
+
+
+@pytest.mark.parametrize(("threads", "said_of_it"), [(3, "met"), (2, "Error: waits_for_another failed")])
+async def test_the_threads_of_a_plain_function_are_those_of_the_configuration(threads: int, said_of_it: str) -> None:
+    TOGETHER.reset()
+    here = "tests.unit.producers.agents.tools.test_tool_box:waits_for_another"
+    box = load_tools(RolloutServerConfig(tools=(here,), tool_threads=threads, tool_timeout_s=30))
+    messages = await box.run([call("waits_for_another", id_=f"c{at}") for at in range(3)])
+    assert all(one["content"].startswith(said_of_it) for one in messages), messages
+
+
 async def test_the_clock_of_a_plain_function_starts_when_it_does() -> None:
     gate = threading.Event()
 
