@@ -2,7 +2,7 @@
 so a killed assembler loses nothing: its successor reads them again.
 
 - A member is one part of one index: a rollout whose history forked has several.
-- An index is whole when all its parts are here, or a tombstone, which has no parts.
+- An index is complete when all its parts are here, or its tombstone, which has no parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Group:
 
 
 class Assembler:
-    """Groups in the making."""
+    """Groups that are still incomplete."""
 
     def __init__(self) -> None:
         self._open: dict[str, Group] = {}
@@ -49,7 +49,7 @@ class Assembler:
         return self._add(entry_id, result.group_id, result.group_size, place, result.parts, result)
 
     def add_dead(self, entry_id: str, group_id: str, size: int, index: int, letter: DeadLetter) -> Group | None:
-        """The same for a tombstone: who wrote it has counted it."""
+        """The same for a tombstone; its writer has counted it."""
         return self._add(entry_id, group_id, size, (index, 0), 1, letter)
 
     def add_unreadable(

@@ -11,7 +11,7 @@
 - One process per partition of the results. It takes the first free one, or stands by until one falls free.
 - Every step up to hand_off is pure and repeatable; hand_off is one script call, fenced by the partition's owner.
 - A dropped group gives its credit back at once, not with the next batch.
-- What is finished is in the history before it is handed off.
+- Finished sequences are in the history before they are handed off.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _READ = 128
 
 
 class _Made(NamedTuple):
-    """What a group comes to."""
+    """The outcome of one group."""
 
     group: Group
     samples: list[TrainingSample]
@@ -149,7 +149,7 @@ class Consumer:
             return self._groups.add_unreadable(entry.entry_id, group_id, size, (index, part), parts, problem)
 
     async def _is_known(self, group_id: str) -> bool:
-        """Whether such a job was ever enqueued, or such a rollout opened, as far as the broker remembers."""
+        """Whether the broker remembers a job or an open rollout of this id."""
         if run_of(group_id) == self._role.config.run:
             return True
         names = [self._role.keys.job_state, self._role.keys.rollout]
@@ -158,7 +158,7 @@ class Consumer:
         return bool(await self._role.client.exists(*(f"{name}{group_id}" for name in names)))
 
     async def _discard(self, entry: Entry, problem: Exception) -> None:
-        """Not written by a worker of this run: nobody's sequence, so it is no drop either."""
+        """Acknowledge an entry that no worker of this run wrote: it is nobody's sequence, so it is not a drop."""
         where = f"{self._reader.stream} {entry.entry_id}"
         get_logger().error("not a result; discarded", entry=where, error=str(problem))
         self._sizes[entry.entry_id] = 0  # credit never counted it
@@ -166,7 +166,7 @@ class Consumer:
 
     async def _finish_group(self, group: Group, samples: list[TrainingSample], letters: list[DeadLetter]) -> None:
         if samples:
-            # Its drops leave with the group's samples, or a consumer killed in between would record them twice.
+            # The group's drops leave with its samples: a consumer killed in between would record them twice.
             self._samples += samples
             self._entry_ids += group.entry_ids
             self._letters += letters

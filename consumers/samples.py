@@ -1,6 +1,6 @@
 """A group of results → its training samples, and a reason for each member that gives none.
 
-- The agent's side may have given a rollout its reward; it goes before the task's.
+- The agent's side may have given a rollout its reward; it takes precedence over the task's.
 - With a policy loss, members with a reward also get their advantage within the group, unless the task gave one.
   Parts of one index have one advantage: that of the first part that gives a sample.
 """
@@ -119,8 +119,8 @@ def letter(seq_id: str, reason: str, detail: str) -> DeadLetter:
 def group_advantages(rewards: Sequence[float], kind: Literal["group_norm", "group_mean", "reward"]) -> list[float]:
     """One number per finite reward: (r - mean) / (std + 1e-6), r - mean, or r itself.
 
-    The standard deviation is that of the population. Equal rewards, as those of a group of one, have no better
-    and no worse: 0, exactly.
+    The standard deviation is that of the population. Equal rewards (a group of one, for example) give
+    exactly 0.
 
     >>> group_advantages([1.0, 0.0], "group_mean")
     [0.5, -0.5]

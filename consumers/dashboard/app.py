@@ -39,7 +39,7 @@ def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = 
     config = monitor.config.dashboard
     app = FastAPI(title="Sluice dashboard", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.monitor, app.state.allow_actions = monitor, allow_actions
-    app.state.live = Live(monitor)
+    app.state.live, app.state.run_config = Live(monitor), settings.RunConfig(monitor.config)
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_mb * (1 << 20)))
     app.add_middleware(HostGate, names=config.hosts, setting="dashboard.hosts", has_key=key is not None)
     app.add_middleware(Gate, key=key)

@@ -1,10 +1,10 @@
-"""Who may look, and what every answer tells the browser.
+"""Who may see the dashboard, and the security headers of every answer.
 
 - With a key: HTTP Basic (any user name, the key as password) or a bearer token; compared in constant time.
 - Without one, only this machine: the address that is bound is a loopback one (`check_host`), and so is the name that is
   asked for, or it is one of `dashboard.hosts` (pipeline/http/hosts.py).
 - `/health` is answered to everybody.
-- Every answer says: load nothing from elsewhere, run nothing inline, be framed by nobody (`SafeHeaders`).
+- `SafeHeaders`: nothing is loaded from elsewhere, nothing runs inline, and no other page may frame this one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dead letters: by reason, a page at a time, and one with its payload; replayed and dropped where that is allowed.
 
-- A page looks at `_SCANNED` rows at most; where fewer fit, its `next` goes on from there.
+- A page looks at `_SCANNED` rows at most; where fewer fit, its `next` continues from there.
 - Reasons are counted over the newest `_COUNTED`, and counted again only when the stream changed.
 - Rows hold payloads, so reading many takes long: a list ends after `_LIST_S`, a search for one letter after `_FIND_S`.
 - Actions: only with `--allow-actions`, from a page of this very address (no other site can make a browser do it), and

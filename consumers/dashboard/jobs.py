@@ -1,7 +1,7 @@
-"""Jobs: those in the queue, from the broker, above those that are over, from the history; and one of them.
+"""Jobs: queued ones from the broker above finished ones from the history; and the page of one job.
 
-- The live table is bounded and asked anew while the page is open; the finished ones are paged by a cursor.
-- The broker being away takes the live half only.
+- The live table is bounded and refreshed while the page is open; finished jobs are paged by a cursor.
+- When the broker is away, only the live half is missing.
 - A job's page draws its events as spans of time: waiting in the queue, and each attempt. Spans follow one another; the
   last one of a job that is not over is open and ends now. An attempt ends by the event that says so; where the log has
   lost it, by the next event, and its end says that.

@@ -1,4 +1,4 @@
-"""What the pages see of the run: its newest state, rates, configuration and history.
+"""What the pages see of the run: its newest state, its rates and its history.
 
 | waits for         | unblocked by                                                                  |
 |-------------------|-------------------------------------------------------------------------------|
@@ -14,8 +14,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Iterable
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 from fastapi import Request
@@ -23,9 +22,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.consumers.history.reader import HistoryReader
-from sluice.consumers.run_files import RESOLVED, stored_config
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import BrokerError, ConfigError, SluiceError
+from sluice.pipeline.errors import BrokerError, SluiceError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.rates import Rates
@@ -39,7 +37,6 @@ _ASK_S = 5.0
 _AWAY = "the broker does not answer"
 T = TypeVar("T")
 _WINDOW = 16  # heartbeats
-_OWN = "as this dashboard was started with"
 
 
 class Monitor:
@@ -47,7 +44,6 @@ class Monitor:
 
     def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
         self.config, self.client, self.keys = config, client, Keys(config.run)
-        self.run_config = RunConfig(config)
         self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
         self.newest = Snapshot(run=config.run, state="new")  # until the first one
         self.seen_at: float | None = None  # Unix seconds of that snapshot
@@ -133,37 +129,3 @@ class ProcessRates:
             return None
         (first_at, first), (last_at, last) = beats[0], beats[-1]
         return (last - first) / (last_at - first_at)
-
-
-class Resolved(NamedTuple):
-    """`origin` ends the sentence "These values are shown …"."""
-
-    config: Config
-    origin: str
-
-
-class RunConfig:
-    """Safe to use from many threads; at worst two of them read at once."""
-
-    def __init__(self, given: Config) -> None:
-        self._given = given
-        self._directory = Path(given.run_dir) / given.run
-        self._seen: tuple[tuple[int, int], Resolved] | None = None
-
-    def read(self) -> Resolved:
-        """Blocking; never raises."""
-        try:
-            status = (self._directory / RESOLVED).stat()
-        except OSError:
-            return Resolved(self._given, f"{_OWN}: the run left no {RESOLVED} here")
-        stamp = status.st_mtime_ns, status.st_size
-        if self._seen is None or self._seen[0] != stamp:
-            self._seen = stamp, self._load()
-        return self._seen[1]
-
-    def _load(self) -> Resolved:
-        try:
-            found = stored_config(self._directory, self._given, ())
-        except ConfigError as error:
-            return Resolved(self._given, f"{_OWN}: the run's own cannot be read ({error})")
-        return Resolved(found, f"as the run resolved them when it was started last ({RESOLVED})")

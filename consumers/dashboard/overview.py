@@ -1,4 +1,4 @@
-"""The overview: the flow with what each stage does or waits for, what stands still and what to do, and the numbers.
+"""The overview: the flow, what each stage does or waits for, what is stalled and how to resolve it, and the numbers.
 
 The same numbers for Prometheus: `/metrics`, and `/metrics/targets` with where the run's processes serve theirs.
 """

@@ -1,4 +1,4 @@
-"""The picture of a sequence: a file that people look at, found and read (blocking), and the boxes drawn over it.
+"""The picture of a sequence: its file, found and read (blocking), and the boxes drawn over it.
 
 - Which picture: the first of the result's images that is a path or a digest, else `metadata["picture"]`, a path.
 - Only files below the data file's directory or `images.roots` are read, whatever links and dots a name has: the

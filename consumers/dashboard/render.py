@@ -1,6 +1,6 @@
-"""Templates → answers. `render(request, "jobs.html.j2", rows=rows)` is all that a page needs.
+"""Templates → responses. `render(request, "jobs.html.j2", rows=rows)` is all that a page needs.
 
-- Autoescape is on and a name that is not given is an error.
+- Autoescape is on, and an undefined name is an error.
 - Every page has: `monitor`, `now` (the newest Snapshot), `run`, `path`, `allow_actions`, and the filters of
   `formats.py`.
 - Errors become pages that help; to htmx and to programs they are short. What was sent is never repeated without being

@@ -24,6 +24,7 @@ from sluice.consumers.dashboard.monitor import monitor_of
 from sluice.consumers.dashboard.outcome import BusyError, Detection, Failed, Outcome, TaskRunner, outcome, runner_of
 from sluice.consumers.dashboard.picture import Drawing, drawing, read_picture
 from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
+from sluice.consumers.dashboard.settings import run_config_of
 from sluice.consumers.dashboard.tokens import (
     COLOURINGS,
     KINDS,
@@ -87,7 +88,7 @@ async def sequence(request: Request, seq_id: str) -> Response:
     detail = await asyncio.to_thread(monitor.reader.sequence, checked_id(seq_id))
     if detail is None:
         return problem_page(request, 404, _GONE)
-    resolved = await asyncio.to_thread(monitor.run_config.read)
+    resolved = await asyncio.to_thread(run_config_of(request).read)
     runner = runner_of(request.app.state, resolved.config)
     page = await build(runner, monitor.config, detail, Choice.read(request.query_params))
     words = {"kinds": KINDS, "colourings": COLOURINGS, "most": MOST_TOKENS}

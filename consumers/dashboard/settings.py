@@ -1,22 +1,29 @@
-"""The run's resolved configuration as a table that can be searched. No secret is in it."""
+"""The run's resolved configuration, as a searchable table. It holds no secrets.
+
+- The configuration is the one that the run was made with, where it left one; else the one this dashboard was started
+  with. It is read again when its file changes: a run that starts again may have another one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import yaml
 from fastapi import APIRouter, Request, Response
 
-from sluice.consumers.dashboard.monitor import monitor_of
 from sluice.consumers.dashboard.render import render
+from sluice.consumers.run_files import RESOLVED, stored_config
 from sluice.pipeline.config import Config, resolved_yaml
 from sluice.pipeline.config.load import hide_password
+from sluice.pipeline.errors import ConfigError
 
 router = APIRouter()
 _MOST = 100  # characters of a search
+_OWN = "as this dashboard was started with"
 
 
 class Setting(NamedTuple):
@@ -32,7 +39,7 @@ class Setting(NamedTuple):
 async def config(request: Request, search: str = "", changed: str = "") -> Response:
     """Keys and values that contain `search`; with `changed`, those that are no default."""
     text = search.strip()[:_MOST]
-    resolved = await asyncio.to_thread(monitor_of(request).run_config.read)
+    resolved = await asyncio.to_thread(run_config_of(request).read)
     every = settings(resolved.config)
     found = [one for one in every if _fits(one, text.lower()) and not (changed and one.is_default)]
     parts = {"found": found, "total": len(every), "origin": resolved.origin}
@@ -66,3 +73,42 @@ def _shown(value: Any) -> str:
 
 def _fits(one: Setting, text: str) -> bool:
     return text in one.key.lower() or text in one.value.lower()
+
+
+class Resolved(NamedTuple):
+    """`origin` ends the sentence "These values are shown …"."""
+
+    config: Config
+    origin: str
+
+
+class RunConfig:
+    """Safe to use from many threads; at worst two of them read at once."""
+
+    def __init__(self, given: Config) -> None:
+        self._given = given
+        self._directory = Path(given.run_dir) / given.run
+        self._seen: tuple[tuple[int, int], Resolved] | None = None
+
+    def read(self) -> Resolved:
+        """Blocking; never raises."""
+        try:
+            status = (self._directory / RESOLVED).stat()
+        except OSError:
+            return Resolved(self._given, f"{_OWN}: the run left no {RESOLVED} here")
+        stamp = status.st_mtime_ns, status.st_size
+        if self._seen is None or self._seen[0] != stamp:
+            self._seen = stamp, self._load()
+        return self._seen[1]
+
+    def _load(self) -> Resolved:
+        try:
+            found = stored_config(self._directory, self._given, ())
+        except ConfigError as error:
+            return Resolved(self._given, f"{_OWN}: the run's own cannot be read ({error})")
+        return Resolved(found, f"as the run resolved them when it was started last ({RESOLVED})")
+
+
+def run_config_of(request: Request) -> RunConfig:
+    """For routes."""
+    return request.app.state.run_config

@@ -1,4 +1,4 @@
-"""The tokens of a finished sequence, each with all that is known of it, and how it looks. Pure.
+"""The tokens of a finished sequence, each with everything known about it, and how it is drawn. Pure.
 
     SequenceResult (sampled) ─┐
                               ├─▶ Sheet (per-token lists) ─window─▶ Token, Token, … ─paint─▶ Painted, …

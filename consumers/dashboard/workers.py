@@ -1,6 +1,6 @@
 """Every process of the run: alive or not, what it waits for, and what it says of itself.
 
-And the published weight versions: what they are, whether they are still on disk, and which workers serve them.
+Beside it the page of the published weight versions: their size, whether they are still on disk, and who serves them.
 """
 
 from __future__ import annotations

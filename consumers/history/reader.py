@@ -1,9 +1,9 @@
 """All history files of a run as one, newest first. Blocking: call it in a thread.
 
-- Safe while the files are written: a page neither repeats nor leaves out what was there when the first one was read,
-  but what is pruned meanwhile. Its cursor says for each file the number below which the next page begins.
+- Safe while the files are written: no page repeats or skips a row that was there when the first page was read, unless
+  it has been pruned since. A page's cursor holds, for each file, the number below which the next page begins.
 - Files that are not there yet count as empty; DataError for one that cannot be read, or is of another schema. A file
-  that was replaced by another one of its name is opened anew.
+  that was replaced by another of the same name is reopened.
 - One reader may be used from several threads: a lock lets one query through at a time.
 """
 

@@ -2,9 +2,9 @@
 
 - Written before the hand-off: a consumer that dies in between is redone, and its successor writes the same again.
 - The first failure is logged, and ends the recording: history never stops a role.
-- One transaction per call; what is written again replaces itself at its place, and changes no order.
-- Beyond `max_sequences` or `max_mb` the oldest jobs go, whole; the newest one always stays. Freed pages are used
-  again: a file does not shrink, and does not grow.
+- One transaction per call. Writing a sequence again replaces it in place and keeps the order.
+- Beyond `max_sequences` or `max_mb` the oldest jobs are deleted, whole; the newest one always stays. Freed pages are
+  reused, so a file neither shrinks nor grows.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of one."""
+    """Everything that is known about one."""
 
     row: SequenceRow
     result: SequenceResult | None = None

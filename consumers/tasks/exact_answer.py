@@ -4,9 +4,9 @@ Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds th
 wrote (last match; group 1 when there is one). Both sides are compared without white space around them.
 
 - Right: reward 1, trained on the sampled tokens. Wrong: reward 0, trained on the truth's answer.
-- Of a rollout of several turns the last one gives the answer. Right: the sampled tokens of all turns are trained.
-  Wrong: the turns before it stay, with weight 0, and the truth's answer stands in its place.
-- A rollout that comes with a reward may be without a truth: it is right when its reward is above 0.
+- In a rollout of several turns, the last turn gives the answer. Right: the sampled tokens of all turns are trained.
+  Wrong: the turns before it stay, with weight 0, and the truth's answer replaces the last one.
+- A rollout that has a reward needs no truth: it is right when its reward is above 0.
 - With a policy loss both keep what was sampled, all of it and nothing else; `policy.ce_weight` is the
   cross-entropy weight of what is right.
 - Refusing nested quantifiers would leave the polynomial patterns, so the search itself is bounded: the last

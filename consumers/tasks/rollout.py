@@ -71,7 +71,7 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
 
 
 def sampled(result: SequenceResult) -> list[int]:
-    """1 per token that the policy sampled, 0 per other one; shape (len(token_ids),)."""
+    """1 for each token that the policy sampled, else 0; shape (len(token_ids),)."""
     return result.response_mask.expand() or [1] * len(result.token_ids)
 
 
@@ -133,7 +133,7 @@ def training_sample(
 
 
 def _temperature(result: SequenceResult) -> float:
-    """Of its logprobs; greedy tokens have those of temperature 1."""
+    """The temperature of its logprobs; greedy tokens have those of temperature 1."""
     return 1.0 if result.logprobs_mode == "raw_logprobs" else result.sampling.temperature or 1.0
 
 
