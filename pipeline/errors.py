@@ -133,8 +133,3 @@ EXIT_CODES: dict[int, str] = {
     INTERRUPTED: "interrupted by Ctrl-C; `up`, `run`, `demo` and `generate`: by SIGTERM too; what is done is kept",
     TERMINATED: "a role was ended by SIGTERM; what it had in hand is finished or handed back",
 }
-
-
-def exit_codes_text() -> str:
-    """One line a code."""
-    return "\n".join(f"{code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())

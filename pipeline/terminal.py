@@ -10,7 +10,8 @@ is said goes to stderr. A number that is no number (NaN) is null: JSON has none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
 from typing import IO
 
 import msgspec
@@ -21,6 +22,7 @@ from rich.segment import Segment
 _ENDS = [*range(9), *range(11, 32), *range(0x7F, 0xA0), 0x2028, 0x2029]
 _TURNS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # the direction of what follows
 _STEERS = {code: chr(code).encode("unicode_escape").decode() for code in (*_ENDS, *_TURNS)}
+_WIDEST = 10_000  # columns of a line that is not wrapped
 _IN_JSON = {code: f"\\u{code:04x}" for code in _STEERS if code > 31}
 
 
@@ -42,6 +44,22 @@ def say(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flus
 def complain(text: object) -> None:
     """A line on stderr."""
     say(text, file=sys.stderr)
+
+
+def columns(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Lines aligned by column, never wrapped; what a cell says is no markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    for column in grid.columns:
+        column.no_wrap = True
+    console = rich.console.Console(file=StringIO(), width=_WIDEST, color_system=None)
+    with console.capture() as shown:
+        console.print(grid)
+    return [indent + line.rstrip() for line in shown.get().splitlines()]
 
 
 class Console(rich.console.Console):

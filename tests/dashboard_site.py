@@ -30,7 +30,8 @@ from sluice.pipeline.config.types import BrokerConfig, Config, DashboardConfig
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import write_version
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, WeightVersion
 from sluice.workers.engine.hf import HfBackend

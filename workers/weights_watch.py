@@ -16,7 +16,8 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ModelError, TornWeights, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role
-from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.workers.engine.contracts import Backend, WeightsProbe
 

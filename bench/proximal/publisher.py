@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 
 from sluice.bench.proximal.versions import Variants
 from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.weights.versions import WeightsRegistry, retire, write_version
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import retire, write_version
 from sluice.pipeline.wire.keys import Keys
 
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 from sluice.pipeline.cli.help import OPTIONS, Layout, as_markdown, heading_of, order_of
-from sluice.pipeline.errors import INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, exit_codes_text, first_cause
-from sluice.pipeline.terminal import say
+from sluice.pipeline.errors import EXIT_CODES, INTERRUPTED, WRONG_USAGE, BrokerError, SluiceError, first_cause
+from sluice.pipeline.terminal import columns, say
 
 _FEW = 8
 
@@ -82,7 +82,7 @@ def help_(
     if markdown:
         say(as_markdown(build()), end="")
     elif topic == ("exit-codes",):
-        say(exit_codes_text())
+        say("\n".join(columns((str(code), meaning) for code, meaning in EXIT_CODES.items())))
     else:
         build()([*topic, "--help"], result_action="return_value", print_error=False, exit_on_error=False)
 

@@ -17,6 +17,7 @@ from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check, examine, line
 from sluice.pipeline.run.resume_point import Place, Source, place_of, unknown
 from sluice.pipeline.run.stack import addresses, plan, with_dashboard_port
+from sluice.pipeline.terminal import columns
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,5 +92,4 @@ def as_text(found: DryRun) -> str:
 
 
 def _table(title: str, rows: dict[str, str]) -> list[str]:
-    width = max((len(name) for name in rows), default=0)
-    return ["", title, *(f"  {name:{width}}  {value}" for name, value in rows.items())]
+    return ["", title, *columns(rows.items())]

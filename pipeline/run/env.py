@@ -15,6 +15,7 @@ import msgspec
 
 from sluice.pipeline.run import env_probes as probes
 from sluice.pipeline.run.provenance import main_versions
+from sluice.pipeline.terminal import columns
 
 DEADLINE_S = 2.5
 Facts = dict[str, str]
@@ -66,6 +67,5 @@ def as_text(found: EnvReport) -> str:
     """A heading and its facts, to be pasted into a report."""
     lines = [f"sluice env, {found.at} UTC"]
     for name, facts in found.sections.items():
-        width = max((len(key) for key in facts), default=0)
-        lines += ["", name, *(f"  {key:{width}}  {value}" for key, value in facts.items())]
+        lines += ["", name, *columns((key, str(value)) for key, value in facts.items())]
     return "\n".join(lines)

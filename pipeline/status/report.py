@@ -10,6 +10,7 @@ from sluice.pipeline.config import Config
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import Lag, Lease, Process, Snapshot
 from sluice.pipeline.status.text import condition, credit, guard, length, policy
+from sluice.pipeline.terminal import columns
 from sluice.pipeline.wire.keys import Keys
 
 _ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer")
@@ -31,18 +32,18 @@ def is_healthy(now: Snapshot, role: str) -> bool:
 def as_text(now: Snapshot) -> str:
     """For people: the sum first, then what keeps the run, then who does what."""
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
-    lines = [f"run {now.run}: {condition(now)}, {version}", *_columns(_sums(now))]
+    lines = [f"run {now.run}: {condition(now)}, {version}", *columns(_sums(now))]
     lines += [f"  ! {stall.says}" for stall in now.stalls]
     if now.processes:
-        lines += ["", "processes", *_columns([_process(row) for row in sorted(now.processes, key=_place)])]
+        lines += ["", "processes", *columns([_process(row) for row in sorted(now.processes, key=_place)])]
     if now.leases:
         running = now.depth.running if now.depth else 0
         more = f" (the oldest {_LEASES} of {running})" if running > _LEASES else ""
         head = ["job", "worker", "attempt", "enqueued", "held for", "lease left", "done"]
         rows = [head, *(_lease(lease) for lease in now.leases[:_LEASES])]
-        lines += ["", f"leases{more}", *_columns(rows)]
+        lines += ["", f"leases{more}", *columns(rows)]
     if any(lag.entries for lag in now.lag):
-        lines += ["", "streams", *_columns([_lag(lag) for lag in now.lag])]
+        lines += ["", "streams", *columns([_lag(lag) for lag in now.lag])]
     return "\n".join(lines)
 
 
@@ -108,14 +109,6 @@ def _lease(lease: Lease) -> list[str]:
 def _lag(lag: Lag) -> list[str]:
     oldest = "" if lag.oldest_s is None else f"oldest {length(lag.oldest_s)}"
     return [lag.stream, f"{lag.entries:,} entries", f"{lag.taken:,} taken, not acked", oldest]
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    """Indented, aligned by column."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
 
 
 async def _read(config: Config) -> Snapshot:

@@ -21,7 +21,7 @@ ROLES = ("producer", "worker", "consumer", "trainer", "scorer", "gateway")
 
 
 def run_page(now: Snapshot) -> bytes:
-    """The run's page in the text format (instruments.CONTENT_TYPE)."""
+    """The run's page in the text format (families.CONTENT_TYPE)."""
     registry = CollectorRegistry()
     registry.register(_Run(now))
     return page(registry)

@@ -1,7 +1,4 @@
-"""Weight versions: a directory each, a manifest, and a registry.
-
-    trainer: checkpoint durable ─▶ write aside ─▶ rename ─▶ register (numbers only rise, one digest per number)
-    worker:  newest() ─▶ verify(digest, names, shapes, dtypes) ─▶ load ─▶ probe score
+"""Weight versions: a directory each, and a manifest.
 
 A version directory holds model.safetensors, manifest.json and the model's config and tokenizer files, so that
 it is a model directory of its own. Safetensors headers are read here without torch.
@@ -11,31 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Awaitable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
-from sluice.pipeline.broker.connection import Scripts
-from sluice.pipeline.broker.ownership import why_fenced
 from sluice.pipeline.errors import MessageError, WeightsError
 from sluice.pipeline.files import fsync_directory, fsync_tree, write_atomic
-from sluice.pipeline.wire.codec import Unreadable, integer, numbered, read_json
-from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion, decode, encode
+from sluice.pipeline.wire.codec import numbered, read_json
+from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion
 
 MANIFEST = "manifest.json"
-_unreadable = Unreadable()  # of this process
 _BLOCK = 1 << 20
-_REFUSED = {
-    "conflict": "that number is registered with other weights, and keeps its digest; is this an older copy of the "
-    "run's directory? Restore the newer one, or start a run of another name (--set run=NAME)",
-    "order": "a newer one is registered, and numbers only rise; take `WeightsRegistry.next_number`",
-}
 _MOST_HEADER = 100 << 20  # the format's own limit
 
 
@@ -164,47 +149,6 @@ def retire(root: Path, newest: int, retention: int) -> None:
     for number, directory in numbered_directories(root):
         if number <= newest - retention:
             shutil.rmtree(directory)
-
-
-class WeightsRegistry:
-    """What is published, in Redis."""
-
-    def __init__(self, client: Redis, keys: Keys) -> None:
-        self._client, self._keys, self._scripts = client, keys, Scripts(client)
-
-    async def latest(self) -> int | None:
-        """The newest version number; None before the first, or where what stands there is none."""
-        try:
-            value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
-            return None if value is None else integer(value, "it", most=MOST_VERSION)
-        except (MessageError, ResponseError) as error:  # of Redis: it is of another type
-            _unreadable.skip(self._keys.latest, "", f"{error}; the next version that is published mends it")
-            return None
-
-    async def next_number(self, after: int, root: Path) -> int:
-        """A number above `after` that nobody has used, here or in the registry.
-
-        They differ when the newest checkpoint was damaged and deleted, and when the broker lost its last seconds.
-        """
-        return max(after, await self.latest() or 0, newest_number(root)) + 1
-
-    async def get(self, version: int) -> WeightVersion | None:
-        """One registered version."""
-        raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.versions, str(version)))
-        try:
-            return None if raw is None else decode(WeightVersion, raw)
-        except MessageError as error:
-            raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
-
-    async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
-        """Make a version visible to the workers; repeatable. Raises WeightsError, or as `why_fenced`."""
-        keys = [self._keys.versions, self._keys.latest, owner_key]
-        args = [nonce, manifest.version, manifest.digest, encode(manifest), retention]
-        answer = (await self._scripts.run("publish", keys, args)).decode()
-        if answer == "fenced":
-            raise await why_fenced(self._scripts, owner_key)
-        if answer != "ok":
-            raise WeightsError(f"version {manifest.version} refused ({answer}): {_REFUSED[answer]}")
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

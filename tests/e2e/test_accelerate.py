@@ -17,7 +17,8 @@ from sluice.consumers.training.trainer import train
 from sluice.pipeline.broker import connection
 from sluice.pipeline.config import load_config
 from sluice.pipeline.config.types import ModelConfig
-from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.messages import TrainingBatch, WeightVersion, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.e2e.fixtures import MakeStack

@@ -18,7 +18,8 @@ from sluice.pipeline.config.types import BrokerConfig, Config, ModelConfig
 from sluice.pipeline.queue import Claim, Committer, Credit, Finished, JobQueue, LeaseKeeper
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import write_version
 from sluice.pipeline.wire.keys import ARQ_JOB, ARQ_RESULT, Keys
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, SamplingParams, SequenceResult, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray

@@ -14,7 +14,7 @@ from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
 from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.weights.versions import WeightsRegistry
+from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from tests.roles import role_of, run_config

@@ -10,7 +10,8 @@ import pytest
 from sluice.consumers.training import checkpoint
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import ModelError
-from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import Keys
 from tests.integration.test_trainer import config_of, hand_on, train
 from tests.tiny_models import save_tiny_model

@@ -19,7 +19,8 @@ from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import ModelError, TornWeights
 from sluice.pipeline.queue import Claim
 from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import write_version
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, Progress, SamplingParams, SequenceResult, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray

@@ -17,7 +17,8 @@ import yaml
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, ModelConfig, PolicyConfig, ScorerConfig
 from sluice.pipeline.queue.scores import Scores
-from sluice.pipeline.weights.versions import WeightsRegistry, retire, write_version
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import retire, write_version
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import TokenArray

@@ -20,7 +20,8 @@ from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
 from sluice.pipeline.status.snapshot import snapshot
-from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import ImageRef, TrainingBatch, encode
 from tests.cut_off import CutOff, cut_off_at

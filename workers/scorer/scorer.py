@@ -23,7 +23,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
-from sluice.pipeline.weights.versions import WeightsRegistry
+from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 
 _TAKE = 16  # jobs at a time: what a scorer that dies holds up for a lease

@@ -21,7 +21,8 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.weights import versions
-from sluice.pipeline.weights.versions import WeightsRegistry, verify
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.keys import Keys
 
 MakeRun = Callable[..., Config]

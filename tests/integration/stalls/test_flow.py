@@ -15,7 +15,8 @@ from sluice.consumers.tasks.task import Task
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.status.inspection import inspect
-from sluice.pipeline.weights.versions import WeightsRegistry, write_version
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import write_version
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.producers.submit import produce
