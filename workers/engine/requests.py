@@ -14,6 +14,8 @@ from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import FinishReason, Message, SamplingParams
 from sluice.workers.engine.contracts import EngineFacts
 
+_OF_SAMPLING = frozenset(SamplingParams.__struct_fields__)
+
 
 class ModelLoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which model, and how it is loaded."""
@@ -87,9 +89,6 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class _Overrides(msgspec.Struct):
     eos: tuple[int, ...] | None
     pad: int | None
-
-
-_OF_SAMPLING = frozenset(SamplingParams.__struct_fields__)
 
 
 class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,11 @@ from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceO
 from sluice.workers.engine.limits import check_request
 from sluice.workers.guard.repeat import RepeatTrigger
 
+StopReason = str | int | None
+DecodeText = Callable[[Sequence[int]], str]
+_MAX_HELD_TOKENS = 8
+"""Tokens after which an unfinished character counts as broken bytes; a character has at most 4 bytes."""
+
 
 class RunningSequence:
     """`tokens`, `logprobs` and `versions` have one length; they begin with the request's `so_far`.
@@ -194,13 +199,6 @@ class RunningSequence:
             self.request.report(SequenceSoFar(at, self.tokens[at:], self.logprobs[at:], self.versions[at:]))
         except Exception as error:  # the caller's: it ends this sequence and no other
             raise EngineError(f"{self.request.seq_key}: its report failed: {error!r}") from error
-
-
-StopReason = str | int | None
-DecodeText = Callable[[Sequence[int]], str]
-
-_MAX_HELD_TOKENS = 8
-"""Tokens after which an unfinished character counts as broken bytes; a character has at most 4 bytes."""
 
 
 def end_reasons(

@@ -35,6 +35,9 @@ _LAYOUTS = (("{", '": ', ", ", "}"), ("{", '":', ",", "}"), ("[\n  {\n    ", '":
 
 Move = tuple[tuple[int, int], ...]
 """By bytes matched before a token: (bytes matched after it, occurrences that ended in it)."""
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_MARK = "▁"  # a space in SentencePiece's pieces
+_Spell = Callable[[str], bytes]
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
@@ -174,12 +177,6 @@ def _uncountable(prefix: str, why: str) -> GuardImpossible:
     return GuardImpossible(
         f"repeat_terminate.object_key_prefix {prefix!r} {why}; change it, or set max_object_keys to null"
     )
-
-
-_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_MARK = "▁"  # a space in SentencePiece's pieces
-
-_Spell = Callable[[str], bytes]
 
 
 @dataclass(frozen=True, slots=True)

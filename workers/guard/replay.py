@@ -31,6 +31,14 @@ from sluice.workers.guard.settings import subtree
 CUT_BEFORE: FinishReason = "repeat_terminated"
 HEALTHY: FinishReason = "stop"
 _EXAMPLES = 5  # of each kind
+_SCOPES = (
+    "custom.extra.rollout_matching.repeat_terminate.",
+    "rollout_matching.repeat_terminate.",
+    "repeat_terminate.",
+)
+_MAX_TRIALS = 64
+SCHEMA = 1
+_ORDER = ("length", "stop", "deadline", "cancelled")
 
 
 class Signal(msgspec.Struct, frozen=True):
@@ -164,10 +172,6 @@ def _example(row: ReplayRow, rule: Rule, at_token: int, num_tokens: int) -> Exam
     return Example(**ids, rule=rule, at_token=at_token, num_tokens=num_tokens)
 
 
-_PLACES = ("custom.extra.rollout_matching.repeat_terminate.", "rollout_matching.repeat_terminate.", "repeat_terminate.")
-_MOST = 64  # trials
-
-
 def make_trials(
     config: Path | None, overrides: Sequence[str] = (), vary: Sequence[str] = (), model: str | None = None
 ) -> list[Trial]:
@@ -183,8 +187,8 @@ def make_trials(
     tree["enabled"] = True  # whether the run itself has a guard does not matter here
     choices = [[_pair(f"{item.partition('=')[0]}={one}", "--vary") for one in _values(item)] for item in vary]
     combinations = list(product(*choices))
-    if len(combinations) > _MOST:
-        raise ConfigError(f"--vary: {len(combinations)} combinations; at most {_MOST} are compared at a time")
+    if len(combinations) > _MAX_TRIALS:
+        raise ConfigError(f"--vary: {len(combinations)} combinations; at most {_MAX_TRIALS} are compared at a time")
     directory, tokenizer = model or loaded.model.path, None
     trials: list[Trial] = []
     for changes in combinations:
@@ -203,7 +207,7 @@ def _pair(item: str, option: str) -> dict[str, Any]:
     if not sep:
         raise ConfigError(f"{option} {item!r}: write it as {option} key=value, e.g. {option} ngram_size=32")
     bare = key.strip()
-    for place in _PLACES:
+    for place in _SCOPES:
         bare = bare.removeprefix(place)
     pair = {bare: parse_yaml(text, f"{option} {item}")}
     subtree({**msgspec.to_builtins(RepeatTerminateConfig()), **pair, "enabled": False}, f"{option} {item}")
@@ -227,10 +231,6 @@ def _tokenizer(directory: str) -> Any:
     from sluice.workers.model_files import load_tokenizer  # slow to load
 
     return load_tokenizer(directory)
-
-
-SCHEMA = 1
-_ORDER = ("length", "stop", "deadline", "cancelled")
 
 
 def as_json(found: Replay) -> str:

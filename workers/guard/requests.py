@@ -18,6 +18,8 @@ ADDITIONAL = "sluice_repeat_terminate"
 """Our key in vLLM's `additional_config`: `GuardRules.plain()`."""
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
+_MAX_NOTED = 4096
+"""Triggers that nobody asked for, of requests that were aborted in that very step."""
 
 
 class GuardArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,10 +39,6 @@ class GuardArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def plain(self) -> dict[str, Any]:
         """As `extra_args` take it."""
         return {EXTRA: msgspec.to_builtins(self)}
-
-
-_MAX_NOTED = 4096
-"""Triggers that nobody asked for, of requests that were aborted in that very step."""
 
 
 class GuardRequests:

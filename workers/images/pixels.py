@@ -30,6 +30,14 @@ _READERS: dict[ImageFormat, type[ImageFile.ImageFile]] = {
     "GIF": GifImageFile,
     "BMP": BmpImageFile,
 }
+_MAGIC: tuple[tuple[bytes, ImageFormat], ...] = (
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"GIF87a", "GIF"),
+    (b"GIF89a", "GIF"),
+    (b"BM", "BMP"),
+)
+_GIF_BLOCK = re.compile(b"[!,;]")
 
 
 def open_image(data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
@@ -93,17 +101,6 @@ def _plain(image: Image.Image) -> Image.Image:
         plain = image.convert("RGB")
     plain.info = {}
     return plain
-
-
-_MAGIC: tuple[tuple[bytes, ImageFormat], ...] = (
-    (b"\xff\xd8\xff", "JPEG"),
-    (b"\x89PNG\r\n\x1a\n", "PNG"),
-    (b"GIF87a", "GIF"),
-    (b"GIF89a", "GIF"),
-    (b"BM", "BMP"),
-)
-
-_GIF_BLOCK = re.compile(b"[!,;]")
 
 
 def sniff(data: bytes) -> ImageFormat | None:

@@ -28,6 +28,8 @@ from sluice.workers.images.urls import UrlFetcher
 FETCHES = 16
 
 _Flight = asyncio.Task[tuple[Image.Image, bool]]
+BYTES_PER_PIXEL = 4  # Pillow keeps RGB in 32 bits
+_MAX_NAME = 200  # characters of a name
 
 
 class ImageStore:
@@ -160,9 +162,6 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-BYTES_PER_PIXEL = 4  # Pillow keeps RGB in 32 bits
-
-
 class ImageCache:
     """Bounded by the bytes of the pixels; an image larger than the whole is not kept."""
 
@@ -226,9 +225,6 @@ def check_digest(data: bytes, expected: str | None, where: str) -> None:
         )
 
 
-_SHOWN = 200  # characters of a name
-
-
 def describe(ref: ImageRef) -> str:
     """For example "image 'a/b.png'" or "image http://host/b.png?… (sha256 0123456789ab…)"."""
     sources = [repr(_short(ref.path))] if ref.path else []
@@ -249,5 +245,5 @@ def show_url(url: str) -> str:
     return _short(shown).encode("unicode_escape").decode() if not shown.isprintable() else _short(shown)
 
 
-def _short(text: str, limit: int = _SHOWN) -> str:
+def _short(text: str, limit: int = _MAX_NAME) -> str:
     return text if len(text) <= limit else text[:limit] + "…"

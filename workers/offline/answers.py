@@ -26,6 +26,10 @@ from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.requests import GenerationResult
 
 MINIMAL = ("id", "row", "index", "text", "finish_reason", "error", "num_new_tokens")
+_ROW_BITS = 24
+MAX_ROWS = 1 << _ROW_BITS
+MAX_N = 256  # sequences of one prompt; index and row together fill the 32 bits between two seeds
+_CHUNK = 512  # rows of one Parquet write
 
 
 class EngineNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,11 +100,6 @@ def _note(facts: EngineFacts) -> EngineNote:
     return EngineNote(backend=facts.name, version=facts.engine_version, model=facts.model, dtype=facts.dtype)
 
 
-_ROW_BITS = 24
-MAX_ROWS = 1 << _ROW_BITS
-MAX_N = 256  # sequences of one prompt; index and row together fill the 32 bits between two seeds
-
-
 def number_of(row: int, index: int) -> int:
     """`row` counts from 0 in the file, `index` from 0 in the row."""
     return (index << _ROW_BITS) | row
@@ -109,9 +108,6 @@ def number_of(row: int, index: int) -> int:
 def row_and_index(number: int) -> tuple[int, int]:
     """The inverse of `number_of`."""
     return number & (MAX_ROWS - 1), number >> _ROW_BITS
-
-
-_CHUNK = 512  # rows of one Parquet write
 
 
 def write_in_order(path: Path, lines: Iterable[bytes]) -> None:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 SOME_ROWS_FAILED = 9  # exit code
 INTERRUPTED = 130
+_DIGEST_SAMPLES = 256  # places in a file
+_DIGEST_SAMPLE_BYTES = 4096
+_NOT_DIGESTED = (".md", ".lock")
 
 
 def run(settings: GenerateSettings) -> int:
@@ -253,11 +256,6 @@ def _engine(settings: GenerateSettings) -> GenerationEngine:
     )
 
 
-_SAMPLES = 256  # places in a file
-_SAMPLE_BYTES = 4096
-_SKIPPED = (".md", ".lock")
-
-
 def model_digest(path: str) -> str:
     """A digest of the names, sizes and sampled contents of a model directory's files.
 
@@ -269,12 +267,12 @@ def model_digest(path: str) -> str:
     check_directory(path)
     digest = sha256()
     for file in sorted(Path(path).iterdir()):
-        if file.is_file() and not file.name.startswith(".") and file.suffix not in _SKIPPED:
+        if file.is_file() and not file.name.startswith(".") and file.suffix not in _NOT_DIGESTED:
             size = file.stat().st_size
             digest.update(f"{file.name}\0{size}\0".encode())
-            step = max(_SAMPLE_BYTES, size // _SAMPLES)
+            step = max(_DIGEST_SAMPLE_BYTES, size // _DIGEST_SAMPLES)
             with file.open("rb") as stream:
                 for offset in range(0, size, step):
                     stream.seek(offset)
-                    digest.update(stream.read(_SAMPLE_BYTES))
+                    digest.update(stream.read(_DIGEST_SAMPLE_BYTES))
     return digest.hexdigest()

@@ -23,6 +23,11 @@ _GUARD = "rollout_matching.repeat_terminate"
 _SETTABLE = ("model.", "worker.vllm.", f"{_GUARD}.", "images.")
 _OF_THE_QUEUE = {"model.path", *(f"images.{name}" for name in ("roots", "hosts", "fetch_timeout_s", "cache_mb"))}
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
+KNOWN = {
+    "balanced_json": "sluice.workers.engine.plugins.balanced_json:BalancedJsonStop",
+    "duplicate_objects": "sluice.workers.engine.plugins.duplicate_objects:DuplicateObjectSuppression",
+}
+_HOOKS: dict[str, frozenset[Hook]] = {"hf": frozenset({"stopping_criteria", "logits_processor"}), "vllm": frozenset()}
 
 
 class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,14 +122,6 @@ def make_settings(
 
 def _same_file(source: str, out: str) -> bool:
     return Path(source).exists() and Path(out).exists() and Path(source).samefile(out)
-
-
-KNOWN = {
-    "balanced_json": "sluice.workers.engine.plugins.balanced_json:BalancedJsonStop",
-    "duplicate_objects": "sluice.workers.engine.plugins.duplicate_objects:DuplicateObjectSuppression",
-}
-
-_HOOKS: dict[str, frozenset[Hook]] = {"hf": frozenset({"stopping_criteria", "logits_processor"}), "vllm": frozenset()}
 
 
 def make_plugins(names: Iterable[str]) -> list[GenerationPlugin]:

@@ -32,6 +32,9 @@ from sluice.workers.offline.answers import MAX_N, MAX_ROWS, Answer, number_of
 _MAX_KINDS = 3
 _MAX_CHARACTERS = 500  # of one error
 _PARTICULAR = re.compile(r"'[^']*'|\"[^\"]*\"|\S*[\d/.]\S*")
+_SYNC_S = 1.0
+_FORMAT = 1
+_MAGIC = b'{"sluice_generate":'
 
 
 @dataclass
@@ -79,11 +82,6 @@ def _line(kind: _Kind) -> str:
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[:_MAX_CHARACTERS]}…"
     return text if text.startswith(f"row {kind.row}: ") else f"row {kind.row}: {text}"
-
-
-_SYNC_S = 1.0
-_FORMAT = 1
-_MAGIC = b'{"sluice_generate":'
 
 
 class _Header(msgspec.Struct, frozen=True):

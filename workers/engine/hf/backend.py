@@ -42,6 +42,9 @@ from sluice.workers.engine.preprocess import VisionInputs, VisionProcessor
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.guard.watch import GuardCost
 
+_STOP_S = 10.0
+_Job = tuple[Any, "Future[Any]"]
+
 
 class HfBackend:
     """One model in one thread, decoding up to `max_batch` sequences at a time.
@@ -149,10 +152,6 @@ class HfBackend:
         if self._facts is None:
             raise EngineError("the hf engine is not started; await start() first")
         return self._thread
-
-
-_STOP_S = 10.0
-_Job = tuple[Any, "Future[Any]"]
 
 
 class DecodeThread:

@@ -27,6 +27,11 @@ from sluice.workers.guard.watch import GuardCost, force, triggered
 
 Ended = tuple[Row, EngineError | None]
 """A row that is out, and the error that ended it if any."""
+PREFILL_TOKENS = 8192
+"""Padded tokens of one prefill pass; bounds its memory."""
+Errors = dict[int, tuple[Row, EngineError]]
+"""Rows of the group that failed, by index."""
+_Scores = list[list[float]]
 
 
 class Decoder:
@@ -177,10 +182,6 @@ class Decoder:
         )
 
 
-PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill pass; bounds its memory."""
-
-
 @dataclass(slots=True)
 class Prefilled:
     """What one pass gave; row i of the group is row `pick[i]` of it."""
@@ -189,10 +190,6 @@ class Prefilled:
     logits: torch.Tensor  # float32 (contexts, vocab), after the last token
     offset: int  # next position - length
     pick: list[int]
-
-
-Errors = dict[int, tuple[Row, EngineError]]
-"""Rows of the group that failed, by index."""
 
 
 def prefill(model: LoadedModel, rows: Sequence[Row], version: int) -> tuple[Prefilled | None, Errors]:
@@ -229,9 +226,6 @@ def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
         if row.vision is not None:
             images.setdefault((id(row.vision), tuple(row.tokens), row.logprob_temperature), []).append(row)
     yield from images.values()
-
-
-_Scores = list[list[float]]
 
 
 def _pass(

@@ -30,6 +30,7 @@ from sluice.workers.guard.rules import GuardRules
 from sluice.workers.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
 
 NO_GUARD = RepeatTerminateConfig()
+GROUPED_SDPA = "sluice_grouped_sdpa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +175,6 @@ def _check_layers(module: Any, path: str) -> None:
         raise ModelError(
             f"{path}: {type(module).__name__}: {error}; use worker.backend=vllm or another model"
         ) from error
-
-
-GROUPED_SDPA = "sluice_grouped_sdpa"
 
 
 def grouped_sdpa(

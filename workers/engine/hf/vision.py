@@ -28,6 +28,9 @@ from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import chosen, forward, forward_scored
 from sluice.workers.engine.preprocess import VisionInputs, VisionProcessor
 
+_THREADS = 2
+_Key = tuple[tuple[int, ...], int]  # prompt, identity of the image
+
 
 def prefill_image(
     model: LoadedModel,
@@ -86,10 +89,6 @@ def _positions(
 
 def _placed(value: torch.Tensor, module: Any) -> torch.Tensor:
     return value.to(module.device, module.dtype) if value.is_floating_point() else value.to(module.device)
-
-
-_THREADS = 2
-_Key = tuple[tuple[int, ...], int]  # prompt, identity of the image
 
 
 @dataclass(slots=True, eq=False)

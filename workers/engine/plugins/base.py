@@ -21,6 +21,10 @@ from sluice.pipeline.errors import EngineError
 
 Hook = Literal["stopping_criteria", "logits_processor"]
 RequestType = Literal["text", "vlm"]
+Decode = Callable[[Sequence[int]], str]
+BROKEN = "\ufffd"
+_MAX_HELD_TOKENS = 64
+"""Tokens in a row that end inside a character before what they hold is given out as it is: broken bytes."""
 
 
 class GenerationPlugin:
@@ -67,13 +71,6 @@ def check_plugins(
             )
 
 
-Decode = Callable[[Sequence[int]], str]
-
-_BROKEN = "\ufffd"
-_MAX_HELD_TOKENS = 64
-"""Tokens in a row that end inside a character before what they hold is given out as it is: broken bytes."""
-
-
 def decoder(tokenizer: Any, *, special_tokens: bool) -> Decode:
     """Token ids -> text, with or without special tokens, and with no white space tidied up."""
     backend, skip = getattr(tokenizer, "backend_tokenizer", None), not special_tokens
@@ -114,7 +111,7 @@ class TextWindow:
         self._window.append(token)
         text = self._decode(self._window)
         overdue = len(self._window) - self._num_context >= _MAX_HELD_TOKENS
-        num_whole = len(text if overdue else text.rstrip(_BROKEN))
+        num_whole = len(text if overdue else text.rstrip(BROKEN))
         piece = text[self._num_given : num_whole]
         self._num_given = max(self._num_given, num_whole)
         if num_whole == len(text) and (piece or overdue):  # tokens without text are no left context

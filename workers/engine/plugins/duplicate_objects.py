@@ -22,8 +22,12 @@ import torch
 from transformers import LogitsProcessor
 
 from sluice.pipeline.errors import EngineError
-from sluice.workers.engine.plugins.base import GenerationPlugin, TextWindow, decoder
+from sluice.workers.engine.plugins.base import BROKEN, GenerationPlugin, TextWindow, decoder
 from sluice.workers.engine.plugins.json_scanner import JsonScanner, squeeze
+
+Tokens = dict[str, list[int]]  # text of a token up to one of its closing braces -> tokens that begin with it
+_cache: WeakKeyDictionary[Any, ClosingTokens] = WeakKeyDictionary()
+_STRUCTURE = '{}[]:,"'
 
 
 class DuplicateObjectSuppression(GenerationPlugin):
@@ -105,12 +109,6 @@ class _NoRepeatedObject(LogitsProcessor):
             yield self._closing.objects[key]
 
 
-Tokens = dict[str, list[int]]  # text of a token up to one of its closing braces -> tokens that begin with it
-
-_BROKEN = "\ufffd"
-_cache: WeakKeyDictionary[Any, ClosingTokens] = WeakKeyDictionary()
-
-
 class ClosingTokens:
     """Decodes the whole vocabulary once: some 0.4 s for 150,000 tokens."""
 
@@ -138,7 +136,7 @@ class ClosingTokens:
     def _add(self, token: int, text: str) -> None:
         last = text.rfind("}")
         self.max_chars = max(self.max_chars, last + 1)
-        if _BROKEN in text[:last]:
+        if BROKEN in text[:last]:
             self.unclear.append(token)
             return
         if "{" in text[text.find("}") : last]:
@@ -152,9 +150,6 @@ class ClosingTokens:
 
 def _put(index: dict[str, Tokens], key: str, head: str, token: int) -> None:
     index.setdefault(key, {}).setdefault(head, []).append(token)
-
-
-_STRUCTURE = '{}[]:,"'
 
 
 @dataclass(slots=True)

@@ -33,6 +33,9 @@ from sluice.workers.guard.requests import GuardArguments
 
 _Result = TypeVar("_Result")
 _LOOK_S = 0.5
+_ids = itertools.count()
+_DELTA_TOKENS = 16
+"""Tokens that vLLM may hold back; bounds how late a deadline, a report and `progress` see them."""
 
 
 class Sequences:
@@ -225,9 +228,6 @@ def _prompt_scores(output: Any) -> list[float]:
     return output.prompt_logprobs.logprobs if output.prompt_logprobs else []
 
 
-_ids = itertools.count()
-
-
 class Entry:
     """One call; `request_id` is None unless vLLM has it."""
 
@@ -329,10 +329,6 @@ class Entries:
         sent = [entry.request_id for entry in entries if entry.request_id is not None]
         if sent:
             await self._abort(sent)
-
-
-_DELTA_TOKENS = 16
-"""Tokens that vLLM may hold back; bounds how late a deadline, a report and `progress` see them."""
 
 
 def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None, *, scores: bool = False) -> Any:

@@ -43,6 +43,12 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exi
 _SYMPTOMS = {"EngineDeadError", "CancelledError"}
 """What others see of a dead core, no cause of it."""
 _MAX_BYTES = 1 << 20
+STANDSTILL_S = 60.0
+_LOOK_S = 0.5
+_IDLE_CPU_S = 0.05
+"""What a process may use between two looks and still stand still: timers of libraries wake up now and then."""
+_DUMP_S = 1.0
+_DUMP = signal.SIGUSR2
 
 
 class EngineLog:
@@ -98,21 +104,13 @@ class EngineLog:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-LIMIT_S = 60.0
-_LOOK_S = 0.5
-_IDLE_CPU_S = 0.05
-"""What a process may use between two looks and still stand still: timers of libraries wake up now and then."""
-_DUMP_S = 1.0
-_DUMP = signal.SIGUSR2
-
-
 class StartWatch:
     """Ends the processes that this one starts inside the `with`, if they stand still; then vLLM's own wait ends.
 
     After the `with`, `stalled` says what was seen, or is None.
     """
 
-    def __init__(self, folder: Path, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, folder: Path, limit_s: float = STANDSTILL_S) -> None:
         """`folder` takes the stacks of a forked core that stands still."""
         self._limit_s = limit_s
         self._stacks = folder / "stacks.txt"
@@ -200,7 +198,7 @@ def start_engine(
     max_batch: int,
     repeat_terminate: RepeatTerminateConfig,
     log: EngineLog,
-    stall_s: float = LIMIT_S,
+    stall_s: float = STANDSTILL_S,
 ) -> StartedEngine:
     """Start vLLM from within the event loop that is to serve it; blocks for seconds to minutes.
 
