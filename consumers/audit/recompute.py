@@ -162,7 +162,10 @@ def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:
 
 
 class Meter:
-    """Use it with `with`; counts (sequence, version) pairs."""
+    """Progress in (sequence, version) pairs: a bar on a terminal, else a line now and then; on standard error.
+
+    Use it with `with`.
+    """
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._doing = total, 0, ""

@@ -76,7 +76,7 @@ class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _File:
-    def __init__(self, path: Path, max_sequences: int, max_mb: int) -> None:
+    def __init__(self, path: Path, max_sequences: int = 200_000, max_mb: int = 2048) -> None:
         self._db = open_for_writing(path)
         self._most, self._most_bytes = max(1, max_sequences), max_mb << 20
         (self._page_bytes,) = self._db.execute("pragma page_size").fetchone()
@@ -107,9 +107,9 @@ class HistoryStore(_File):
 
     def __init__(self, path: Path, max_sequences: int = 200_000, max_mb: int = 2048) -> None:
         super().__init__(path, max_sequences, max_mb)
-        self._look()
+        self._reload()
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         self._count, self._newest = self._db.execute("select count(*), coalesce(max(num), 0) from sequences").fetchone()
         (self._at,) = self._db.execute(
             "select coalesce(max(at), 0) from sequences where num = ?", (self._newest,)
@@ -123,7 +123,7 @@ class HistoryStore(_File):
                     self._write(db, job)
                 self._prune(db)
         except BaseException:
-            self._look()
+            self._reload()
             raise
 
     def _write(self, db: sqlite3.Connection, job: FinishedJob) -> None:
@@ -167,9 +167,6 @@ class HistoryStore(_File):
 class TrainedStore(_File):
     """The trainer's file."""
 
-    def __init__(self, path: Path, max_sequences: int = 200_000, max_mb: int = 2048) -> None:
-        super().__init__(path, max_sequences, max_mb)
-
     def record(self, rows: Sequence[Trained]) -> None:
         """Write what became of the samples of some steps."""
         with self._transaction() as db:
@@ -181,13 +178,8 @@ class TrainedStore(_File):
     def _prune(self, db: sqlite3.Connection) -> None:
         (newest,) = db.execute("select coalesce(max(num), 0) from trained").fetchone()
         db.execute("delete from trained where num <= ?", (newest - self._most,))
-        while (
-            self._too_big()
-            and db.execute(
-                "delete from trained where num in (select num from trained order by num limit ?) and num < ?",
-                (_CHUNK, newest),
-            ).rowcount
-        ):
+        oldest = "delete from trained where num in (select num from trained order by num limit ?) and num < ?"
+        while self._too_big() and db.execute(oldest, (_CHUNK, newest)).rowcount:
             pass
 
 
