@@ -14,6 +14,8 @@ FAULTS ?= 200
 SEED ?=
 
 BIN := .venv/bin
+PYTEST = $(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadgroup
+TALLY := $(CURDIR)/.venv/tally.jsonl
 REDIS8 := $(CURDIR)/.venv/redis8
 QUEUE_TESTS := tests/integration/arq $(patsubst %,tests/integration/test_%.py,jobs queue_wire blame streams replies scores \
   rollouts outage cluster)
@@ -26,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_GLOBAL_NODE := off
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-redis8 soak check format schema clean
+.PHONY: help setup demo test test-late test-all test-redis8 test-gpu soak check format schema clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,13 +42,27 @@ demo: ## Run the demo; installs only what it needs (ARGS="--help" for its option
 	@$(PYTHON) scripts/bootstrap.py demo
 	@$(BIN)/sluice demo $(ARGS)
 
-test: setup ## Run the tests (TESTS=tests/unit for a part)
-	@$(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadfile $(TESTS)
+test: setup ## The verdict while you still remember the question (TESTS=tests/chaos for any part of all tests)
+	@$(PYTEST) $(if $(TESTS),$(TESTS),-m "not late and not soak and not gpu")
+
+# What is in which tier: tests/tiers.py.
+test-late: setup ## What `make test` leaves out: whole runs, kills, benches, the documents' commands
+	@$(PYTEST) -m late
+
+test-all: setup ## Everything that needs neither hours nor a GPU: test, test-redis8, test-late; what CI runs
+	@rm -f $(TALLY); failed=; \
+	SLUICE_TEST_TALLY=$(TALLY) $(MAKE) --no-print-directory test || failed=1; \
+	$(MAKE) --no-print-directory test-redis8 || failed=1; \
+	SLUICE_TEST_TALLY=$(TALLY) $(MAKE) --no-print-directory test-late || failed=1; \
+	$(BIN)/python -m tests.tiers $(TALLY) && test -z "$$failed"
+
+test-gpu: setup ## What only a GPU can show (needs one, and VLLM=gpu; at most ten minutes)
+	@$(BIN)/python -m pytest -q -m gpu tests/gpu
 
 test-redis8: setup ## The queue's suites on redis-py 8; arq asks for less than 6, so it lies beside, in a folder of its own
 	@test -d $(REDIS8)/redis || $(BIN)/python -m pip install -q --no-deps --target $(REDIS8) redis==8.0.0
 	@PYTHONPATH=$(REDIS8) $(BIN)/python -c "import redis; assert redis.__version__ == '8.0.0', redis.__version__"
-	@PYTHONPATH=$(REDIS8) $(BIN)/python -m pytest -q -n $(TEST_PROCS) --dist loadfile $(QUEUE_TESTS)
+	@PYTHONPATH=$(REDIS8) $(PYTEST) $(QUEUE_TESTS)
 
 # The mutants alone (minutes): make soak TESTS=tests/soak/test_fuzz.py
 soak: TESTS := $(if $(TESTS),$(TESTS),tests/soak/test_soak.py tests/soak/test_recovery.py tests/soak/test_fuzz.py)

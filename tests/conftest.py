@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,12 +16,25 @@ from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.load import ENVIRONMENT
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.wire.keys import Keys
+from tests import tiers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes share the cores; threads of tiny models only wait
 for _name in (*ENVIRONMENT, "SLUICE_GATEWAY_API_KEY", "SLUICE_ROLLOUT_API_KEY"):
     os.environ.pop(_name, None)
+
+
+_started = time.monotonic()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.mark(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    tiers.say_left_out(terminalreporter, config.option.markexpr)
+    tiers.tally(terminalreporter, time.monotonic() - _started)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ from tests.e2e.processes import BIN, Process
 from tests.e2e.stack import Stack
 from tests.trainers import random_sample
 
-pytestmark = pytest.mark.slow
 FSDP = Path(__file__).parents[2] / "configs/accelerate/fsdp.yaml"
 STEPS = 4
 LENGTH = 16

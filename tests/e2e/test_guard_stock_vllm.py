@@ -20,7 +20,7 @@ import pytest
 from tests.loop_models import LoopModel, save_loop_model
 from tests.merged_tokenizers import qwen_like
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 GUARD = {
     "enabled": True,
     "min_new_tokens": 12,

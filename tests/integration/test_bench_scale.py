@@ -8,14 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "scale", "--json"]
 ROLES = {"producer", "worker", "consumer", "trainer"}
 
 
-@pytest.mark.slow
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "--count", "1000", "--workers", "10", "--idle-s", "1"],

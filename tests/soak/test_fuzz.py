@@ -21,7 +21,6 @@ from tests.fuzz_http import everywhere
 from tests.integration.rollout.conftest import Serve
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif("SLUICE_FUZZ_SEED" not in os.environ, reason="`make soak`; tests/unit has a sample"),
 ]

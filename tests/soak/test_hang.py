@@ -14,7 +14,7 @@ from tests.e2e.stack import Stack
 from tests.soak.leases import look
 from tests.soak.spinning import asks_to_spin
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 STALL_S = 3.0
 _END_S = 270.0  # nine starts of a worker, one after the other
 # Deaths among all neighbours, among suspects that halve, and alone before it is a dead letter.

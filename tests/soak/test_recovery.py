@@ -20,7 +20,6 @@ from tests.soak.recovery import Recoveries
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.slow,
     pytest.mark.skipif("SLUICE_SOAK_FAULTS" not in os.environ, reason="`make soak`; tests/chaos has killed workers"),
 ]
 LEASE_S = 2.0

@@ -23,7 +23,6 @@ _END_S = 240.0
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.slow,
     pytest.mark.timeout(400 + 25 * FAULTS),
     pytest.mark.skipif("SLUICE_SOAK_FAULTS" not in os.environ, reason="`make soak`; tests/chaos has random kills"),
 ]
