@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from redis.asyncio import Redis
 
@@ -23,6 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes share the cores; threads of tiny models only wait
 for _name in (*ENVIRONMENT, "SLUICE_GATEWAY_API_KEY", "SLUICE_ROLLOUT_API_KEY"):
     os.environ.pop(_name, None)
+# Not how long an example takes on a busy machine, but what it shows, decides a property.
+hypothesis.settings.register_profile("sluice", deadline=None)
+hypothesis.settings.load_profile("sluice")
 
 
 _started = time.monotonic()
