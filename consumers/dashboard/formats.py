@@ -129,16 +129,7 @@ def sentence(text: str) -> list[str]:
     return (text if text.endswith((".", "?", "!")) else text + ".").split("`")
 
 
-def brief(says: str) -> str:
-    """A long sentence without what follows its first semicolon; how long it has been so stays."""
-    head, cut, rest = says.partition("; ")
-    if not cut or len(says) <= _BRIEF:
-        return says
-    since = re.search(r" \(for [^)]*\)$", rest)
-    return head + (since.group() if since else "")
-
-
 FILTERS = {
     "number": number, "rate": rate, "figure": figure, "size": size, "span": span, "ago": ago, "when": when,
-    "clock": clock, "url": url, "sentence": sentence, "brief": brief,
+    "clock": clock, "url": url, "sentence": sentence,
 } | TEXT_FILTERS  # fmt: skip

@@ -15,9 +15,9 @@ from sluice.consumers.dashboard import live
 from sluice.consumers.dashboard.formats import NOTHING, figure, rate, span
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.render import render
-from sluice.pipeline.status.snapshot import Snapshot
-from sluice.pipeline.status.stages import Stage
-from sluice.pipeline.status.text import guard_counts
+from sluice.pipeline.status.descriptions import StageText, StallText, guard_counts, stage_text, stall_text
+from sluice.pipeline.status.snapshot import Snapshot, Stall
+from sluice.pipeline.status.stages import Stage, is_optional
 from sluice.pipeline.telemetry import run_metrics
 from sluice.pipeline.telemetry.families import CONTENT_TYPE
 
@@ -39,7 +39,7 @@ _LEADING = {
     "rollout/gen_new_tokens_mean": "Tokens a sequence", "train/step_s": "Seconds a step",
 }  # fmt: skip
 _LASTING_S = 30.0
-_BESIDE = ("gateway", "scorer")  # not in every run
+_BRIEF = 130  # characters
 _WIDTH, _HEIGHT = 240, 40
 
 
@@ -52,6 +52,25 @@ class Spark(NamedTuple):
     most: str
     line: str
     area: str
+
+
+class Box(NamedTuple):
+    """One stage of the flow, and its words."""
+
+    stage: Stage
+    text: StageText
+
+    @property
+    def says(self) -> str:
+        """What it does or waits for; a long text without its detail."""
+        return self.text.says if len(self.text.says) <= _BRIEF else self.text.brief
+
+
+class Keeper(NamedTuple):
+    """What keeps the run, and its words."""
+
+    stall: Stall
+    text: StallText
 
 
 class Sum(NamedTuple):
@@ -84,9 +103,10 @@ def _parts(monitor: Monitor) -> dict[str, Any]:
 def _stalls(monitor: Monitor) -> dict[str, Any]:
     """What blocks the run, and what would end by itself but did not yet."""
     now = monitor.newest
+    lasting = [stall for stall in now.stalls if not stall.blocks and now.at - (stall.since or 0) > _LASTING_S]
     return {
-        "blocked": [stall for stall in now.stalls if stall.blocks],
-        "lasting": [stall for stall in now.stalls if not stall.blocks and now.at - (stall.since or 0) > _LASTING_S],
+        "blocked": [Keeper(stall, stall_text(now, stall)) for stall in now.stalls if stall.blocks],
+        "lasting": [Keeper(stall, stall_text(now, stall)) for stall in lasting],
     }
 
 
@@ -94,11 +114,12 @@ def _metrics(monitor: Monitor) -> dict[str, Any]:
     return {"metrics": {name: figure(value) for name, value in sorted(monitor.newest.metrics.items())}}
 
 
-def _flow(monitor: Monitor) -> list[Stage]:
+def _flow(monitor: Monitor) -> list[Box]:
     """The line first; what stands beside it only where this run has it."""
     found = {stage.name: stage for stage in monitor.stages()}
     stages = [found[name] for name in _TITLES if name in found]
-    return [stage for stage in stages if not (stage.name in _BESIDE and stage.state == "off")]
+    shown = [stage for stage in stages if stage.state != "off" or not is_optional(stage.name)]
+    return [Box(stage, stage_text(monitor.newest, stage)) for stage in shown]
 
 
 def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:

@@ -27,7 +27,7 @@ from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.pipeline.errors import BrokerError, SluiceError
 from sluice.pipeline.http.errors import problem_response
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.status.text import condition
+from sluice.pipeline.status.descriptions import condition
 
 HERE = Path(__file__).parent
 STATIC = HERE / "static"

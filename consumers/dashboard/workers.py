@@ -16,11 +16,11 @@ from sluice.consumers.dashboard import live
 from sluice.consumers.dashboard.monitor import Monitor, monitor_of
 from sluice.consumers.dashboard.render import render
 from sluice.pipeline.errors import MessageError
+from sluice.pipeline.roles import position
 from sluice.pipeline.status.snapshot import Process
 from sluice.pipeline.wire.messages import WeightVersion, decode
 
 router = APIRouter()
-_ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer", "dashboard")
 _IN_COLUMNS = {"owner", "engine", "repeat_terminate", "version", "running", "tokens", "memory_bytes", "url", "metrics"}
 _CLASSES = {"working": "calm", "waiting": "", "failed": "bad", "silent": "bad"}
 _SHOWN = 24
@@ -45,7 +45,7 @@ async def workers(request: Request) -> Response:
 
 
 def _parts(monitor: Monitor) -> dict[str, Any]:
-    rows = sorted(monitor.newest.processes, key=lambda row: (_place(row.role), row.name))
+    rows = sorted(monitor.newest.processes, key=lambda row: (position(row.role), row.name))
     lines = [_line(monitor, row) for row in rows]
     return {
         "workers": [line for line in lines if line.row.role == "worker"],
@@ -72,10 +72,6 @@ def _state(row: Process) -> str:
     if not row.is_alive:
         return "silent"
     return "waiting" if row.waiting_for else "working"
-
-
-def _place(role: str) -> int:
-    return _ROLES.index(role) if role in _ROLES else len(_ROLES)
 
 
 live.add("workers", "workers_live.html.j2", _parts)

@@ -50,15 +50,15 @@ def status(
     if not why:
         now = report.look(settings)
         if as_json:
-            print_json(now)
+            print_json(report.as_json(now))
         else:
             say(report.as_text(now))
         return 0
     found = diagnosis.look_twice(settings)
     if as_json:
-        print_json(diagnosis.as_json(found))
+        print_json(report.why_json(found))
     else:
-        say(diagnosis.as_text(found))
+        say(report.why_text(found))
     return 0 if found.verdict.is_healthy else 1
 
 

@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from sluice.pipeline.roles import colour
+from sluice.pipeline.status.descriptions import guard, guard_counts
 from sluice.pipeline.status.snapshot import Snapshot
-from sluice.pipeline.status.text import guard, guard_counts
 from sluice.pipeline.terminal import Console
 
 _PLAIN_EVERY_S = 5.0
@@ -99,9 +100,9 @@ class Progress:
             flow.add_row(*(f"[dim]{name}[/dim] [bold]{escape(value)}[/bold]" for name, value in chunk))
         rows = Table.grid(padding=(0, 2))
         for process in now.processes:
-            cause = process.waiting_for
+            cause, style = process.waiting_for, colour(process.role)
             waiting = "working" if cause is None else f"waits for {cause}"
-            rows.add_row(f"[cyan]{escape(process.name)}[/cyan]", f"[dim]{escape(waiting)}[/dim]")
+            rows.add_row(f"[{style}]{escape(process.name)}[/{style}]", f"[dim]{escape(waiting)}[/dim]")
         outer = Table.grid()
         outer.add_row(flow)
         outer.add_row("")

@@ -37,12 +37,12 @@ from sluice.pipeline.broker.connection import Scripts, is_cluster
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, SluiceError, first_cause
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.roles import ONLOOKERS
 from sluice.pipeline.status.heartbeat import ALIVE_S, StatusReporter
 from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.keys import Keys
 
-ONLOOKERS = ("dashboard",)
 _ASK_AGAIN_S = 0.25
 _SHOWN = 4
 

@@ -35,10 +35,12 @@ from sluice.pipeline.files import write_atomic
 from sluice.pipeline.http.server import free_port
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.roles import ONLOOKERS, ROLES, RoleName
 from sluice.pipeline.run import provenance
 from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.supervisor import Child, Supervisor, sluice_command
 from sluice.pipeline.status.heartbeat import Heartbeat, read_row
+from sluice.pipeline.status.report import as_json
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.terminal import say
 from sluice.pipeline.wire.keys import Keys
@@ -196,7 +198,6 @@ async def _end(task: asyncio.Task[Any]) -> None:
 
 
 INTERRUPTED = 130
-OPTIONAL = frozenset({"dashboard"})  # processes that a run can do without
 _GO_ON = "start the same command again to go on from here"
 
 
@@ -233,22 +234,25 @@ def run_stack(
 
 def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
     """Process name → command."""
-    with_file = ("-c", str(resolved))
-    roles = {} if config.trainer.external else {"trainer": sluice_command("train", *with_file)}
-    roles["producer"] = sluice_command("produce", *with_file)
-    for index in range(config.consumer.count):
-        roles[f"consumer-{index}"] = sluice_command("consume", *with_file, "--partition", str(index))
-    for index in range(config.worker.count):
-        roles[f"worker-{index}"] = sluice_command("worker", *with_file)
-    for index in range(config.scorer.count if config.policy.enabled and not config.trainer.external else 0):
-        roles[f"scorer-{index}"] = sluice_command("score", *with_file)
-    for index in range(config.gateway.count):
-        roles[f"gateway-{index}"] = sluice_command("gateway", *with_file, "--index", str(index))
-    for index in range(config.rollout_server.count):
-        roles[f"rollout-server-{index}"] = sluice_command("rollout-server", *with_file, "--index", str(index))
-    if config.dashboard.enabled:
-        roles["dashboard"] = sluice_command("dashboard", *with_file)
-    return roles
+    counts: dict[RoleName, int | None] = {  # None: one process, named like its role
+        "trainer": 0 if config.trainer.external else None,
+        "producer": None,
+        "consumer": config.consumer.count,
+        "worker": config.worker.count,
+        "scorer": config.scorer.count if config.policy.enabled and not config.trainer.external else 0,
+        "gateway": config.gateway.count,
+        "rollout-server": config.rollout_server.count,
+        "dashboard": None if config.dashboard.enabled else 0,
+    }
+    found: dict[str, list[str]] = {}
+    for name, count in counts.items():
+        role, command = ROLES[name], sluice_command(ROLES[name].command, "-c", str(resolved))
+        if count is None:
+            found[name] = command
+            continue
+        for index in range(count):
+            found[f"{name}-{index}"] = [*command, *([role.number, str(index)] if role.number else [])]
+    return found
 
 
 def addresses(config: Config) -> list[str]:
@@ -276,7 +280,7 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
     client = connections.connect(config.broker, config.run)
     supervisor = Supervisor(config.up, run_dir / "logs", child_environment(config), Deaths(client, config).settle)
     for name, command in {**plan(config, resolved), **extra}.items():
-        supervisor.add(name, command, optional=name in OPTIONAL)
+        supervisor.add(name, command, optional=name in ONLOOKERS)
     try:
         with Progress(title) as progress:
             for place in (f"files {run_dir}", f"logs {supervisor.log_dir}", *addresses(config)):
@@ -288,7 +292,7 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
         if final is None:
             say(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
             return INTERRUPTED
-        write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(final)))
+        write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(as_json(final))))
         return _report(final, run_dir, interrupted=watchman.stop.is_set())
     finally:
         await client.aclose()

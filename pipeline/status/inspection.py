@@ -15,7 +15,6 @@ from redis.exceptions import ResponseError
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.status.snapshot import BrokerUse, Depth, Lag, Lease, Reading, Snapshot, snapshot
 from sluice.pipeline.status.stalls import stalls
-from sluice.pipeline.status.text import waits
 from sluice.pipeline.wire.codec import integer_or, shown
 from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, SCORE_GROUP, Keys
 from sluice.pipeline.wire.messages import WeightVersion, decode
@@ -37,7 +36,6 @@ async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
     now.lag = await _look_at_streams(client, keys, partitions, now.at, read)
     now.broker, now.latest_at = await _look_at_broker(client, keys, now.latest_version, read)
     now.stalls = stalls(now)
-    now.waits = waits(now)
     return now
 
 

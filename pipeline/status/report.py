@@ -1,19 +1,36 @@
-"""A look at a run as text and as JSON."""
+"""`sluice status` and `sluice status --why` as text and as JSON."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import textwrap
+import time
+
+import msgspec
 
 from sluice.pipeline.broker import connection
 from sluice.pipeline.config import Config
+from sluice.pipeline.roles import position
+from sluice.pipeline.status.descriptions import (
+    condition,
+    credit,
+    doing,
+    guard,
+    policy,
+    stall_text,
+    verdict_text,
+    waits,
+)
+from sluice.pipeline.status.diagnosis import Why
 from sluice.pipeline.status.inspection import inspect
-from sluice.pipeline.status.snapshot import Lag, Lease, Process, Snapshot
-from sluice.pipeline.status.text import condition, credit, guard, length, policy
+from sluice.pipeline.status.snapshot import Lag, Lease, Process, Snapshot, Stall
+from sluice.pipeline.status.text import length
 from sluice.pipeline.terminal import columns
 from sluice.pipeline.wire.keys import Keys
 
-_ROLES = ("producer", "gateway", "worker", "consumer", "scorer", "trainer")
+_WIDTH = 100
 _LEASES = 8  # lines
 _HIDDEN = {"owner", "metrics", "memory_bytes"}  # facts that are for other processes, or for the dashboard
 
@@ -33,7 +50,7 @@ def as_text(now: Snapshot) -> str:
     """For people: the sum first, then what keeps the run, then who does what."""
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
     lines = [f"run {now.run}: {condition(now)}, {version}", *columns(_sums(now))]
-    lines += [f"  ! {stall.says}" for stall in now.stalls]
+    lines += [f"  ! {stall_text(now, stall).says}" for stall in now.stalls]
     if now.processes:
         lines += ["", "processes", *columns([_process(row) for row in sorted(now.processes, key=_place)])]
     if now.leases:
@@ -45,6 +62,52 @@ def as_text(now: Snapshot) -> str:
     if any(lag.entries for lag in now.lag):
         lines += ["", "streams", *columns([_lag(lag) for lag in now.lag])]
     return "\n".join(lines)
+
+
+def as_json(now: Snapshot) -> dict[str, object]:
+    """The snapshot's fields; stalls with their words, and `waits`: in words what keeps the run and its processes."""
+    stalls = [
+        {**msgspec.to_builtins(stall), "says": told.says, "remedy": told.remedy}
+        for stall in now.stalls
+        for told in (stall_text(now, stall),)
+    ]
+    return {**msgspec.to_builtins(now, str_keys=True), "stalls": stalls, "waits": waits(now)}
+
+
+def why_json(why: Why) -> dict[str, object]:
+    """The snapshot's fields, and `verdict`."""
+    verdict = {**msgspec.to_builtins(why.verdict), "says": verdict_text(why.now, why.verdict)}
+    return {**as_json(why.now), "verdict": verdict}
+
+
+def why_text(why: Why, width: int | None = None) -> str:
+    """The verdict, then each stall: what, since when, what to do; then what each process says of itself."""
+    now, width = why.now, min(_WIDTH, width or shutil.get_terminal_size((_WIDTH, 24)).columns)
+    lines = [f"run {now.run}: {condition(now)}", *_wrapped(verdict_text(now, why.verdict), width, "  ", "  ")]
+    for number, stall in enumerate(now.stalls, 1):
+        lines += ["", *_numbered(number, stall, now, width)]
+    alive = [] if now.complete else [row for row in now.processes if row.is_alive]
+    lines += ["", "what each process says"] if alive else []
+    for row in alive:
+        lines += _wrapped(f"{row.name} {doing(row)}", width, "  ", "    ")
+    return "\n".join(lines)
+
+
+def _numbered(number: int, stall: Stall, now: Snapshot, width: int) -> list[str]:
+    told = stall_text(now, stall)
+    lines = _wrapped(told.says, width, f"{number}. ", "   ")
+    if stall.since is not None:
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stall.since))
+        lines.append(f"   since:  {clock} ({length(now.at - stall.since)})")
+    if not stall.blocks:
+        lines.append("   this ends by itself as long as the rest goes on")
+    return lines + _wrapped(told.remedy, width, "   do:     ", "           ")
+
+
+def _wrapped(text: str, width: int, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _sums(now: Snapshot) -> list[list[str]]:
@@ -83,20 +146,18 @@ def _sums(now: Snapshot) -> list[list[str]]:
 
 
 def _place(row: Process) -> tuple[int, str]:
-    return (_ROLES.index(row.role) if row.role in _ROLES else len(_ROLES), row.name)
+    return (position(row.role), row.name)
 
 
 def _process(row: Process) -> list[str]:
     if row.ended_at is not None:
-        doing = f"FAILED {length(row.age_s)} ago: {row.error}"
+        state = f"FAILED {length(row.age_s)} ago: {row.error}"
     elif not row.is_alive:
-        doing = f"NO HEARTBEAT for {length(row.age_s)}"
-    elif row.waiting_for:
-        doing = f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}"
+        state = f"NO HEARTBEAT for {length(row.age_s)}"
     else:
-        doing = "working"
+        state = doing(row) if row.waiting_for else "working"
     facts = ", ".join(f"{key} {value}" for key, value in row.facts.items() if key not in _HIDDEN)
-    return [row.name, f"{row.host} {row.pid}", facts or "-", doing]
+    return [row.name, f"{row.host} {row.pid}", facts or "-", state]
 
 
 def _lease(lease: Lease) -> list[str]:

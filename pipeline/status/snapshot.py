@@ -14,6 +14,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from sluice.pipeline.errors import MessageError
+from sluice.pipeline.roles import ONLOOKERS
 from sluice.pipeline.status.heartbeat import ALIVE_S, FORGET_S, Heartbeat, read_row
 from sluice.pipeline.wire.codec import LEAST, Unreadable, integer, read_json
 from sluice.pipeline.wire.keys import Keys, type_of
@@ -110,12 +111,12 @@ StallKind = Literal[
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason why a run stands still, or goes slower than it could."""
+    """One reason why a run stands still, or goes slower than it could. `descriptions.stall_text` has its words."""
 
     kind: StallKind
-    says: str  # one plain sentence: what waits for what
+    role: str | None = None  # at whose stage it is
+    process: str | None = None  # the one that failed, that fell silent, or whose wait it is
     since: float | None = None  # Unix s, where it can be known
-    remedy: str  # what to do
     blocks: bool = True  # False: it ends by itself as long as the rest of the run goes on
 
 
@@ -128,7 +129,7 @@ class Process(Heartbeat, kw_only=True):
     @property
     def is_onlooker(self) -> bool:
         """Whether the run goes on without it."""
-        return self.role == "dashboard"
+        return self.role in ONLOOKERS
 
     @property
     def is_alive(self) -> bool:
@@ -178,7 +179,6 @@ class Snapshot(msgspec.Struct, kw_only=True):
     latest_at: float | None = None  # Unix time at which the newest version was published
     broker: BrokerUse | None = None
     stalls: list[Stall] = []
-    waits: list[str] = []  # in plain words: the stalls, then what each live process says of itself
 
     @property
     def ended(self) -> int:
@@ -189,6 +189,10 @@ class Snapshot(msgspec.Struct, kw_only=True):
     def complete(self) -> bool:
         """Nothing is left to do."""
         return self.exhausted and self.ended == self.enqueued
+
+    def process(self, name: str | None) -> Process | None:
+        """The row of that name."""
+        return next((row for row in self.processes if row.name == name), None)
 
     def alive(self, role: str) -> list[Process]:
         """Processes of a role with a fresh heartbeat."""

@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from sluice.pipeline.roles import PARTICIPANTS
 from sluice.pipeline.status.snapshot import Process, Snapshot, StallKind
 from sluice.pipeline.telemetry.families import JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, page, read
-
-ROLES = ("producer", "worker", "consumer", "trainer", "scorer", "gateway")
 
 
 def run_page(now: Snapshot) -> bytes:
@@ -89,7 +88,7 @@ def _queue(now: Snapshot) -> Iterator[Metric]:
 
 def _processes(rows: Iterable[Process]) -> list[tuple[tuple[str, ...], float]]:
     found = Counter((row.role, _state(row)) for row in rows)
-    known = dict.fromkeys([*ROLES, *(role for role, _ in found)])
+    known = dict.fromkeys([*PARTICIPANTS, *(role for role, _ in found)])
     return [((role, state), float(found[role, state])) for role in known for state in PROCESS_STATES]
 
 

@@ -14,21 +14,21 @@ from rich.text import Text
 
 from sluice.pipeline.config import Config
 from sluice.pipeline.errors import BrokerError, DataError
+from sluice.pipeline.roles import colour, position
+from sluice.pipeline.status.descriptions import condition, doing, stage_text, stall_text, verdict_text
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot
-from sluice.pipeline.status.stages import StageState, stages
-from sluice.pipeline.status.text import condition, length
+from sluice.pipeline.status.stages import Stage, StageState, is_optional, stages
+from sluice.pipeline.status.text import length
 from sluice.pipeline.terminal import Console, escaped, say
 from sluice.pipeline.top.feed import LETTERS, UNREADABLE, Feed, View
 
 _STYLE: dict[StageState, str] = {
     "working": "green", "waiting": "", "stalled": "bold red", "done": "dim", "off": "dim",
 }  # fmt: skip
-_ASIDE = ("gateway", "scorer")
 _BARS = " ▁▂▃▄▅▆▇█"
 _SPARK = 16
 _HEAD_CHARS = 140  # two lines; the page `why` has all of it
 _HIDDEN = {"owner", "metrics", "memory_bytes"}
-_ROLES = ("producer", "gateway", "worker", "consumer", "trainer", "scorer")
 
 
 def head(view: View) -> RenderableType:
@@ -52,17 +52,20 @@ def why(view: View) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     for number, stall in enumerate(now.stalls, 1):
         since = "" if stall.since is None else f" (for {length(now.at - stall.since)})"
-        table.add_row(f"{number}.", _text(stall.says + since, style="bold red" if stall.blocks else "yellow"))
-        table.add_row("", _text(f"do: {stall.remedy}" if stall.blocks else stall.remedy))
+        told = stall_text(now, stall)
+        table.add_row(f"{number}.", _text(told.says + since, style="bold red" if stall.blocks else "yellow"))
+        table.add_row("", _text(f"do: {told.remedy}" if stall.blocks else told.remedy))
     return table
 
 
 def stage_rows(view: View) -> RenderableType:
     """One row a stage, with its sentence."""
     table = _table("stage", "state", "what it does, or waits for")
-    for stage in stages(view.now, view.rates) if view.now else []:
+    now = view.now
+    for stage in stages(now, view.rates) if now else []:
         style = _STYLE[stage.state]
-        table.add_row(stage.name, _text(stage.state, style=style), _text(stage.says, style=style))
+        says = stage_text(now, stage).says if now else ""
+        table.add_row(_text(stage.name, colour(stage.name)), _text(stage.state, style), _text(says, style))
     return table
 
 
@@ -70,9 +73,11 @@ def process_rows(view: View) -> RenderableType:
     """One row a process, in the order of the flow."""
     table = _table("process", "what it does, or waits for; what it counts")
     rows = view.now.processes if view.now else []
-    for row in sorted(rows, key=lambda row: (_ROLES.index(row.role) if row.role in _ROLES else len(_ROLES), row.name)):
+    for row in sorted(rows, key=lambda row: (position(row.role), row.name)):
         facts = ", ".join(f"{key} {_short(value)}" for key, value in row.facts.items() if key not in _HIDDEN)
-        table.add_row(_text(row.name), Text.assemble(_doing(row), _text(f"\n{facts}" if facts else "", "dim")))
+        table.add_row(
+            _text(row.name, colour(row.role)), Text.assemble(_doing(row), _text(f"\n{facts}" if facts else "", "dim"))
+        )
     return table if rows else _text("no process has said anything within the last hour")
 
 
@@ -96,9 +101,7 @@ def _doing(row: Process) -> Text:
         return _text(f"failed {length(row.age_s)} ago: {row.error}", style="bold red")
     if not row.is_alive:
         return _text(f"no heartbeat for {length(row.age_s)}", style="red")
-    if row.waiting_for is None:
-        return _text("at work", style="green")
-    return _text(f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}")
+    return _text("at work", style="green") if row.waiting_for is None else _text(doing(row))
 
 
 def _verdict(view: View) -> Text:
@@ -107,9 +110,9 @@ def _verdict(view: View) -> Text:
         return _text("")
     blocking = [stall for stall in now.stalls if stall.blocks]
     if not blocking:
-        return _text(told.says, style="green" if told.state in ("moving", "working", "complete") else "")
+        return _text(verdict_text(now, told), style="green" if told.state in ("moving", "working", "complete") else "")
     more = f" (and {len(blocking) - 1} more: see why)" if len(blocking) > 1 else ""
-    says = textwrap.shorten(blocking[0].says, _HEAD_CHARS, placeholder=" … (see why)")
+    says = textwrap.shorten(stall_text(now, blocking[0]).says, _HEAD_CHARS, placeholder=" … (see why)")
     return _text(f"! {says}{more}", style="bold red")
 
 
@@ -130,13 +133,26 @@ def _counts(now: Snapshot) -> str:
 
 def _flow(view: View, now: Snapshot) -> Table:
     """Along the flow: how much each stage holds, and how fast it goes; without what this run has no use for."""
-    shown = [stage for stage in stages(now, view.rates) if stage.name not in _ASIDE or stage.state != "off"]
+    shown = [stage for stage in stages(now, view.rates) if stage.state != "off" or not is_optional(stage.name)]
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="dim")
     for stage in shown:
         table.add_column(stage.name, justify="right", no_wrap=True)
-    table.add_row(*(_text(stage.count.partition(" ")[0], style=_STYLE[stage.state]) for stage in shown))
-    table.add_row(*(_text(stage.rate.replace(" seq/s", "/s").replace(" tok/s", "t/s")) for stage in shown), style="dim")
+    table.add_row(*(_text(_held(stage), style=_STYLE[stage.state]) for stage in shown))
+    table.add_row(*(_text(_rate(stage)) for stage in shown), style="dim")
     return table
+
+
+def _held(stage: Stage) -> str:
+    if stage.name == "weights":
+        return "none" if stage.count is None else f"v{stage.count}"
+    return f"{stage.count or 0:,}"
+
+
+def _rate(stage: Stage) -> str:
+    if stage.rate is None:
+        return ""
+    per_s, unit = stage.rate
+    return f"{per_s:,.1f}{'t/s' if unit == 'tok/s' else '/s'}"
 
 
 def _rates(view: View) -> str:

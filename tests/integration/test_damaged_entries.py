@@ -20,6 +20,7 @@ from sluice.pipeline.errors import BrokerRefused
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.queue.dead_letters import DeadLetters, Selection, listing
 from sluice.pipeline.status import diagnosis, report
+from sluice.pipeline.status.descriptions import verdict_text
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.terminal import json_line
@@ -64,9 +65,9 @@ async def test_every_view_names_it_and_shows_the_rest(config: Config, client: An
         assert report.as_text(now)
         assert json_line(now, 3)
         why = await asyncio.to_thread(diagnosis.look_twice, config, 0.0)
-        assert why.verdict.says
-        assert diagnosis.as_text(why)
-        assert json_line(diagnosis.as_json(why), 3)
+        assert verdict_text(why.now, why.verdict)
+        assert report.why_text(why)
+        assert json_line(report.why_json(why), 3)
 
 
 @pytest.mark.parametrize("name", KINDS)

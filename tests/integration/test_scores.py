@@ -11,6 +11,7 @@ import msgspec
 
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue.scores import ScoreJobs, Scores, TakenJob, refusal
+from sluice.pipeline.status.descriptions import waits
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
 from sluice.pipeline.wire.messages import encode
@@ -172,7 +173,7 @@ async def test_score_jobs_that_nobody_takes_are_named_on_the_status_page(
         await role.status.beat()
         now = await inspect(client, keys, 1)
         assert [(lag.stream, lag.entries, lag.taken) for lag in now.lag][-1] == ("score:jobs", 2, 0)
-        assert "no scorer is alive, and 2 score jobs wait" in now.waits
+        assert "no scorer is alive, and 2 score jobs wait" in waits(now)
         await serve(scorer(client, keys), 2)
         now = await inspect(client, keys, 1)
         assert "score:jobs" not in [lag.stream for lag in now.lag]

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue import Claim, Credit, Finished, JobQueue
+from sluice.pipeline.status.descriptions import waits
 from sluice.pipeline.status.heartbeat import FORGET_S, Heartbeat, StatusReporter, forget_dead
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
@@ -143,10 +144,11 @@ async def test_a_waiting_process_is_named_with_its_cause(
     [row] = now.processes
     assert row.is_alive
     assert row.waiting_s is not None
-    assert any(line.startswith("t-1 waits for training batches from the consumers, ") for line in now.waits)
-    assert "no worker is alive, and 1 job waits" in now.waits
-    assert "no producer is alive, and there are rows to read" in now.waits
-    assert not any(line.startswith(("no trainer", "no consumer")) for line in now.waits)
+    said = waits(now)
+    assert any(line.startswith("t-1 waits for training batches from the consumers, ") for line in said)
+    assert "no worker is alive, and 1 job waits" in said
+    assert "no producer is alive, and there are rows to read" in said
+    assert not any(line.startswith(("no trainer", "no consumer")) for line in said)
 
 
 async def test_dead_rows_are_shown_for_an_hour_and_a_look_removes_none(client: Redis, keys: Keys) -> None:

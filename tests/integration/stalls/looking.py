@@ -16,7 +16,9 @@ from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatchingConfig
-from sluice.pipeline.status.diagnosis import Why, as_text, look_twice
+from sluice.pipeline.status.descriptions import stall_text
+from sluice.pipeline.status.diagnosis import Why, look_twice
+from sluice.pipeline.status.report import why_text
 from sluice.pipeline.status.snapshot import Stall, StallKind
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import encode
@@ -45,9 +47,9 @@ async def stalled(config: Config, kind: StallKind) -> tuple[Why, Stall]:
 
     await eventually(is_there, f"a stall of the kind {kind}")
     look, stall = found[0]
-    text = " ".join(as_text(look).split())
-    assert stall.says in text
-    assert stall.remedy in text
+    text, told = " ".join(why_text(look).split()), stall_text(look.now, stall)
+    assert told.says in text
+    assert told.remedy in text
     return look, stall
 
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from sluice.consumers.tasks.task import Task
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import write_version
@@ -39,13 +40,15 @@ async def test_every_worker_on_an_old_version(
         await WeightsRegistry(client, keys).register(torn, owner.key, owner.nonce, 4)
 
         async def refused() -> bool:
-            _, stall = await stalled(config, "old_versions")
-            return "refused" in stall.says
+            look, stall = await stalled(config, "old_versions")
+            return "refused" in stall_text(look.now, stall).says
 
         await eventually(refused, "the worker to refuse the version")
         look, stall = await stalled(config, "old_versions")
-    assert stall.says.startswith("the one live worker decodes with weights v0 or older, and v1 has been there for 3")
-    assert "worker-0 refused it" in stall.says
+    assert stall_text(look.now, stall).says.startswith(
+        "the one live worker decodes with weights v0 or older, and v1 has been there for 3"
+    )
+    assert "worker-0 refused it" in stall_text(look.now, stall).says
     assert stall.since == torn.published_at
     assert stall.blocks
     assert look.now.version_lag == 1
@@ -77,8 +80,8 @@ async def test_credit_that_is_used_up(limit: str, broker_config: BrokerConfig, k
         with contextlib.suppress(asyncio.CancelledError):
             await running
     for words in ("the credit is used up", used, held):
-        assert words in stall.says
-    assert remedy in stall.remedy
+        assert words in stall_text(look.now, stall).says
+    assert remedy in stall_text(look.now, stall).remedy
     assert not stall.blocks  # the trainer would free it; that nobody decodes is a stall of its own
     assert "no_worker" in {stall.kind for stall in look.now.stalls}
 
@@ -101,7 +104,7 @@ async def test_results_that_pile_up_beside_a_consumer(
             look, stall = await stalled(config, "consumer_lag")
         finally:
             held.go_on.set()
-    assert stall.says.startswith("5 results wait unread, the oldest for 6")
-    assert "1 consumer for 1 partition (consumer-0)" in stall.says
+    assert stall_text(look.now, stall).says.startswith("5 results wait unread, the oldest for 6")
+    assert "1 consumer for 1 partition (consumer-0)" in stall_text(look.now, stall).says
     assert stall.since == pytest.approx(now - 60, abs=2)
     assert look.verdict.state == "stalled"

@@ -24,6 +24,7 @@ from sluice.pipeline.broker.streams import ack_batches, batch_reader
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.queue.dead_letters import Selection, drop
+from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
@@ -85,8 +86,8 @@ async def test_every_process_waits_for_room_and_goes_on(
         await eventually(some_trained, "the first step", 60)
         await small.config_set("maxmemory", 1)
         look, stall = await stalled(config, "broker_full")
-        assert "who writes waits" in stall.says
-        assert "maxmemory" in stall.remedy
+        assert "who writes waits" in stall_text(look.now, stall).says
+        assert "maxmemory" in stall_text(look.now, stall).remedy
         assert look.verdict.state == "stalled"
         await asyncio.sleep(2.5)  # longer than a lease and half an ownership: neither runs out
         rows = {row.name: row for row in (await why(config)).now.processes}

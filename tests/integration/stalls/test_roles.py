@@ -13,6 +13,7 @@ from sluice.consumers.training.trainer import Trainer
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import GuardImpossible, MessageError, first_cause
+from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.submit import produce
 from sluice.workers.role import work
@@ -28,7 +29,7 @@ async def test_no_process(broker_config: BrokerConfig, keys: Keys, tmp_path: Pat
     assert (await why(config)).verdict.state == "idle"
     await produce(config)
     look, stall = await stalled(config, "no_process")
-    assert stall.says == "no process is alive, 3 sequences are in flight"
+    assert stall_text(look.now, stall).says == "no process is alive, 3 sequences are in flight"
     assert look.verdict.state == "stalled"
     assert len(look.now.stalls) == 1
 
@@ -39,10 +40,10 @@ async def test_no_worker(broker_config: BrokerConfig, keys: Keys, tmp_path: Path
     async with consuming(config):
         await produce(config)
         look, stall = await stalled(config, "no_worker")
-    assert stall.says == "no worker is alive, and 3 jobs wait"
+    assert stall_text(look.now, stall).says == "no worker is alive, and 3 jobs wait"
     assert stall.since is not None
     assert began - 1 < stall.since < time.time() + 1
-    assert "sluice worker" in stall.remedy
+    assert "sluice worker" in stall_text(look.now, stall).remedy
     assert (look.verdict.state, look.verdict.moved) == ("stalled", {})
 
 
@@ -60,9 +61,9 @@ async def test_a_dead_trainer_is_known_by_its_last_words(
     assert isinstance(first_cause(caught.value), MessageError)
     async with consuming(config):
         look, dead = await stalled(config, "trainer_dead")
-        assert dead.says.startswith("no trainer is alive, and 1 batch waits; trainer failed ")
+        assert stall_text(look.now, dead).says.startswith("no trainer is alive, and 1 batch waits; trainer failed ")
         [failed] = [stall for stall in look.now.stalls if stall.kind == "process_failed"]
-        assert failed.says == f"trainer failed: {first_cause(caught.value)}"
+        assert stall_text(look.now, failed).says == f"trainer failed: {first_cause(caught.value)}"
         assert failed.since == dead.since == next(row.ended_at for row in look.now.processes if row.role == "trainer")
         assert (failed.blocks, look.verdict.state) == (True, "stalled")
         async with role_of(config, "trainer", "trainer") as again:  # its successor overwrites the row
@@ -83,8 +84,8 @@ async def test_a_guard_that_cannot_be_active(broker_config: BrokerConfig, keys: 
             await work(config, asyncio.Event())
         assert isinstance(first_cause(caught.value), GuardImpossible)
         look, stall = await stalled(config, "guard_refused")
-    assert "refused to start" in stall.says
-    assert "end-of-sequence id to force" in stall.says
-    assert "rollout_matching.repeat_terminate" in stall.remedy
+    assert "refused to start" in stall_text(look.now, stall).says
+    assert "end-of-sequence id to force" in stall_text(look.now, stall).says
+    assert "rollout_matching.repeat_terminate" in stall_text(look.now, stall).remedy
     assert {stall.kind for stall in look.now.stalls} == {"guard_refused", "no_worker"}
     assert look.verdict.state == "stalled"

@@ -91,8 +91,8 @@ def test_the_numbers_are_those_of_the_work(run: Scraped) -> None:
 
 def test_the_runs_numbers_are_those_of_the_snapshot(run: Scraped) -> None:
     assert run.now
-    stall = Stall(kind="no_trainer", says="x", remedy="y")
-    passing = Stall(kind="credit_exhausted", says="x", remedy="y", blocks=False)
+    stall = Stall(kind="no_trainer")
+    passing = Stall(kind="credit_exhausted", blocks=False)
     now = replace(run.now, stalls=[stall, passing], metrics={"rollout/f1": 0.25}, total=9)
     page = run_page(now).decode()
     assert f'sluice_run_sequences_total{{state="committed"}} {JOBS}.0' in page

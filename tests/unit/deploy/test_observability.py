@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from sluice.pipeline.roles import PARTICIPANTS
 from sluice.pipeline.status.snapshot import StallKind
 from sluice.pipeline.telemetry.families import FAMILIES, JOB_STATES, PROCESS_STATES, SEQUENCE_STATES, Family, series
-from sluice.pipeline.telemetry.run_metrics import ROLES
 from tests.promql import Selector, read
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,8 +32,8 @@ VALUES = {
     ("sluice_run_sequences_total", "state"): set(SEQUENCE_STATES),
     ("sluice_run_jobs", "state"): set(JOB_STATES),
     ("sluice_run_processes", "state"): set(PROCESS_STATES),
-    ("sluice_run_processes", "role"): set(ROLES),
-    ("sluice_weight_version", "role"): set(ROLES),
+    ("sluice_run_processes", "role"): set(PARTICIPANTS),
+    ("sluice_weight_version", "role"): set(PARTICIPANTS),
     ("sluice_run_stalls", "kind"): set(get_args(StallKind)),
 }
 

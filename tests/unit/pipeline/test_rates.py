@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from sluice.pipeline.status.descriptions import stage_text
 from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Snapshot
 from sluice.pipeline.status.stages import Stage, stages
@@ -63,9 +64,22 @@ def test_the_end_is_known_when_all_is_done() -> None:
     assert rates.eta_s == 0
 
 
-def told(now: Snapshot) -> dict[str, Stage]:
+class Told(NamedTuple):
+    """A stage and its words."""
+
+    state: str
+    count: str
+    says: str
+
+
+def told(now: Snapshot) -> dict[str, Told]:
     now.stalls = stalls(now)
-    return {stage.name: stage for stage in stages(now, Rates())}
+    return words_of(now, stages(now, Rates()))
+
+
+def words_of(now: Snapshot, found: list[Stage]) -> dict[str, Told]:
+    texts = [stage_text(now, stage) for stage in found]
+    return {stage.name: Told(stage.state, text.amount, text.says) for stage, text in zip(found, texts, strict=True)}
 
 
 def test_every_stage_has_a_sentence_whatever_the_state() -> None:
@@ -99,7 +113,7 @@ def test_what_is_empty_says_since_when_as_far_as_that_was_seen() -> None:
     rates.add(look(1, queued_jobs=0))
     now = look(10, queued_jobs=0)
     rates.add(now)
-    says = {stage.name: stage.says for stage in stages(now, rates)}
+    says = {name: found.says for name, found in words_of(now, stages(now, rates)).items()}
     assert says["queue"] == "no job waits or runs (for 9.0 s)"
     assert says["results"] == "no result waits for the consumers (for at least 10 s)"
     assert says["batches"] == "no batch waits for the trainer (for at least 10 s)"

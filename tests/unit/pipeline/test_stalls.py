@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.broker.retry import FULL
-from sluice.pipeline.status.diagnosis import Why, as_json, as_text, verdict
+from sluice.pipeline.status.descriptions import StallText, stall_text, verdict_text
+from sluice.pipeline.status.diagnosis import Why, verdict
+from sluice.pipeline.status.report import why_json, why_text
 from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot
 from sluice.pipeline.status.stalls import Stall, stalls
 
@@ -38,6 +40,11 @@ def state(*rows: Process, **changes: Any) -> Snapshot:
 def only(now: Snapshot) -> Stall:
     [stall] = stalls(now)
     return stall
+
+
+def text_of(now: Snapshot) -> StallText:
+    """The only stall in words."""
+    return stall_text(now, only(now))
 
 
 def others(role: str, *more: Process) -> list[Process]:
@@ -72,19 +79,19 @@ def test_a_run_that_goes_on_is_over_or_never_began_has_none() -> None:
     ],
 )
 def test_a_role_with_work_that_nobody_plays(role: str, kind: str, work: dict[str, Any], what: str) -> None:
-    stall = only(state(*others(role), **work))
-    assert (stall.kind, stall.says, stall.blocks) == (kind, f"no {role} is alive, and {what}", True)
-    assert "`sluice " in stall.remedy
-    stall = only(state(*others(role, process(role, age_s=40)), **work))
+    stall, text = only(now := state(*others(role), **work)), text_of(now)
+    assert (stall.kind, text.says, stall.blocks) == (kind, f"no {role} is alive, and {what}", True)
+    assert "`sluice " in text.remedy
+    stall, text = only(now := state(*others(role, process(role, age_s=40)), **work)), text_of(now)
     assert stall.since == pytest.approx(NOW - 40)
-    assert stall.says.endswith(f"; {role}-0 fell silent 40 s ago")
+    assert text.says.endswith(f"; {role}-0 fell silent 40 s ago")
 
 
 def test_a_dead_trainer_is_missed_as_soon_as_sequences_are_in_flight() -> None:
     assert stalls(state(*others("trainer"))) == []  # it may not have been started yet
-    stall = only(state(*others("trainer", process("trainer", age_s=40))))
+    stall, text = only(now := state(*others("trainer", process("trainer", age_s=40)))), text_of(now)
     assert stall.kind == "trainer_dead"
-    assert "4 sequences wait to be trained" in stall.says
+    assert "4 sequences wait to be trained" in text.says
 
 
 def test_who_waits_the_longest_for_a_role_says_since_when() -> None:
@@ -94,9 +101,11 @@ def test_who_waits_the_longest_for_a_role_says_since_when() -> None:
 
 def test_last_words_are_shown_until_a_newer_process_plays_the_role() -> None:
     ended = failed("worker", "ModelError", "/m: no model there")
-    first, second = stalls(state(*others("worker", ended), queued_jobs=5))
-    assert (first.kind, first.says) == ("process_failed", "worker-0 failed: /m: no model there")
-    assert "model.path" in first.remedy
+    now = state(*others("worker", ended), queued_jobs=5)
+    first, second = stalls(now)
+    text = stall_text(now, first)
+    assert (first.kind, text.says) == ("process_failed", "worker-0 failed: /m: no model there")
+    assert "model.path" in text.remedy
     assert (second.kind, second.since) == ("no_worker", first.since)
     older = process("worker", "worker-1")
     assert (only(state(*others("worker", ended, older))).kind, only(state(*others("worker", ended, older))).blocks) == (
@@ -110,10 +119,12 @@ def test_last_words_are_shown_until_a_newer_process_plays_the_role() -> None:
     [("GuardRefused", "install the engine"), ("GuardImpossible", "mend the model or rollout_matching")],
 )
 def test_a_refused_guard_has_a_kind_of_its_own(kind: str, remedy: str) -> None:
-    found = stalls(state(*others("worker", failed("worker", kind, "it does not fire")), queued_jobs=1))
+    now = state(*others("worker", failed("worker", kind, "it does not fire")), queued_jobs=1)
+    found = stalls(now)
+    text = stall_text(now, found[0])
     assert [stall.kind for stall in found] == ["guard_refused", "no_worker"]
-    assert "worker-0 refused to start" in found[0].says
-    assert found[0].remedy.startswith(remedy)
+    assert "worker-0 refused to start" in text.says
+    assert text.remedy.startswith(remedy)
 
 
 def test_nobody_at_all_comes_with_the_last_words() -> None:
@@ -137,25 +148,31 @@ def test_old_versions() -> None:
         rows = [process("worker", f"worker-{i}", facts={"version": number}) for i, number in enumerate(versions)]
         return state(*others("worker", *rows), **{"latest_version": 5, "latest_at": NOW - 20, **changes})
 
-    stall = only(at(3, 2))
+    stall, text = only(now := at(3, 2)), text_of(now)
     assert (stall.kind, stall.blocks, stall.since) == ("old_versions", False, NOW - 20)
-    assert stall.says == (
+    assert text.says == (
         "all 2 live workers decode with weights v3 or older, and v5 has been there for 20 s: "
         "the workers are busy with what they have"
     )
     assert only(at(3, latest_at=NOW - 90)).blocks
     assert stalls(at(3, 5)) == stalls(at(3, latest_at=NOW - 2)) == stalls(at()) == []
     facts = {"version": 3, "refused_version": 5}
-    stall = only(state(*others("worker", process("worker", facts=facts)), latest_version=5, latest_at=NOW - 20))
-    assert (stall.blocks, "worker-0 refused it" in stall.says) == (True, True)
+    stall, text = (
+        only(now := state(*others("worker", process("worker", facts=facts)), latest_version=5, latest_at=NOW - 20)),
+        text_of(now),
+    )
+    assert (stall.blocks, "worker-0 refused it" in text.says) == (True, True)
 
 
 def test_results_that_are_late_beside_a_consumer() -> None:
     late = Lag(stream="results:1", entries=9, taken=2, oldest_s=90, unread_s=40)
-    stall = only(state(lag=[late, Lag(stream="results:0", entries=0, taken=0, oldest_s=None)]))
+    stall, text = (
+        only(now := state(lag=[late, Lag(stream="results:0", entries=0, taken=0, oldest_s=None)])),
+        text_of(now),
+    )
     assert stall.kind == "consumer_lag"
-    assert "7 results wait unread, the oldest for 40 s, beside 1 consumer for 2 partitions" in stall.says
-    assert "a partition has nobody" in stall.remedy
+    assert "7 results wait unread, the oldest for 40 s, beside 1 consumer for 2 partitions" in text.says
+    assert "a partition has nobody" in text.remedy
     late.unread_s = 2
     assert stalls(state(lag=[late])) == []
 
@@ -163,9 +180,9 @@ def test_results_that_are_late_beside_a_consumer() -> None:
 def test_a_full_broker_comes_first_and_names_since_when() -> None:
     use = BrokerUse(used_bytes=995, max_bytes=1000, refused=3)
     rows = [process(role, cause=FULL) for role in ROLES]
-    stall = only(state(*rows, broker=use))
+    stall, text = only(now := state(*rows, broker=use)), text_of(now)
     assert (stall.kind, stall.since) == ("broker_full", NOW - 30)
-    assert "it has refused 3 writes so far" in stall.says
+    assert "it has refused 3 writes so far" in text.says
     assert stalls(state(broker=BrokerUse(used_bytes=980, max_bytes=1000))) == []
     assert stalls(state(broker=BrokerUse(used_bytes=980))) == []
 
@@ -173,25 +190,25 @@ def test_a_full_broker_comes_first_and_names_since_when() -> None:
 def test_credit_says_which_limit_and_who_holds_it() -> None:
     rows = others("producer", process("producer", cause="credit (…)"))
     held = CreditUse(sequences=3, max_sequences=4, group=2, bytes=2048, max_bytes=1 << 30)
-    stall = only(state(*rows, credit=held, queued_jobs=2, waiting_batches=1))
+    stall, text = only(now := state(*rows, credit=held, queued_jobs=2, waiting_batches=1)), text_of(now)
     assert (stall.kind, stall.since, stall.blocks) == ("credit_exhausted", NOW - 30, False)
-    assert stall.says.endswith("held by 2 jobs, 1 batch")
+    assert text.says.endswith("held by 2 jobs, 1 batch")
     ahead = CreditUse(sequences=3, max_sequences=64, ahead=12, max_ahead=12)
     assert (
         "12 sequences are enqueued of the 12 that may come before weights v4"
-        in only(state(*rows, credit=ahead, latest_version=3)).says
+        in text_of(state(*rows, credit=ahead, latest_version=3)).says
     )
     letters = CreditUse(sequences=1, bytes=10, max_bytes=10)
-    stall = only(state(*rows, credit=letters, dead_letters=7))
-    assert "held by 7 dead letters" in stall.says
-    assert "sluice dlq drop" in stall.remedy
+    stall, text = only(now := state(*rows, credit=letters, dead_letters=7)), text_of(now)
+    assert "held by 7 dead letters" in text.says
+    assert "sluice dlq drop" in text.remedy
     assert stalls(state(credit=held, exhausted=True)) == []
 
 
 def test_jobs_that_run_alone_are_no_hindrance() -> None:
-    stall = only(state(depth=Depth(alone=1)))
+    stall, text = only(now := state(depth=Depth(alone=1))), text_of(now)
     assert (stall.kind, stall.blocks) == ("runs_alone", False)
-    assert stall.says == "1 job over which workers died run apart from others: a worker empties itself first"
+    assert text.says == "1 job over which workers died run apart from others: a worker empties itself first"
 
 
 def test_the_verdict_of_two_looks() -> None:
@@ -199,7 +216,7 @@ def test_the_verdict_of_two_looks() -> None:
         now.stalls = stalls(now)
         found = verdict(before, now)
         assert found.is_healthy == (found.state != "stalled")
-        return found.state, found.says
+        return found.state, verdict_text(now, found)
 
     early = state(tokens=100, latest_version=1)
     early.at -= 1
@@ -222,13 +239,13 @@ def test_why_as_text_fits_its_width_and_as_json_has_the_same() -> None:
     now = state(*others("worker", failed("worker", "EngineError", "x " * 200)), queued_jobs=5)
     now.stalls = stalls(now)
     why = Why(now=now, verdict=verdict(now, now))
-    lines = as_text(why, 60).splitlines()
+    lines = why_text(why, 60).splitlines()
     assert max(map(len, lines)) <= 60
     assert lines[0] == "run r: running"
     assert any(line.startswith("1. worker-0 failed: x x") for line in lines)
     assert any(line.startswith("   since:  2") and line.endswith("(40 s)") for line in lines)
     assert any(line.startswith("2. no worker is alive") for line in lines)
     assert sum(line.startswith("   do:     ") for line in lines) == 2
-    shown: Any = as_json(why)
+    shown: Any = why_json(why)
     assert (shown["schema_version"], shown["verdict"]["state"]) == (3, "stalled")
     assert [stall["kind"] for stall in shown["stalls"]] == ["process_failed", "no_worker"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from sluice.pipeline.status.descriptions import condition, credit, stall_text, waits
 from sluice.pipeline.status.report import as_text
 from sluice.pipeline.status.snapshot import CreditUse, Depth, Lag, Lease, Process, Snapshot
 from sluice.pipeline.status.stalls import stalls
-from sluice.pipeline.status.text import condition, credit, length, waits
+from sluice.pipeline.status.text import length
 
 
 def process(name: str, role: str, age_s: float = 0.5, cause: str | None = None, **facts: Any) -> Process:
@@ -32,7 +33,7 @@ def state(**changes: Any) -> Snapshot:
 
 
 def findings(now: Snapshot) -> list[str]:
-    return [stall.says for stall in stalls(now)]
+    return [stall_text(now, stall).says for stall in stalls(now)]
 
 
 def test_the_sum_comes_first_and_the_processes_in_the_order_of_the_flow() -> None:
@@ -103,8 +104,9 @@ def test_what_keeps_a_run_is_said_in_words() -> None:
     assert waits(now)[-1] == "t-0 waits for training batches, 3.0 s"
     assert findings(state()) == []
     assert findings(state(exhausted=True, trained=8, processes=[])) == []
-    [gone] = stalls(state(processes=[]))
-    assert "start `sluice run` or `sluice up` again" in gone.remedy
+    now = state(processes=[])
+    [gone] = stalls(now)
+    assert "start `sluice run` or `sluice up` again" in stall_text(now, gone).remedy
     full = CreditUse(sequences=16, max_sequences=16)
     assert "the credit is used up (16 of 16 sequences, 0.0 KiB)" in findings(state(credit=full))[0]
 

@@ -19,14 +19,16 @@ from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.dead_letters import Reasons, in_time
 from sluice.consumers.dashboard.live import Live, event
 from sluice.consumers.dashboard.monitor import Monitor, ProcessRates
-from sluice.consumers.dashboard.overview import points
+from sluice.consumers.dashboard.overview import Box, points
 from sluice.consumers.dashboard.render import fragment
 from sluice.consumers.dashboard.settings import settings
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.config.types import BrokerConfig, Config, ProducerConfig
 from sluice.pipeline.http.middleware import host_name, is_loopback
 from sluice.pipeline.queue.dead_letters import Row
+from sluice.pipeline.status.descriptions import StageText
 from sluice.pipeline.status.snapshot import Process, Snapshot, Stall
+from sluice.pipeline.status.stages import Stage
 from sluice.pipeline.wire.messages import DeadLetter
 
 
@@ -56,10 +58,12 @@ def test_a_sentence_begins_with_a_capital_unless_it_begins_with_a_name() -> None
 
 
 def test_a_long_sentence_keeps_its_first_part_and_since_when() -> None:
-    long = "the credit is used up; " + "x" * 130
-    assert formats.brief(long) == "the credit is used up"
-    assert formats.brief(long + " (for 3 s)") == "the credit is used up (for 3 s)"
-    assert formats.brief("a; b") == "a; b"
+    def says(what: str, more: str, since: str = "") -> str:
+        return Box(Stage(name="producer", state="waiting"), StageText("1 alive", "", what, more, since)).says
+
+    assert says("the credit is used up", "x" * 130) == "the credit is used up"
+    assert says("the credit is used up", "x" * 130, " (for 3 s)") == "the credit is used up (for 3 s)"
+    assert says("a", "b") == "a; b"
 
 
 def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None:
@@ -70,10 +74,10 @@ def test_what_is_read_aloud_changes_with_the_kinds_of_the_stalls_alone() -> None
         monitor.newest, monitor.number = Snapshot(run="r", state="running", stalls=list(stalls)), monitor.number + 1
         return live.render("heard").strip()
 
-    first = heard(Stall(kind="no_worker", says="5 jobs wait for 3 s", since=1.0, remedy="start one"))
+    first = heard(Stall(kind="no_worker", role="worker", since=1.0))
     assert first == "Stalled: no worker."
-    assert heard(Stall(kind="no_worker", says="6 jobs wait for 4 s", since=2.0, remedy="start one")) == first
-    assert "Nothing blocks" in heard(Stall(kind="credit_exhausted", says="x", remedy="wait", blocks=False))
+    assert heard(Stall(kind="no_worker", role="worker", since=2.0)) == first
+    assert "Nothing blocks" in heard(Stall(kind="credit_exhausted", blocks=False))
 
 
 def test_nothing_hides_in_a_dead_letter() -> None:

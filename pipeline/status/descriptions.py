@@ -1,0 +1,402 @@
+"""What a snapshot, its stalls, its stages and its verdict mean, in words: for status, top and the dashboard.
+
+Words are made here alone: no program reads a sentence, so each of them can be reworded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sluice.pipeline.broker.retry import FULL_REMEDY
+from sluice.pipeline.roles import ROLES, known
+from sluice.pipeline.status.diagnosis import Verdict
+from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
+from sluice.pipeline.status.stages import Stage
+from sluice.pipeline.status.stalls import dead_rows, late_results, refuses_newest, work_for
+from sluice.pipeline.status.text import counted, length, waiting
+
+_MIB = 1 << 20
+_SHOWN_ENTRIES = 3
+_COUNTED = {"committed": "decoded", "accepted": "handed on"}  # what a count is called, where not by its name
+_FIX = {
+    "ConfigError": "mend the configuration as the message says",
+    "GuardImpossible": "mend the model or rollout_matching.repeat_terminate as the message says",
+    "DataError": "mend the data as the message says, or set data.on_malformed=skip",
+    "TaskError": "mend the data or the task as the message says",
+    "ModelError": "mend model.path as the message says",
+}
+
+
+class StallText(NamedTuple):
+    """A stall in words."""
+
+    what: str  # what waits for what
+    more: str  # a detail, or nothing
+    remedy: str  # what to do
+
+    @property
+    def says(self) -> str:
+        """The whole sentence."""
+        return f"{self.what}; {self.more}" if self.more else self.what
+
+
+class StageText(NamedTuple):
+    """A stage in words."""
+
+    amount: str  # what is in it now
+    rate: str  # how fast things pass, empty where nothing does
+    what: str  # what it does, or waits for
+    more: str = ""  # a detail, or nothing
+    since: str = ""  # for how long, in brackets
+
+    @property
+    def says(self) -> str:
+        """The whole sentence."""
+        return f"{self.what}; {self.more}{self.since}" if self.more else self.brief
+
+    @property
+    def brief(self) -> str:
+        """Without the detail."""
+        return f"{self.what}{self.since}"
+
+
+def condition(now: Snapshot) -> str:
+    """The run in a word or two."""
+    if now.complete:
+        return "complete"
+    if any(row.is_alive and not row.is_onlooker for row in now.processes):
+        return "running"
+    if now.state == "finished":
+        return "over, but not complete"
+    return "not running" if now.enqueued else "nothing enqueued yet"
+
+
+def guard(now: Snapshot) -> str:
+    """Where the repeat guard is on and what it did in the sequences that are trained; empty where it is off."""
+    workers = now.alive("worker")
+    watched = sum("repeat_terminate" in row.facts for row in workers)
+    if not watched and not now.metrics.get("rollout/repeat_terminate_active"):
+        return ""
+    ended, saved = guard_counts(now)
+    done = f"{counted(ended, 'sequence')} ended, {counted(saved, 'token')} saved"
+    return f"on in {watched} of {counted(len(workers), 'worker')}; {done}" if workers else done
+
+
+def guard_counts(now: Snapshot) -> tuple[int, int]:
+    """(sequences that the repeat guard ended, tokens that it saved) among those that are trained."""
+    names = ("triggered_sequences", "tokens_saved")
+    ended, saved = (int(now.metrics.get(f"total/rollout/repeat_terminate_{name}", 0)) for name in names)
+    return ended, saved
+
+
+def policy(now: Snapshot) -> str:
+    """The newest step of a policy loss; empty where there is none."""
+    found = {name.removeprefix("policy/"): value for name, value in now.metrics.items() if name.startswith("policy/")}
+    if "tokens" not in found:
+        return ""
+    lag = f"{found.get('version_lag_mean', 0):.1f} versions old, the oldest {found.get('version_lag_max', 0):.0f}"
+    left_out = {
+        "stale": found.get("stale_tokens", 0),
+        "without a proximal logprob": found.get("missing_proximal_tokens", 0),
+        "capped": found.get("capped_tokens", 0),
+        "floored": found.get("floored_tokens", 0),
+    }
+    words = [f"{count:,.0f} {name}" for name, count in left_out.items() if count]
+    gap = found.get("engine_logprob_gap_max")
+    return "; ".join(
+        [
+            f"reward {found.get('reward_mean', 0):.3f}",
+            f"{found['tokens']:,.0f} tokens, {lag}",
+            *([f"left out: {', '.join(words)}"] if words else []),
+            *([f"trainer and engine differ by {gap:.1e} nats at most"] if gap is not None else []),
+        ]
+    )
+
+
+def credit(use: CreditUse) -> str:
+    """Used of limit."""
+    sequences = f"{use.sequences:,}" + ("" if use.max_sequences is None else f" of {use.max_sequences:,}")
+    held = f"{use.bytes / 1024:,.1f} KiB" if use.bytes < _MIB else f"{use.bytes / _MIB:,.1f} MiB"
+    return f"{sequences} sequences, {held}" + ("" if use.max_bytes is None else f" of {use.max_bytes // _MIB:,} MiB")
+
+
+def doing(row: Process) -> str:
+    """What a live process does, or waits for and since when."""
+    return "is at work" if row.waiting_for is None else f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}"
+
+
+def waits(now: Snapshot) -> list[str]:
+    """What keeps the run, and then what each live process waits for."""
+    said = [f"{row.name} {doing(row)}" for row in now.processes if row.is_alive and row.waiting_for]
+    return [stall_text(now, stall).says for stall in now.stalls] + said
+
+
+def stall_text(now: Snapshot, stall: Stall) -> StallText:
+    """A stall of this snapshot."""
+    return _STALLS[stall.kind](now, stall)
+
+
+def _broker_full(now: Snapshot, stall: Stall) -> StallText:
+    use = now.broker
+    used, limit, refused = (0, 0, 0) if use is None else (use.used_bytes, use.max_bytes or 0, use.refused)
+    full = f"the broker is full ({used / _MIB:,.1f} of {limit / _MIB:,.1f} MiB): who writes waits"
+    return StallText(full, f"it has refused {counted(refused, 'write')} so far" if refused else "", FULL_REMEDY)
+
+
+def _unreadable(now: Snapshot, stall: Stall) -> StallText:
+    some = "; ".join(now.unreadable[:_SHOWN_ENTRIES])
+    more = f"; and {len(now.unreadable) - _SHOWN_ENTRIES} more" if len(now.unreadable) > _SHOWN_ENTRIES else ""
+    number = counted(len(now.unreadable), "entry", "entries")
+    return StallText(
+        f"{number} of the run in the broker cannot be read and left out: {some}{more}",
+        "",
+        "where a newer release writes it, upgrade this one; else delete the entry (HDEL, XDEL) or the key (DEL) with "
+        "redis-cli: its process, if it lives, writes it anew",
+    )
+
+
+def _failed(now: Snapshot, stall: Stall) -> StallText:
+    row = now.process(stall.process)
+    kind, error = (row.error_kind or "", row.error) if row else ("", None)
+    refused = stall.kind == "guard_refused"
+    how = "refused to start, as its repeat guard cannot be proved to work" if refused else "failed"
+    again = "it is started again by itself under `sluice run` and `sluice up`; if it fails again, read its log"
+    remedy = f"{_FIX[kind]}, then start it again" if kind in _FIX else again
+    if kind == "GuardRefused":
+        remedy = (
+            "install the engine that this release names, or, to go on without a guard, set "
+            "rollout_matching.repeat_terminate.enabled=false; then start the worker again"
+        )
+    return StallText(f"{stall.process} {how}: {error}", "", remedy)
+
+
+def _no_process(now: Snapshot, stall: Stall) -> StallText:
+    return StallText(
+        f"no process is alive, {now.credit.sequences:,} sequences are in flight",
+        "",
+        "start `sluice run` or `sluice up` again with the same configuration: it goes on from here",
+    )
+
+
+def _nobody(now: Snapshot, stall: Stall) -> StallText:
+    role = known(stall.role or "") or ROLES["worker"]
+    source, number = work_for(now, role.name)
+    work = {
+        "rows": "there are rows to read",
+        "jobs": waiting(number, "job"),
+        "rollouts": waiting(number, "rollout"),
+        "results": waiting(number, "result"),
+        "score_jobs": waiting(number, "score job"),
+        "batches": waiting(number, "batch", "batches"),
+        "sequences": f"{waiting(number, 'sequence')} to be trained",
+        "requests": waiting(number, "request"),
+    }[source]
+    more = ""
+    if stall.process is not None and stall.since is not None:
+        ended = any(row.name == stall.process and row.ended_at for row in dead_rows(now, role.name))
+        more = f"{stall.process} {'failed' if ended else 'fell silent'} {length(now.at - stall.since)} ago"
+    return StallText(
+        f"no {role.name} is alive, and {work}",
+        more,
+        f"start one with `sluice {role.command} -c CONFIG`; under `sluice run` and `sluice up` that happens by "
+        f"itself, see the {role.name}'s log",
+    )
+
+
+def _old_versions(now: Snapshot, stall: Stall) -> StallText:
+    workers = [row for row in now.processes if row.role == "worker" and row.is_alive and row.version is not None]
+    newest = max((row.version for row in workers if row.version is not None), default=0)
+    row = now.process(stall.process)
+    remedy = "look at the disk that holds the weights; a worker gives up after weights.load_timeout_s"
+    if row is None:
+        why = "the workers are busy with what they have"
+    elif refuses_newest(now, row):
+        why, remedy = f"{row.name} refused it", f"the log of {row.name} says why; the next version may be taken"
+    else:
+        why = f"{row.name} waits for {row.waiting_for}"
+    who = "the one live worker decodes" if len(workers) == 1 else f"all {len(workers)} live workers decode"
+    there = f"v{now.latest_version} has been there for {length(now.at - (stall.since or now.at))}"
+    return StallText(f"{who} with weights v{newest} or older, and {there}: {why}", "", remedy)
+
+
+def _consumer_lag(now: Snapshot, stall: Stall) -> StallText:
+    late = late_results(now)
+    consumers = [row.name for row in now.processes if row.role == "consumer" and row.is_alive]
+    partitions = sum(lag.stream.startswith(ROLES["consumer"].stream) for lag in now.lag)
+    unread, oldest_s = sum(lag.entries - lag.taken for lag in late), now.at - (stall.since or now.at)
+    who = f"{counted(len(consumers), 'consumer')} for {counted(partitions, 'partition')}"
+    if len(consumers) < partitions:
+        remedy = f"a partition has nobody: start `sluice {ROLES['consumer'].command} -c CONFIG` once more"
+    else:
+        remedy = (
+            "the consumer is slower than the workers, or hangs in its parse or match function: look at its CPU time "
+            "and its log; a new run may have a higher consumer.count"
+        )
+    return StallText(
+        f"{waiting(unread, 'result')} unread, the oldest for {length(oldest_s)}, beside {who} ({', '.join(consumers)})",
+        "",
+        remedy,
+    )
+
+
+def _credit_exhausted(now: Snapshot, stall: Stall) -> StallText:
+    """What holds the credit, and what to do where that is no mere back-pressure."""
+    use = now.credit
+    full = f"the credit is used up ({credit(use)}): nothing is enqueued until the trainer frees some"
+    if "versions" in use.used_up:
+        ahead = f"{use.ahead:,} sequences are enqueued of the {use.max_ahead or 0:,} that may come"
+        return StallText(
+            full,
+            f"{ahead} before weights v{(now.latest_version or 0) + 1}",
+            "it ends with the next version; a higher producer.max_staleness lets decoding run further ahead",
+        )
+    results = work_for(now, "consumer")[1]
+    held = [
+        *([counted(now.queued_jobs, "job")] if now.queued_jobs else []),
+        *([counted(results, "result")] if results else []),
+        *([counted(now.waiting_batches, "batch", "batches")] if now.waiting_batches else []),
+        *([counted(now.dead_letters, "dead letter")] if now.dead_letters and "bytes" in use.used_up else []),
+    ]
+    why = f"held by {', '.join(held)}" if held else "held by sequences on their way"
+    if "bytes" in use.used_up and now.dead_letters:
+        free = "`sluice dlq replay` or `sluice dlq drop` frees what dead letters hold"
+        return StallText(full, why, f"{free}; or raise producer.max_in_flight_mb")
+    limit = "max_in_flight_mb" if "bytes" in use.used_up else "max_in_flight"
+    return StallText(full, why, f"it ends as sequences are trained; a higher producer.{limit} lets more be under way")
+
+
+def _runs_alone(now: Snapshot, stall: Stall) -> StallText:
+    jobs = counted(now.depth.alone if now.depth else 0, "job")
+    return StallText(
+        f"{jobs} over which workers died run apart from others: a worker empties itself first",
+        "",
+        "it ends by itself; a job that goes on to kill workers becomes a dead letter: `sluice dlq list`",
+    )
+
+
+_STALLS: dict[StallKind, Callable[[Snapshot, Stall], StallText]] = {
+    "broker_full": _broker_full,
+    "unreadable": _unreadable,
+    "process_failed": _failed,
+    "guard_refused": _failed,
+    "no_process": _no_process,
+    **dict.fromkeys(
+        ("no_producer", "no_gateway", "no_worker", "no_consumer", "no_scorer", "no_trainer", "trainer_dead"), _nobody
+    ),
+    "old_versions": _old_versions,
+    "consumer_lag": _consumer_lag,
+    "credit_exhausted": _credit_exhausted,
+    "runs_alone": _runs_alone,
+}
+
+
+def stage_text(now: Snapshot, stage: Stage) -> StageText:
+    """A stage of this snapshot."""
+    rate = f"{stage.rate[0]:,.1f} {stage.rate[1]}" if stage.rate else ""
+    if stage.name == "queue":
+        return _queue(now, stage, rate)
+    if stage.name == "results":
+        return _stream(stage, rate, ("result", "results"), "the consumers")
+    if stage.name == "batches":
+        return _stream(stage, rate, ("batch", "batches"), "the trainer")
+    if stage.name == "weights":
+        return _weights(now, stage)
+    return StageText(f"{stage.count or 0} alive", rate, *_role(now, stage))
+
+
+def _role(now: Snapshot, stage: Stage) -> tuple[str, str, str]:
+    """What it does, a detail, and since when."""
+    if stage.stall is not None and (stage.state == "stalled" or (stage.state == "waiting" and not stage.busy)):
+        told, at = stall_text(now, stage.stall), stage.stall.since
+        return told.what, told.more, "" if at is None else f" (for {length(now.at - at)})"
+    if stage.state == "done":
+        return "the run is complete" if now.complete else "all rows are enqueued", "", ""
+    if stage.state == "off":
+        return f"no {stage.name} is alive, and nothing waits for one", "", ""
+    first = next(iter(stage.waiting), None)
+    if stage.busy or first is None:
+        return f"{_names(stage.busy)} at work", f"{first.name} waits for {first.waiting_for}" if first else "", ""
+    more = f" (and {counted(len(stage.waiting) - 1, 'other')})" if len(stage.waiting) > 1 else ""
+    return f"{first.name}{more} {doing(first)}", "", ""
+
+
+def _names(rows: list[Process]) -> str:
+    shown = ", ".join(row.name for row in rows[:3])
+    verb = "is" if len(rows) == 1 else "are"
+    return f"{shown} {verb}" if len(rows) <= 3 else f"{shown} and {len(rows) - 3} more are"
+
+
+def _queue(now: Snapshot, stage: Stage, rate: str) -> StageText:
+    count, depth = counted(now.queued_jobs, "job"), now.depth
+    if not now.queued_jobs:
+        if now.exhausted:
+            return StageText(count, rate, "no job is left")
+        return StageText(count, rate, "no job waits or runs", since=_idle(stage))
+    if depth is None:
+        return StageText(count, rate, f"{count} ready or running")
+    words = [f"{depth.running:,} running", f"{depth.ready:,} ready"]
+    words += [f"{depth.deferred:,} deferred"] if depth.deferred else []
+    words += [f"{depth.alone:,} to run alone"] if depth.alone else []
+    oldest = "" if depth.oldest_s is None else f"the next one was enqueued {length(depth.oldest_s)} ago"
+    return StageText(count, rate, ", ".join(words), oldest)
+
+
+def _stream(stage: Stage, rate: str, names: tuple[str, str], reader: str) -> StageText:
+    entries = stage.count or 0
+    count = counted(entries, *names)
+    if not entries:
+        return StageText(count, rate, f"no {names[0]} waits for {reader}", since=_idle(stage))
+    unread = f"{entries - stage.taken:,} unread, {stage.taken:,} in the hands of {reader}"
+    return StageText(count, rate, unread, f"the oldest came {length(stage.oldest_s or 0.0)} ago")
+
+
+def _weights(now: Snapshot, stage: Stage) -> StageText:
+    if now.latest_version is None:
+        says = "no weights are registered yet: the trainer does it once its model is loaded"
+        return StageText("none", "", says, since=_idle(stage))
+    age = "" if now.latest_at is None else f", published {length(now.at - now.latest_at)} ago"
+    lag = now.version_lag
+    behind = f"the oldest live worker is {counted(lag, 'version')} behind" if lag else "every live worker has it"
+    if not now.alive("worker"):
+        behind = "no live worker"
+    return StageText(f"v{now.latest_version}", "", f"v{now.latest_version}{age}", behind)
+
+
+def _idle(stage: Stage) -> str:
+    """Since when nothing lies here, as far as this process saw it."""
+    if stage.idle is None:
+        return ""
+    seconds, was_seen = stage.idle
+    return f" (for {'' if was_seen else 'at least '}{length(seconds)})"
+
+
+def verdict_text(now: Snapshot, verdict: Verdict) -> str:
+    """What `sluice status --why` says first."""
+    within = f"{verdict.over_s:.1f} s"
+    seen = f"{_moved(verdict.moved)} within {within}" if verdict.moved else f"nothing was counted within {within}"
+    match verdict.state:
+        case "complete":
+            return "the run is complete: nothing is left to do"
+        case "idle":
+            return "nothing was enqueued under this name and no process is alive: is it the run's name?"
+        case "stalled":
+            causes = counted(sum(stall.blocks for stall in now.stalls) or len(now.stalls), "cause")
+            how = "it still moves, and will stop" if verdict.moved else "it stands still"
+            return f"{how}: {causes}, below; {seen}"
+        case "moving":
+            return f"it moves: {seen}"
+        case "working":
+            return f"it works: {seen}, and {verdict.busy} is at work"
+        case "waiting":
+            return f"it waits: {seen}, every process waits, and nothing that is known keeps them"
+
+
+def _moved(counts: dict[str, int]) -> str:
+    others = ((_COUNTED.get(name, name), count) for name, count in counts.items() if name not in ("tokens", "versions"))
+    words = [f"{count:,} {name}" for name, count in others]
+    if "tokens" in counts:
+        words.insert(0, counted(counts["tokens"], "token"))
+    if "versions" in counts:
+        words.append(counted(counts["versions"], "new version of the weights", "new versions of the weights"))
+    return ", ".join(words)
