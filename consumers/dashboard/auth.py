@@ -2,7 +2,7 @@
 
 - With a key: HTTP Basic (any user name, the key as password) or a bearer token; compared in constant time.
 - Without one, only this machine: the address that is bound is a loopback one (`check_host`), and so is the name that is
-  asked for, or it is one of `dashboard.hosts` (pipeline/http/hosts.py).
+  asked for, or it is one of `dashboard.hosts` (pipeline/http/middleware.py).
 - `/health` is answered to everybody.
 - `SafeHeaders`: nothing is loaded from elsewhere, nothing runs inline, and no other page may frame this one.
 """
