@@ -1,4 +1,10 @@
-"""`sluice bench`: what the pipeline costs, beside the bare engine or a peer, in one run."""
+"""`sluice bench NAME`: what the parts of Sluice cost, each beside what it is compared with.
+
+cli ─▶ NAME.Plan ─▶ NAME.measure ─┬▶ broker, processes, models: what is measured  ─┬▶ harness: numbers, one JSON object
+                                  └▶ child: a function in a process of its own    ─┘
+
+pipeline, engine, queue, guard, proximal, rollout, operate, scale, truth: a benchmark each, on the harness.
+"""
 
 if not __name__.startswith("sluice."):
     raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")

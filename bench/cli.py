@@ -36,12 +36,11 @@ def pipeline(
 
     Example: `sluice bench pipeline --workers 2 --json`
     """
-    from sluice.bench.pipeline.compare import compare
-    from sluice.bench.pipeline.plan import Plan
-    from sluice.bench.report import finish
+    from sluice.bench.harness import finish
+    from sluice.bench.pipeline import Plan, measure
 
     plan = Plan.of(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch, model=model)
-    finish(compare(plan), as_json=json)
+    finish(measure(plan), as_json=json)
 
 
 @app.command
@@ -66,9 +65,8 @@ def queue(
 
     Example: `sluice bench queue --workers 2 --workers 8 --json`
     """
-    from sluice.bench.queue.measure import measure
-    from sluice.bench.queue.plan import Plan
-    from sluice.bench.report import finish
+    from sluice.bench.harness import finish
+    from sluice.bench.queue.measure import Plan, measure
 
     finish(measure(Plan.of(workers=workers, jobs=jobs, quick=quick)), as_json=json)
 
@@ -94,9 +92,8 @@ def engine(
 
     Example: `sluice bench engine --counts 32 --no-vllm --json`
     """
-    from sluice.bench.engine.compare import compare
-    from sluice.bench.engine.plan import Plan
-    from sluice.bench.report import finish
+    from sluice.bench.engine.compare import Plan, compare
+    from sluice.bench.harness import finish
 
     plan = Plan.of(counts=counts, rounds=rounds, threads=threads, longest=longest, vllm=vllm, quick=quick)
     finish(compare(plan), as_json=json)
@@ -123,9 +120,8 @@ def guard(
 
     Example: `sluice bench guard --no-vllm --json`
     """
-    from sluice.bench.guard.measure import measure
-    from sluice.bench.guard.plan import Plan
-    from sluice.bench.report import finish
+    from sluice.bench.guard.measure import Plan, measure
+    from sluice.bench.harness import finish
 
     plan = Plan.of(
         counts=counts, sequences=sequences, longest=longest, run_sequences=run_sequences, vllm=vllm, quick=quick
@@ -150,9 +146,8 @@ def proximal(
 
     Example: `sluice bench proximal --backends hf --json`
     """
-    from sluice.bench.proximal.measure import measure
-    from sluice.bench.proximal.plan import Plan
-    from sluice.bench.report import finish
+    from sluice.bench.harness import finish
+    from sluice.bench.proximal.measure import Plan, measure
 
     finish(measure(Plan.of(backends=backends, rounds=rounds, quick=quick)), as_json=json)
 
@@ -174,9 +169,8 @@ def rollout(
 
     Example: `sluice bench rollout --no-vllm --json`
     """
-    from sluice.bench.report import finish
-    from sluice.bench.rollout.measure import measure
-    from sluice.bench.rollout.plan import Plan
+    from sluice.bench.harness import finish
+    from sluice.bench.rollout.measure import Plan, measure
 
     finish(measure(Plan.of(rounds=rounds, vllm=vllm, quick=quick)), as_json=json)
 
@@ -197,9 +191,8 @@ def operate(
 
     Example: `sluice bench operate --json`
     """
-    from sluice.bench.operate.measure import measure
-    from sluice.bench.operate.plan import Plan
-    from sluice.bench.report import finish
+    from sluice.bench.harness import finish
+    from sluice.bench.operate.measure import Plan, measure
 
     finish(measure(Plan.of(finished=sequences, rounds=rounds, quick=quick)), as_json=json)
 
@@ -221,9 +214,8 @@ def scale(
 
     Example: `sluice bench scale --count 100000 --json`
     """
-    from sluice.bench.report import finish
-    from sluice.bench.scale.measure import measure
-    from sluice.bench.scale.plan import Plan
+    from sluice.bench.harness import finish
+    from sluice.bench.scale.measure import Plan, measure
 
     finish(measure(Plan.of(count=count, workers=workers, idle_s=idle_s)), as_json=json)
 
@@ -246,9 +238,9 @@ def truth(
 
     Example: `sluice bench truth Gemma3 Qwen3.5 --json`
     """
-    from sluice.bench.report import finish
-    from sluice.bench.truth.measure import measure
-    from sluice.bench.truth.measure import table as table_of
+    from sluice.bench.harness import finish
+    from sluice.bench.truth.check import measure
+    from sluice.bench.truth.check import table as table_of
 
     found = measure(names, quick=quick)
     if table:

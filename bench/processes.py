@@ -1,4 +1,4 @@
-"""The child processes of a benchmark: started, paused while the other side is measured, and always ended.
+"""The child processes of a benchmark: started, asked, paused while the other side is measured, and always ended.
 
 They are process groups of this session: should this process be killed while they are paused, the kernel wakes and
 ends them (an orphaned group with a stopped member gets SIGHUP and SIGCONT).
@@ -8,19 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Any, TypeVar
 
+import msgspec
+
+from sluice.bench import child
 from sluice.pipeline.child_process import tethered
 from sluice.pipeline.errors import DeadlineExceeded, SluiceError
 from sluice.pipeline.run.supervisor import last_line
 
+T = TypeVar("T")
+
+START_S = 300.0
+"""Until an engine or a server is loaded."""
+
+WORK_S = 1800.0
+"""Until an engine has answered."""
+
 _GRACE_S = 5.0
 _EXIT_S = 0.5  # from the end of a process's output to its exit code
 _LINE_LIMIT = 1 << 26  # an answer of the bare engine is one line
+_FAILED = b'{"type":"failed"'
 
 
 class Fleet:
@@ -30,7 +45,7 @@ class Fleet:
         self._kind, self._logs = kind, logs
         self.processes: list[Process] = []
 
-    async def start(self, command: list[str], env: dict[str, str] | None = None, *, piped: bool = False) -> Process:
+    async def start(self, command: list[str], env: dict[str, str] | None = None, *, piped: bool = False) -> None:
         """Start one more; it writes its log to `<kind>-<number>.log`, and its answers there too unless piped."""
         name = f"{self._kind}-{len(self.processes)}"
         with self._log(len(self.processes)).open("ab") as log:
@@ -40,14 +55,52 @@ class Fleet:
                 process_group=0, limit=_LINE_LIMIT,
             )  # fmt: skip
         self.processes.append(process)
-        return process
+
+    async def start_child(
+        self, serve: Callable[..., Any], arguments: Sequence[Any] = (), env: dict[str, str] | None = None
+    ) -> None:
+        """Start one more that runs this function of a module, see `sluice.bench.child`."""
+        await self.start(child_command(serve, arguments), env, piped=True)
+
+    def send(self, what: Any) -> None:
+        """One message to each child."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(what) + b"\n")
+
+    async def receive(self, kind: type[T], deadline_s: float) -> list[T]:
+        """The next answer of each child. Raises DeadlineExceeded, and SluiceError with what a child raised."""
+        lines = await self.answers(deadline_s)
+        for index, line in enumerate(lines):
+            if line.startswith(_FAILED):
+                why = msgspec.json.decode(line, type=child.Failed).why
+                raise SluiceError(f"{self._kind}-{index} failed: {why}")
+        return [msgspec.json.decode(line, type=kind) for line in lines]
+
+    async def ask(self, what: Any, kind: type[T], deadline_s: float = WORK_S) -> list[T]:
+        """What each child answers to this message."""
+        self.send(what)
+        return await self.receive(kind, deadline_s)
+
+    async def answers(self, deadline_s: float) -> list[bytes]:
+        """One line of each piped process; raises DeadlineExceeded, or SluiceError when one has ended instead."""
+        reads = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        try:
+            found = await asyncio.wait_for(asyncio.gather(*reads), deadline_s)
+        except TimeoutError as error:
+            self.check()
+            raise DeadlineExceeded(f"a {self._kind} process said nothing for {deadline_s:.0f} s") from error
+        if not all(found):
+            await asyncio.sleep(_EXIT_S)
+            self.check()
+            raise SluiceError(f"a {self._kind} process closed its output")
+        return found
 
     def pause(self) -> None:
         """Stop them in their tracks: an idle worker polls, and that is time of the other side."""
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
         self._send(signal.SIGCONT)
 
     def cpu_s(self) -> float:
@@ -69,9 +122,7 @@ class Fleet:
     async def __aenter__(self) -> Fleet:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.end()
 
     async def end(self) -> None:
@@ -84,20 +135,6 @@ class Fleet:
         self._send(signal.SIGKILL)
         await ends
 
-    async def answers(self, deadline_s: float) -> list[bytes]:
-        """One line of each piped process; raises DeadlineExceeded, or SluiceError when one has ended instead."""
-        reads = [process.stdout.readline() for process in self.processes if process.stdout is not None]
-        try:
-            found = await asyncio.wait_for(asyncio.gather(*reads), deadline_s)
-        except TimeoutError as error:
-            self.check()
-            raise DeadlineExceeded(f"a {self._kind} process said nothing for {deadline_s:.0f} s") from error
-        if not all(found):
-            await asyncio.sleep(_EXIT_S)
-            self.check()
-            raise SluiceError(f"a {self._kind} process closed its output")
-        return found
-
     def _send(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.returncode is None:
@@ -106,3 +143,31 @@ class Fleet:
 
     def _log(self, index: int) -> Path:
         return self._logs / f"{self._kind}-{index}.log"
+
+
+def child_command(serve: Callable[..., Any], arguments: Sequence[Any] = ()) -> list[str]:
+    """What starts a process that runs this function of a module, see `sluice.bench.child`."""
+    return [sys.executable, "-P", "-m", child.__name__, serve.__module__, serve.__name__, json.dumps(arguments)]
+
+
+def engine_environment(threads: int = 1) -> dict[str, str]:
+    """The same for every process with an engine; only vLLM reads its own."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def enforce_eager() -> bool:
+    """Of vLLM: on a CPU, compiling takes longer than the run."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def set_options(settings: Sequence[str]) -> list[str]:
+    """`KEY=VALUE` settings as a role's command line takes them."""
+    return [part for value in settings for part in ("--set", value)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sluice.bench.guard.loop_model import follow, write_successors
+from sluice.bench.models import follow, write_successors
 from tests.tiny_models import build_tokenizer
 
 PERIODS = (1, 2, 3, 5, 8)

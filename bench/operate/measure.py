@@ -1,33 +1,77 @@
-"""All parts, one after the other, and the fields of the JSON object.
+"""All parts, one after the other: pages, help, and the throughput of a pipeline with metrics and without.
 
-Everything runs on brokers and in a directory of its own, which are removed at the end, also on Ctrl-C.
+- Pages take turns, so that none of them is asked twice in a row; a browser beside them keeps the live stream open.
+- Help is a new interpreter each time, as a person's shell starts it; the first start warms the file cache.
+- Either side of the throughput has a broker and workers of its own; those that are not measured are stopped (SIGSTOP).
+  The workers' processor time is compared as well: it is steadier on a busy machine.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import asyncio
+import contextlib
+import subprocess
 import time
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from statistics import median
 from typing import Any
+from urllib.parse import quote
 
+import aiohttp
 import msgspec
 
-from sluice.bench.interruptible import run_interruptible
-from sluice.bench.operate.help import help_s
-from sluice.bench.operate.overhead import overhead
-from sluice.bench.operate.pages import pages
+from sluice.bench import pipeline as bench_pipeline
+from sluice.bench.broker import own_broker, serving
+from sluice.bench.harness import (
+    HOME,
+    at_least_one,
+    own_directory,
+    percentile,
+    play,
+    run_interruptible,
+    say,
+    spread,
+)  # fmt: skip
+from sluice.bench.http import free_ports, get_s, open_session, until_healthy
+from sluice.bench.models import demo_model
 from sluice.bench.operate.past import fill_broker, fill_history
-from sluice.bench.operate.plan import HOME, RUN, Plan
-from sluice.bench.pipeline.model import ensure_model
-from sluice.bench.report import say
-from sluice.pipeline.broker.connection import connect
-from sluice.pipeline.broker.embedded import embedded_broker
+from sluice.bench.pipeline import QueuedEngines, Sample
+from sluice.bench.processes import Fleet
+from sluice.consumers.history.files import history_directory
+from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.records import SequenceFilter
 from sluice.pipeline.config import Config, load_config
-from sluice.pipeline.config.types import BrokerConfig
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue.dead_letters import DeadLetters
 from sluice.pipeline.run import provenance
+from sluice.pipeline.run.supervisor import sluice_command
 
+_RUN = "operate"
 _AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01}
+_WARM_PAGES, _WARM_SEQUENCES = 2, 64
+_HELP_S = 60
+_SCRAPE_EVERY_S = 1.0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts."""
+
+    finished: int = 100_000  # sequences in the history
+    queued: int = 512  # jobs in the queue, and as many dead letters
+    requests: int = 40  # of each page
+    helps: int = 15  # starts of `sluice --help`
+    rounds: int = 12  # with and without metrics
+    sequences: int = 384  # of a round
+    workers: int = 2
+
+    @classmethod
+    def of(cls, *, finished: int | None, rounds: int | None, quick: bool) -> Plan:
+        """Checked. Raises ConfigError."""
+        at_least_one(sequences=finished, rounds=rounds)
+        plan = cls(finished=400, queued=20, requests=2, helps=1, rounds=1, sequences=16, workers=1) if quick else cls()
+        given = {"finished": finished or plan.finished, "rounds": rounds or plan.rounds}
+        return msgspec.structs.replace(plan, **given)
 
 
 def measure(plan: Plan) -> dict[str, Any]:
@@ -37,17 +81,10 @@ def measure(plan: Plan) -> dict[str, Any]:
     slowest page). `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens a second with metrics
     that are scraped every second, over those without, the median of the rounds.
     """
-    HOME.mkdir(parents=True, exist_ok=True)
-    home = Path(tempfile.mkdtemp(prefix="run-", dir=HOME)).resolve()
-    try:
-        found: dict[str, Any] = {"help_s": help_s(plan.helps)}
+    with own_directory() as home:
+        found: dict[str, Any] = {"help_s": median([_help_s() for _ in range(plan.helps + 1)][1:])}
         say(f"help: {found['help_s']:.3f} s")
-        with embedded_broker(BrokerConfig(embedded_dir=str(home / "one"))) as one:
-            found |= run_interruptible(_shown(plan, home, one))
-            with embedded_broker(BrokerConfig(embedded_dir=str(home / "two"))) as two:
-                found |= run_interruptible(overhead(plan, home, (one, two)))
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+        found |= run_interruptible(_run(plan, home))
     return {**found, "aims": aims(found), "sizes": msgspec.to_builtins(plan)}
 
 
@@ -56,23 +93,149 @@ def aims(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {"aim": f"<= {most}", "met": found[name] <= most} for name, most in _AIMS.items()}
 
 
-async def _shown(plan: Plan, home: Path, url: str) -> dict[str, Any]:
-    config = _config(home, url)
-    client = connect(config.broker)
+async def _run(plan: Plan, home: Path) -> dict[str, Any]:
+    async with own_broker(home / "one") as one:
+        found = await _pages(plan, home, *one)
+        async with own_broker(home / "two") as two:
+            return {**found, **await _overhead(plan, home, (one, two))}
+
+
+def _help_s() -> float:
+    started = time.monotonic()
+    done = subprocess.run(sluice_command("--help"), capture_output=True, timeout=_HELP_S, check=False)
+    if done.returncode or b"sluice" not in done.stdout:
+        why = done.stderr.decode(errors="replace")[-300:]
+        raise SluiceError(f"`sluice --help` ended with {done.returncode}: {why}")
+    return time.monotonic() - started
+
+
+async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any]:
+    """Milliseconds by page, with a long past."""
+    settings = [f"run={_RUN}", f"run_dir={home}", f"broker.url={url}", f"model.path={demo_model(HOME)}"]
+    config = load_config(None, settings, environ={})
+    started = time.monotonic()
+    await fill_history(config, plan.finished)
+    say(f"history: {plan.finished} sequences recorded in {time.monotonic() - started:.1f} s")
+    await fill_broker(client, config, plan.queued)
+    resolved = provenance.store(config, home / _RUN)
+    paths = await _paths(config, client)
+    (port,) = free_ports(1)
+    site = f"http://127.0.0.1:{port}"
+    times: dict[str, list[float]] = {name: [] for name in paths}
+    async with Fleet("dashboard", home) as fleet, open_session() as session:
+        command = sluice_command("dashboard", "-c", str(resolved), "--set", f"dashboard.port={port}")
+        await fleet.start(command, {"REDIS_URL": url, "SLUICE_DASHBOARD_KEY": ""})
+        await until_healthy(session, site, fleet)
+        async with _beside(_look(session, site)):
+            for turn in range(plan.requests + _WARM_PAGES):
+                for name, path in paths.items():
+                    took_s = await get_s(session, site + path)
+                    if turn >= _WARM_PAGES:
+                        times[name].append(1000 * took_s)
+    p50, p95 = ({name: percentile(each, share) for name, each in times.items()} for share in (0.5, 0.95))
+    worst = max(p95, key=lambda name: p95[name])
+    say(f"dashboard: the slowest page is {worst}, p95 {p95[worst]:.1f} ms with {plan.finished} finished sequences")
+    stored = sum(path.stat().st_size for path in (home / _RUN / "history").iterdir())
+    return {
+        "dashboard_p95_ms": p95,
+        "dashboard_p50_ms": p50,
+        "dashboard_p95_ms_max": p95[worst],
+        "finished": plan.finished,
+        "history_bytes_per_sequence": stored / plan.finished,
+    }
+
+
+async def _paths(config: Config, client: Any) -> dict[str, str]:
+    """Of every page, by its name."""
+    with contextlib.closing(HistoryReader(history_directory(config))) as reader:
+        newest = reader.sequences(SequenceFilter(), limit=50)
+    middle = newest.rows[len(newest.rows) // 2]
+    letters = [row.letter.seq_id async for row in DeadLetters(client, config).rows()]
+    part = quote(middle.job_id.rpartition(":")[2][:6])
+    return {
+        "overview": "/",
+        "jobs": "/jobs",
+        "jobs, searched": f"/jobs?search={part}",
+        "job": f"/jobs/{quote(middle.job_id, safe=':')}",
+        "sequences": "/sequences",
+        "sequences, filtered": "/sequences?finish_reason=length&triggered=yes",
+        "sequences, searched": f"/sequences?search={part}",
+        "sequences, next page": f"/sequences?before={quote(newest.next)}",
+        "sequence": f"/sequences/{quote(middle.seq_id, safe=':')}",
+        "workers": "/workers",
+        "weights": "/weights",
+        "dead letters": "/dead-letters",
+        "dead letter": f"/dead-letters/{quote(letters[-1], safe=':')}",
+        "config": "/config",
+    }
+
+
+async def _look(session: aiohttp.ClientSession, site: str) -> None:
+    """A browser that shows the overview."""
+    async with session.get(f"{site}/events", timeout=aiohttp.ClientTimeout(total=None)) as stream:
+        async for _ in stream.content.iter_any():
+            pass
+
+
+async def _scrape(session: aiohttp.ClientSession, addresses: list[str]) -> None:
+    """Every worker's metrics, once a second."""
+    while True:
+        await asyncio.sleep(_SCRAPE_EVERY_S)
+        for address in addresses:
+            await get_s(session, f"http://{address}/metrics")
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """It runs for the length of the block; raises what ended it before."""
+    task = asyncio.create_task(work)
     try:
-        started = time.monotonic()
-        await fill_history(config, plan.finished)
-        seconds = time.monotonic() - started
-        say(f"history: {plan.finished} sequences recorded in {seconds:.1f} s")
-        await fill_broker(client, config, plan)
-        resolved = provenance.store(config, home / RUN)
-        shown = await pages(plan, config, client, resolved, home)
-        stored = sum(path.stat().st_size for path in (home / RUN / "history").iterdir())
-        return {**shown, "finished": plan.finished, "history_bytes_per_sequence": stored / plan.finished}
+        yield
     finally:
-        await client.aclose()
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
 
 
-def _config(home: Path, url: str) -> Config:
-    settings = [f"run={RUN}", f"run_dir={home}", f"broker.url={url}", f"model.path={ensure_model(HOME).resolve()}"]
-    return load_config(None, settings, environ={})
+async def _overhead(plan: Plan, home: Path, brokers: tuple[tuple[Any, str], ...]) -> dict[str, Any]:
+    load = bench_pipeline.Plan.of(
+        sequences=plan.sequences, workers=plan.workers, rounds=plan.rounds, max_batch=32, model=None
+    )
+    sides, addresses = dict[str, QueuedEngines](), list[str]()
+    async with contextlib.AsyncExitStack() as scope:
+        session = await scope.enter_async_context(open_session())
+        for name, (client, url) in zip(("with-metrics", "without"), brokers, strict=True):
+            fleet = await scope.enter_async_context(Fleet(name, home))
+            wanted = f"metrics.enabled={str(name == 'with-metrics').lower()}"
+            side = sides[name] = QueuedEngines(load, fleet, client, url, [wanted])
+            await side.start()
+            if name == "with-metrics":
+                addresses = [facts["metrics"] for facts in await serving(client, side.keys)]
+            await side.round(bench_pipeline.jobs("warm", min(_WARM_SEQUENCES, plan.sequences), digits=True))
+            fleet.pause()
+
+        async def one(name: str, number: int) -> Sample:
+            work = bench_pipeline.jobs(f"round-{number}", plan.sequences, digits=True)
+            with sides[name].resumed():
+                async with _beside(_scrape(session, addresses)) if name == "with-metrics" else contextlib.nullcontext():
+                    return (await sides[name].round(work))[0]
+
+        def ended(_: int, found: Any) -> None:
+            metrics, without = (found[name].num_tokens for name in ("with-metrics", "without"))
+            if metrics != without:
+                raise SluiceError(f"{metrics} tokens with metrics, {without} without; no ratio is fair")
+
+        rounds = await play(plan.rounds, ("without", "with-metrics"), one, ended)
+    pairs = [(each["with-metrics"], each["without"]) for each in rounds]
+    wall = [1 - measured.tok_s / bare.tok_s for measured, bare in pairs]
+    cpu = [measured.cpu_s / bare.cpu_s - 1 for measured, bare in pairs if bare.cpu_s]
+    say(f"metrics: overhead {median(wall):.4f} by tokens/s, {median(cpu):.4f} by processor time")
+    return {
+        "metrics_overhead": median(wall),
+        "metrics_overhead_range": spread(wall),
+        "metrics_overhead_cpu": median(cpu),
+        "metrics_overhead_cpu_range": spread(cpu),
+        "tok_s_with_metrics": median(measured.tok_s for measured, _ in pairs),
+        "tok_s_without": median(bare.tok_s for _, bare in pairs),
+    }

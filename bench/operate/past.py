@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from sluice.bench.operate.plan import Plan
+from sluice.bench.broker import chunks, enqueue
 from sluice.consumers.groups import Group
 from sluice.consumers.history.recorder import Recorder
 from sluice.consumers.samples import Sampler
@@ -23,7 +23,6 @@ from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.tasks.registry import load_task
 from sluice.consumers.tasks.task import TaskContext
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.queue import NO_LIMIT, JobQueue, job_id_for
 from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.wire.keys import Keys
@@ -57,15 +56,15 @@ async def fill_history(config: Config, count: int) -> None:
         await recorder.close()
 
 
-async def fill_broker(client: Redis, config: Config, plan: Plan) -> None:
+async def fill_broker(client: Redis, config: Config, count: int) -> None:
     """Dead letters, then as many jobs that wait, and heartbeats of processes."""
     keys = Keys(config.run)
     queue = JobQueue(client, keys, worker="worker-0")
-    await _enqueue(queue, config.run, "dead", plan.queued)
+    await _enqueue(queue, config.run, "dead", count)
     while (claimed := await queue.claim(_CHUNK, 60, 3)).claims:
         for claim in claimed.claims:
             await queue.fail(claim, "invalid_request", "the prompt has 2048 tokens, and the model's context is 1024")
-    await _enqueue(queue, config.run, "waiting", plan.queued)
+    await _enqueue(queue, config.run, "waiting", count)
     for number in range(_PROCESSES):
         reporter = StatusReporter(client, keys, "worker", f"worker-{number}")
         reporter.fact(version=12, running=32, sequences=1000 + number, tokens=97_000 + number)
@@ -79,10 +78,8 @@ async def _enqueue(queue: JobQueue, run: str, name: str, count: int) -> None:
         DecodeJob(run=run, job_id=job_id_for(run, f"{name}:{i}", 0, sampling, 1), messages=message, sampling=sampling)
         for i in range(count)
     ]
-    for begin in range(0, count, _CHUNK):
-        outcomes = set(await queue.enqueue(made[begin : begin + _CHUNK], NO_LIMIT))
-        if outcomes != {"enqueued"}:
-            raise SluiceError(f"the bench's jobs were not admitted: {sorted(outcomes)}")
+    for chunk in chunks(made):
+        await enqueue(queue, chunk, NO_LIMIT)
 
 
 def _results(run: str, codec: HFTextCodec, count: int) -> Iterator[SequenceResult]:

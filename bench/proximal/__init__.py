@@ -1,9 +1,9 @@
-"""What new weights amid sequences cost, and how many tokens are trained with a valid proximal logprob.
+"""What new weights cost while sequences run, and how many tokens are trained with a valid proximal logprob.
 
-plan ─┬▶ published     this process publishes, a decode worker serves: publish ─▶ first token        ─┐
-      ├▶ score_cost    one update that re-prefills and scores ÷ one that only re-prefills            ─┤
-      ├▶ throughput    tokens a second at one update per so many steps                               ─┼─▶ measure
-      └▶ valid_share   a queue of k versions ─▶ the trainer's fill, a scorer process beside it       ─┘
+        ┌▶ published     this process publishes, a decode worker serves: publish ─▶ first token        ─┐
+Plan ───┼▶ score_cost    one update that re-prefills and scores ÷ one that only re-prefills            ─┤
+        ├▶ throughput    tokens a second at one update per so many steps                               ─┼─▶ measure
+        └▶ valid_share   a queue of k versions ─▶ the trainer's fill, a scorer process beside it       ─┘
 
-Each engine is in a process of its own (child.py), one at a time.
+Each engine is in a process of its own (engine), one at a time; score_cost and throughput are in updates.
 """

@@ -1,4 +1,4 @@
-"""The weights that are published: the bench's model, and copies of it that differ a little, made once.
+"""The weights that are published: the endless model, and copies of it that differ a little, made once.
 
 - Version v has those of variant v modulo their number, so neighbours always differ.
 - What is zero stays zero: nothing ends early under any of them.
@@ -7,15 +7,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sluice.bench.models import cached
+from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import ModelConfig
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.weights.versions import retire, write_version
+from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.tokens import TokenArray
 
@@ -60,14 +67,8 @@ class Variants:
 
 def ensure_variants(home: Path, model: Path) -> Path:
     """Directory of the variants of `model`; made now unless equal ones are there."""
-    from sluice.demo.tiny import cache
-
     settings = [model.name, COUNT, _RELATIVE, _PROBE_TOKENS]
-    target = home / f"proximal-{cache.content_key(settings, [sys.modules[__name__]], {})}"
-    if not target.is_dir():
-        with cache.written_aside(target) as aside:
-            _save(model, aside)
-    return target
+    return cached(home, "proximal", settings, [sys.modules[__name__]], lambda root: _save(model, root))
 
 
 def _save(model: Path, root: Path) -> None:
@@ -98,3 +99,32 @@ def _perturb(file: Path, generator: Any) -> None:
         for name, tensor in tensors.items()
     }
     save_file(changed, file, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class Published:
+    """Unix seconds: `published_at` is the manifest's, before a byte is written."""
+
+    directory: Path
+    published_at: float
+    registered_at: float
+
+
+class Publisher:
+    """The trainer's role in a run that has no trainer."""
+
+    def __init__(self, client: Any, keys: Keys, root: Path, variants: Variants, retention: int) -> None:
+        self.owner = Ownership(client, keys, "trainer")
+        self._registry = WeightsRegistry(client, keys)
+        self._root, self._variants, self._retention = root, variants, retention
+
+    async def publish(self, version: int) -> Published:
+        """Raises LeaseLost or WeightsError."""
+        await self.owner.confirm()
+        at = time.time()
+        manifest = self._variants.manifest(version, at)
+        full = await asyncio.to_thread(write_version, self._variants.directory(version), self._root, manifest)
+        await self._registry.register(full, self.owner.key, self.owner.nonce, self._retention)
+        registered_at = time.time()
+        await asyncio.to_thread(retire, self._root, version, self._retention)
+        return Published(Path(full.path), at, registered_at)

@@ -1,6 +1,6 @@
 """What the queue does in a second, beside stock arq and SAQ.
 
-        ┌▶ durable broker (AOF everysec) ◀── W × worker (ArqWorker) ───┐
+        ┌▶ durable broker (AOF everysec) ◀── W × worker (ArqWorker) ──────┐
 fill ───┤                                                                 ├─▶ race ─┐
         └▶ plain broker (no AOF) ◀── W × `arq`, W × `saq` ────────────────┘         │
 idle: one sleeping worker, one job at a time ───────────────────────────────────────┼─▶ measure

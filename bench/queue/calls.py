@@ -7,30 +7,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from statistics import median
 from typing import Any
 
-from redis.asyncio import Redis
+from msgspec.structs import replace
 
-from sluice.bench.queue.in_flight import IN_FLIGHT, in_flight
-from sluice.bench.queue.plan import Plan
-from sluice.bench.queue.results import result_of
-from sluice.bench.report import say
-from sluice.pipeline.errors import BrokerError, DeadlineExceeded
-from sluice.pipeline.queue import Call, Claim, Credit, Finished, JobQueue, job_id_for
+from sluice.bench.broker import CHUNK, IN_FLIGHT, chunks, enqueue, enqueue_calls, in_flight
+from sluice.bench.harness import say, until
+from sluice.pipeline.errors import BrokerError
+from sluice.pipeline.queue import Call, Claim, Finished, JobQueue, job_id_for
 from sluice.pipeline.wire.keys import Keys, tagged
-from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, encode
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
-_CHUNK = 100
-_AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1, max_bytes=1 << 50)
 _MOST_PER_COMMIT = 256
 _COMMIT_BYTES = 768 << 10
 _LEASE_S = 600.0
 _MOST_DEATHS = 3
 _SETTLE_S = 60.0
+_PROMPT = 64  # tokens of a result's prompt
 
 
 def decode_job(run: str, number: int) -> DecodeJob:
@@ -51,24 +49,55 @@ def decode_job(run: str, number: int) -> DecodeJob:
     )
 
 
-async def bulk_enqueue(plan: Plan, client: Redis) -> dict[str, float]:
+def result_of(job_id: str, size: int) -> SequenceResult:
+    """The only sequence of a job, as workers make it; encoded it takes about `size` bytes."""
+    return replace(_result_template(size), seq_id=f"{job_id}:0", group_id=job_id)
+
+
+@cache
+def _result_template(size: int) -> SequenceResult:
+    none, thousand = (len(encode(_result_with(count))) for count in (0, 1000))
+    return _result_with(max(0, round((size - none) * 1000 / (thousand - none))))
+
+
+def _result_with(count: int) -> SequenceResult:
+    """Of `count` tokens, with a logprob and a word each."""
+    return SequenceResult(
+        seq_id="commit:" + "0" * 24 + ":0",
+        group_id="commit:" + "0" * 24,
+        group_size=1,
+        index=0,
+        worker="worker-0",
+        backend="hf",
+        prompt_token_ids=TokenArray(range(_PROMPT)),
+        token_ids=TokenArray(range(count)),
+        logprobs=FloatArray([-0.5] * count),
+        versions=Runs.of([1] * count),
+        text="word " * count,
+        raw_text="word " * count,
+        finish_reason="stop",
+        sampling=SamplingParams(),
+        task="exact_answer",
+    )
+
+
+async def bulk_enqueue(client: Any, count: int) -> dict[str, float]:
     """Jobs per second: several calls in flight, and one call after the other."""
     found: dict[str, float] = {}
     for name, most in (("bulk_enqueue_s", IN_FLIGHT), ("bulk_enqueue_one_by_one_s", 1)):
         queue = JobQueue(client, Keys(name))
-        jobs = [decode_job(name, number) for number in range(plan.bulk_jobs)]
-        chunks = [jobs[begin : begin + _CHUNK] for begin in range(0, len(jobs), _CHUNK)]
+        ready = list(chunks([decode_job(name, number) for number in range(count)]))
         started = time.perf_counter()
-        await in_flight((_admitted(queue, chunk) for chunk in chunks), most)
-        found[name] = len(jobs) / (time.perf_counter() - started)
+        await in_flight((enqueue(queue, chunk) for chunk in ready), most)
+        found[name] = count / (time.perf_counter() - started)
     say(f"bulk enqueue: {found['bulk_enqueue_s']:.0f} jobs/s ({found['bulk_enqueue_one_by_one_s']:.0f} one by one)")
-    return {**found, "bulk_job_bytes": len(encode(decode_job("bulk", plan.bulk_jobs)))}
+    return {**found, "bulk_job_bytes": len(encode(decode_job("bulk", count)))}
 
 
-async def commits(plan: Plan, client: Redis) -> dict[str, Any]:
+async def commits(client: Any, kilobytes: Sequence[int], at_least_s: float) -> dict[str, Any]:
     """Sequences per second, by KB of an encoded result."""
     rates, per_call, sizes = {}, {}, {}
-    for size in plan.commit_kb:
+    for size in kilobytes:
         most = max(1, min(_MOST_PER_COMMIT, _COMMIT_BYTES // (size << 10)))
         keys = Keys(f"commit-{size}")
         committed, seconds = 0, 0.0
@@ -83,23 +112,40 @@ async def commits(plan: Plan, client: Redis) -> dict[str, Any]:
             await client.unlink(keys.result_stream("", 1))
             committed += len(ended)
             sizes[str(size)] = len(encode(ended[0].result))
-            if seconds >= plan.commit_s:
+            if seconds >= at_least_s:
                 break
         rates[str(size)], per_call[str(size)] = committed / seconds, most
         say(f"commit of {size} KB: {rates[str(size)]:.0f} sequences/s, {most} a call")
     return {"commit_s": rates, "commit_per_call": per_call, "commit_bytes": sizes}
 
 
-async def claims(plan: Plan, client: Redis) -> dict[str, Any]:
+async def _claimed(queue: JobQueue, count: int) -> AsyncIterator[list[Claim]]:
+    """Lists of `count` fresh claims, without end."""
+    number = 0
+    while True:
+        await enqueue(queue, [decode_job(queue.keys.run, number + i) for i in range(count)])
+        number += count
+        found: list[Claim] = []
+        while len(found) < count:
+            found += (await queue.claim(count - len(found), _LEASE_S, _MOST_DEATHS)).claims
+        yield found
+
+
+async def claims(client: Any, depths: Sequence[int], count: int) -> dict[str, Any]:
     """Microseconds of one claim of one job, by the number of jobs in the queue."""
-    queues = {depth: JobQueue(client, Keys(f"depth-{depth}")) for depth in plan.depths}
+    queues = {depth: JobQueue(client, Keys(f"depth-{depth}")) for depth in depths}
     for depth, queue in queues.items():
         started = time.perf_counter()
-        await in_flight(_no_op_calls(queue, depth))
+        await in_flight(enqueue_calls(queue, _calls(queue, begin, depth)) for begin in range(0, depth, CHUNK))
         say(f"queue of {depth} jobs: filled in {time.perf_counter() - started:.1f} s")
-    await _settled(client)
+
+    async def settled() -> bool:
+        """A broker that rewrites its append-only file is slower than usual."""
+        return not (await client.info("persistence"))["aof_rewrite_in_progress"]
+
+    await until(settled, "the broker to rewrite its append-only file", _SETTLE_S)
     taken: dict[int, list[float]] = {depth: [] for depth in queues}
-    for _ in range(plan.claims):
+    for _ in range(count):
         for depth, queue in queues.items():
             started = time.perf_counter()
             got = await queue.claim(1, _LEASE_S, _MOST_DEATHS)
@@ -111,42 +157,6 @@ async def claims(plan: Plan, client: Redis) -> dict[str, Any]:
     return {"claim_us": found}
 
 
-async def _admitted(queue: JobQueue, jobs: Sequence[DecodeJob]) -> None:
-    _check(await queue.enqueue(jobs, _AMPLE))
-
-
-async def _called(queue: JobQueue, calls: Sequence[Call]) -> None:
-    _check(await queue.enqueue_calls(calls))
-
-
-def _check(outcomes: Sequence[str]) -> None:
-    if set(outcomes) != {"enqueued"}:
-        raise BrokerError(f"the bench's jobs were not admitted: {sorted(set(outcomes))}")
-
-
-def _no_op_calls(queue: JobQueue, count: int) -> Iterator[Awaitable[None]]:
-    run = queue.keys.run
-    for begin in range(0, count, _CHUNK):
-        numbers = range(begin, min(begin + _CHUNK, count))
-        yield _called(queue, [Call(job_id=tagged(run, str(number)), function="noop") for number in numbers])
-
-
-async def _claimed(queue: JobQueue, count: int) -> AsyncIterator[list[Claim]]:
-    """Lists of `count` fresh claims, without end."""
-    number = 0
-    while True:
-        await _admitted(queue, [decode_job(queue.keys.run, number + i) for i in range(count)])
-        number += count
-        found: list[Claim] = []
-        while len(found) < count:
-            found += (await queue.claim(count - len(found), _LEASE_S, _MOST_DEATHS)).claims
-        yield found
-
-
-async def _settled(client: Redis) -> None:
-    """A broker that rewrites its append-only file is slower than usual: wait for the end of it."""
-    until = time.monotonic() + _SETTLE_S
-    while (await client.info("persistence"))["aof_rewrite_in_progress"]:
-        if time.monotonic() > until:
-            raise DeadlineExceeded(f"the broker still rewrote its append-only file after {_SETTLE_S:.0f} s")
-        await asyncio.sleep(0.1)
+def _calls(queue: JobQueue, begin: int, depth: int) -> list[Call]:
+    numbers = range(begin, min(begin + CHUNK, depth))
+    return [Call(job_id=tagged(queue.keys.run, str(number)), function="noop") for number in numbers]

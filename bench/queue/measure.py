@@ -1,41 +1,67 @@
-"""Everything in one run, on brokers of one program, and the fields of the JSON object."""
+"""Everything in one run, on three brokers of one program, and the fields of the JSON object.
+
+From enqueue to start on an idle queue: one worker process that sleeps, one job at a time, at random moments; both ends
+read the same clock of the same host, before the enqueue call and first thing in the job.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Iterator
+import asyncio
+import random
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sluice.bench.interruptible import run_interruptible
-from sluice.bench.queue import calls
+from sluice.bench.broker import broker_config, own_broker
+from sluice.bench.harness import at_least_one, own_directory, percentile, run_interruptible, say, spread
+from sluice.bench.processes import Fleet
+from sluice.bench.queue.calls import bulk_enqueue, claims, commits
 from sluice.bench.queue.deaths import deaths
-from sluice.bench.queue.idle import idle
-from sluice.bench.queue.plan import Plan
-from sluice.bench.queue.race import Outcome, Race
-from sluice.bench.queue.stock_saq import MISSING, is_installed
-from sluice.bench.queue.worker import MAX_JOBS, broker_config
-from sluice.bench.report import say
-from sluice.pipeline.broker.connection import connect, connect_sync, ping
-from sluice.pipeline.broker.embedded import embedded_broker
-from sluice.pipeline.config.types import BrokerConfig
+from sluice.bench.queue.race import ARQ_GRID, MAX_JOBS, SAQ_MISSING, Ours, Outcome, Race, Settings, saq_is_installed
+from sluice.pipeline.broker.connection import ping
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue import Call
 
-HOME = Path(".sluice/bench")
 SYSTEMS = ("ours", "arq", "arq_best", "saq")
 _AIM_AT = 2  # workers at which the systems are compared
+_IDLE_GAP_S, _IDLE_WARM, _IDLE_SETTLE_S = (0.005, 0.045), 5, 0.3
 
 
 @dataclass(frozen=True)
-class Brokers:
-    """Addresses of one program, started three times."""
+class Plan:
+    """Seconds and counts are per round; `jobs` are ours, the others get as many as they end in `seconds`."""
 
-    durable: str  # AOF everysec: ours
-    plain: str  # no AOF: the others
-    calls: str  # AOF everysec: one client's calls
+    workers: tuple[int, ...] = (1, 2, 4, 8)
+    jobs: int = 30_000
+    rounds: int = 3
+    seconds: float = 2.0
+    grid: tuple[Settings, ...] = ARQ_GRID
+    probe_jobs: int = 400
+    idle_jobs: int = 400
+    bulk_jobs: int = 40_000
+    commit_kb: tuple[int, ...] = (1, 16, 256)
+    commit_s: float = 1.5
+    depths: tuple[int, ...] = (1_000, 1_000_000)
+    claims: int = 2_000
+    death_workers: tuple[int, ...] = (2, 4)
+    death_jobs: int = 64
+    death_job_s: float = 1.0
+
+    @classmethod
+    def of(cls, *, workers: tuple[int, ...], jobs: int | None, quick: bool) -> Plan:
+        """Checked. Raises ConfigError."""
+        at_least_one(workers=workers, jobs=jobs)
+        counts = tuple(sorted(set(workers)))
+        if not quick:
+            return cls(workers=counts, jobs=jobs or cls.jobs)
+        return cls(
+            workers=counts, jobs=jobs or 500, rounds=1, seconds=0.2, grid=ARQ_GRID[:1], probe_jobs=60, idle_jobs=20,
+            bulk_jobs=1_000, commit_s=0.05, depths=(100, 2_000), claims=50,
+            death_workers=(2,), death_jobs=16, death_job_s=0.3,
+        )  # fmt: skip
 
 
 def measure(plan: Plan) -> dict[str, Any]:
@@ -47,64 +73,60 @@ def measure(plan: Plan) -> dict[str, Any]:
     fastest round. `aof`: what each system's broker wrote to disk. `deaths`: by workers, the time of
     `deaths_jobs` jobs of `deaths_job_s` seconds, without kills (`quiet_s`) and with `deaths_kills` (`killed_s`).
     """
-    HOME.mkdir(parents=True, exist_ok=True)
-    home = Path(tempfile.mkdtemp(prefix="run-", dir=HOME))
-    try:
-        with _brokers(home) as brokers:
-            return run_interruptible(_run(plan, brokers, home))
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+    with own_directory() as home:
+        return run_interruptible(_run(plan, home))
 
 
-@contextlib.contextmanager
-def _brokers(home: Path) -> Iterator[Brokers]:
-    with contextlib.ExitStack() as scope:
-        names = ("durable", "plain", "calls")
-        urls = [scope.enter_context(embedded_broker(BrokerConfig(embedded_dir=str(home / name)))) for name in names]
-        found = Brokers(*urls)
-        with connect_sync(broker_config(found.plain)) as client:
-            client.config_set("appendonly", "no")
-        yield found
-
-
-async def _run(plan: Plan, brokers: Brokers, home: Path) -> dict[str, Any]:
-    if not is_installed():
-        say(MISSING)
-    client = connect(broker_config(brokers.calls))
-    try:
-        race = await Race(plan, brokers.durable, brokers.plain, home).run()
+async def _run(plan: Plan, home: Path) -> dict[str, Any]:
+    if not saq_is_installed():
+        say(SAQ_MISSING)
+    async with (
+        own_broker(home / "durable") as (_, durable),
+        own_broker(home / "plain", durable=False) as (_, plain),
+        own_broker(home / "calls") as (client, url),
+    ):
+        race = Race(
+            durable, plain, home, jobs=plan.jobs, rounds=plan.rounds, seconds=plan.seconds, probe_jobs=plan.probe_jobs,
+            grid=plan.grid,
+        )  # fmt: skip
+        for workers in plan.workers:
+            await race.run(workers)
+        facts = ping(broker_config(durable))
+        name = str(facts.get("server_name", "redis"))
         return {
-            **race_fields(race),
-            **await idle(plan, brokers.durable, home),
-            **await calls.bulk_enqueue(plan, client),
-            **await calls.commits(plan, client),
-            **await calls.claims(plan, client),
-            **await deaths(plan, client, brokers.calls, home),
-            **_conditions(plan, brokers),
+            **race_fields(race.outcome),
+            **await _idle(plan.idle_jobs, durable, home),
+            **await bulk_enqueue(client, plan.bulk_jobs),
+            **await commits(client, plan.commit_kb, plan.commit_s),
+            **await claims(client, plan.depths, plan.claims),
+            **await deaths(client, url, home, plan.death_workers, plan.death_jobs, plan.death_job_s),
+            "rounds": plan.rounds,
+            "broker": f"{name} {facts.get(f'{name}_version', facts.get('redis_version'))}",
+            "aof": {name: "everysec" if name == "ours" else "off" for name in SYSTEMS} | {"calls": "everysec"},
+            "ours": {"max_jobs": MAX_JOBS},
         }
-    finally:
-        await client.aclose()
 
 
 def race_fields(race: Outcome) -> dict[str, Any]:
     """What the rounds come to; a system that did not race is null."""
     rates = race.rates
+    medians = {name: {count: median(each) for count, each in by.items()} for name, by in rates.items()}
     return {
-        **{f"{name}_jobs_s": _by_count(rates.get(name), median) for name in SYSTEMS},
+        **{f"{name}_jobs_s": _by_count(medians[name]) if name in medians else None for name in SYSTEMS},
         "ours_vs_arq_best": ratio(rates, "arq_best"),
         "ours_vs_arq": ratio(rates, "arq"),
         "claims_per_job": _by_count(race.claims_per_job),
         "claim_calls_per_job": _by_count(race.claim_calls_per_job),
-        "ours_worker_us": _by_count(race.worker_us, median),
-        "ours_broker_us": _by_count(race.broker_us, median),
-        "spread": {name: _by_count(by, lambda each: [min(each), max(each)]) for name, by in rates.items()},
+        "ours_worker_us": _by_count({count: median(each) for count, each in race.worker_us.items()}),
+        "ours_broker_us": _by_count({count: median(each) for count, each in race.broker_us.items()}),
+        "spread": {name: _by_count({count: spread(each) for count, each in by.items()}) for name, by in rates.items()},
         "jobs": {name: _by_count(by) for name, by in race.jobs.items()},
         "arq_best": _by_count(race.best),
         "arq_grid": _by_count(race.grid),
     }
 
 
-def ratio(rates: dict[str, dict[int, list[float]]], other: str) -> float | None:
+def ratio(rates: Mapping[str, Mapping[int, list[float]]], other: str) -> float | None:
     """Median of ours over the other's, round by round, at 2 workers; None without such rounds."""
     ours, theirs = (rates.get(name, {}).get(_AIM_AT) for name in ("ours", other))
     if not ours or not theirs:
@@ -112,16 +134,28 @@ def ratio(rates: dict[str, dict[int, list[float]]], other: str) -> float | None:
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def _by_count(by: dict[int, Any] | None, reduce: Any = lambda value: value) -> dict[str, Any] | None:
-    return None if by is None else {str(count): reduce(value) for count, value in by.items()}
+def _by_count(by: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(count): value for count, value in by.items()}
 
 
-def _conditions(plan: Plan, brokers: Brokers) -> dict[str, Any]:
-    facts = ping(broker_config(brokers.durable))
-    name = str(facts.get("server_name", "redis"))
-    return {
-        "rounds": plan.rounds,
-        "broker": f"{name} {facts.get(f'{name}_version', facts.get('redis_version'))}",
-        "aof": {name: "everysec" if name == "ours" else "off" for name in SYSTEMS} | {"calls": "everysec"},
-        "ours": {"max_jobs": MAX_JOBS},
-    }
+async def _idle(jobs: int, url: str, home: Path) -> dict[str, float]:
+    """Milliseconds."""
+    ours, gaps = Ours(url, "idle"), random.Random(0)
+    try:
+        async with Fleet("idle", home) as fleet:
+            await ours.start(1, fleet)
+            fleet.resume()
+            for number in range(_IDLE_WARM + jobs):
+                await asyncio.sleep(gaps.uniform(*_IDLE_GAP_S))
+                call = Call(job_id=f"idle:{number}", function="mark", args=(time.time(),))
+                await ours.queue.enqueue_calls([call])
+            await asyncio.sleep(_IDLE_SETTLE_S)
+            (totals,) = await ours.totals(fleet)
+    finally:
+        await ours.close()
+    waits_ms = [1000 * wait_s for wait_s in totals.waits_s[_IDLE_WARM:]]
+    if len(waits_ms) != jobs:
+        raise SluiceError(f"{len(waits_ms)} of {jobs} idle jobs were started")
+    found = {"idle_p50_ms": percentile(waits_ms, 0.5), "idle_p99_ms": percentile(waits_ms, 0.99)}
+    say(f"idle: enqueue to start p50 {found['idle_p50_ms']:.2f} ms, p99 {found['idle_p99_ms']:.2f} ms")
+    return found

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import transformers
 
+from sluice.bench.models import byte_tokenizer
+
 WINDOW = 8
 CONTEXT = 512
 _SPECIALS = ("<|pad|>", "<|image|>", "<|video|>", "<|vision_start|>", "<|vision_end|>", "<|end|>")
@@ -285,20 +287,7 @@ def save(name: str, directory: Path, *, seed: int = 0) -> Path:
 
 def tokenizer() -> Any:
     """256 bytes and the special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(_SPECIALS))
-    found = hf.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=_SPECIALS[-1],
-        pad_token=_SPECIALS[0],
-        clean_up_tokenization_spaces=False,
-        model_max_length=CONTEXT,
-    )
+    found = byte_tokenizer(_SPECIALS, CONTEXT)
     found.chat_template = (
         "{% for message in messages %}{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )

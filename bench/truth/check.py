@@ -1,27 +1,40 @@
-"""One architecture: what decodes it, what trains it, and every token that is wrong."""
+"""Every architecture of the matrix: what decodes it, what trains it, and every token that is wrong.
+
+The oracles are what transformers makes of a prompt by itself (its own `generate`, its own cache, one sequence alone)
+and what a plain forward pass gives (no cache, no mask, one sequence alone).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from sluice.bench.truth.architectures import CONTEXT, WINDOW, save
-from sluice.bench.truth.oracle import generate, plain_logprobs
+from sluice.bench.harness import own_directory, say
+from sluice.bench.truth.architectures import ARCHITECTURES, CONTEXT, WINDOW, save
 from sluice.consumers.training.model import load_policy
 from sluice.consumers.training.step import TrainStep
+from sluice.pipeline import logs
 from sluice.pipeline.config.types import ModelConfig, TrainerConfig
-from sluice.pipeline.errors import EngineError, ModelError
+from sluice.pipeline.errors import ConfigError, EngineError, ModelError
 from sluice.pipeline.wire.messages import SamplingParams, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 
+_ROWS = {
+    "packed": "several samples a row",
+    "bounded": "several samples a row, one row a pass",
+    "single": "one sample a row",
+    None: "refused",
+}
 MakeBackend = Callable[[Path, int], Backend]
 _BATCH = 4
 TOLERANCE = 1e-4
@@ -37,6 +50,9 @@ class Sizes:
     longest_prompt: int = 5 * WINDOW
     new_tokens: int = 3 * WINDOW
     row_tokens: int = 16 * WINDOW
+
+
+_QUICK = Sizes(prompts=3, longest_prompt=12, new_tokens=4)
 
 
 @dataclass
@@ -74,6 +90,50 @@ class Finding:
     def wrong(self) -> int:
         """Tokens."""
         return sum(part.wrong for part in (self.decoding, self.training) if part)
+
+
+def measure(names: Iterable[str], *, quick: bool) -> dict[str, Any]:
+    """Check these architectures, or all; raises ConfigError for one that the matrix does not have."""
+    chosen = list(dict.fromkeys(names)) or list(ARCHITECTURES)
+    for name in chosen:
+        if name not in ARCHITECTURES:
+            raise ConfigError(f"no architecture {name!r} in the matrix; it has {', '.join(ARCHITECTURES)}")
+    torch.set_num_threads(1)
+    logs.configure("bench", logging.ERROR)
+    findings: list[Finding] = []
+    for name in chosen:
+        with own_directory() as home:
+            findings.append(check(name, home, _QUICK if quick else Sizes()))
+        say(f"{name:24} {findings[-1].checked} tokens, {findings[-1].wrong} wrong")
+    return {
+        "tokens_checked": sum(finding.checked for finding in findings),
+        "tokens_wrong": sum(finding.wrong for finding in findings),
+        "architectures": {finding.name: _fields(finding) for finding in findings},
+    }
+
+
+def _fields(finding: Finding) -> dict[str, Any]:
+    decoding, training = finding.decoding, finding.training
+    return {
+        "decoding": "refused" if decoding is None else "served",
+        "decoded_by": None if decoding is None else "hf",
+        "decode_difference": None if decoding is None else decoding.difference,
+        "training": "refused" if training is None else "served",
+        "trained_in": finding.layout,
+        "training_difference": None if training is None else training.difference,
+        "packed_difference": finding.packed_difference,
+        "tokens_checked": finding.checked,
+        "tokens_wrong": finding.wrong,
+        **({"reasons": finding.reasons} if finding.reasons else {}),
+    }
+
+
+def table(architectures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The matrix as docs/engine.md has it."""
+    lines = ["| architecture | decoding on `hf` | training |", "|---|---|---|"]
+    for name, found in architectures.items():
+        lines.append(f"| {name} | {found['decoding']} | {_ROWS[found['trained_in']]} |")
+    return "\n".join(lines)
 
 
 def hf_backend(directory: Path, max_batch: int) -> Backend:
@@ -177,3 +237,38 @@ def _sample(at: int, token_ids: list[int]) -> TrainingSample:
         segments=Runs([(0, len(token_ids))]),
         prompt_len=0,
     )
+
+
+class Generated(NamedTuple):
+    """Greedy tokens, (n,) each."""
+
+    token_ids: list[int]
+    logprobs: Tensor  # float32, of the tokens
+    margins: Tensor  # float32: how far the best token is ahead of the second
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: Sequence[int], count: int) -> Generated:
+    """Exactly `count` tokens: an end of sequence is a token like any other."""
+    ids = torch.tensor([list(prompt)])
+    made = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=count,
+        eos_token_id=-1,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    scores = torch.log_softmax(torch.cat(made.logits).float(), dim=-1)
+    best = scores.topk(2, dim=-1).values
+    tokens = made.sequences[0, len(prompt) :]
+    return Generated(tokens.tolist(), scores.gather(1, tokens.unsqueeze(1)).squeeze(1), best[:, 0] - best[:, 1])
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, token_ids: Sequence[int]) -> Tensor:
+    """Of tokens 1.., float32 (len - 1,)."""
+    ids = torch.tensor([list(token_ids)])
+    scores = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
+    return scores.gather(1, ids[0, 1:, None]).squeeze(1)

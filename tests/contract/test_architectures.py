@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from sluice.bench.truth.architectures import ARCHITECTURES, save
-from sluice.bench.truth.check import Sizes, check, hf_backend
-from sluice.bench.truth.oracle import plain_logprobs
+from sluice.bench.truth.check import Sizes, check, hf_backend, plain_logprobs
 from sluice.consumers.training.model import load_policy, probe_score, write_model
 from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import ModelError

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from sluice.bench.queue.stock_saq import is_installed
+from sluice.bench.queue.race import saq_is_installed
+from tests.benches import bench_command, bench_environment, left_behind, run_bench
 
-ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "queue", "--quick", "--workers", "2"]
+OPTIONS = ["--quick", "--workers", "2"]
 BY_COUNT = ("ours_jobs_s", "arq_jobs_s", "arq_best_jobs_s", "claims_per_job", "claim_calls_per_job")
 SINGLE = ("idle_p50_ms", "idle_p99_ms", "bulk_enqueue_s", "ours_vs_arq_best", "ours_vs_arq")
 
 
-@pytest.fixture
-def env() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path, env: dict[str, str]) -> None:
-    done = subprocess.run(
-        [*COMMAND, "--jobs", "300", "--json"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
+    found = run_bench(tmp_path, "queue", *OPTIONS, "--jobs", "300", timeout=110)
     assert all(found[name].keys() == {"2"} and found[name]["2"] > 0 for name in BY_COUNT)
     assert all(found[name] > 0 for name in SINGLE)
     assert found["commit_s"].keys() == {"1", "16", "256"}
     assert all(rate > 0 for rate in [*found["commit_s"].values(), *found["claim_us"].values()])
     assert len(found["claim_us"]) == 2
-    assert (found["saq_jobs_s"] is not None) == is_installed()
+    assert (found["saq_jobs_s"] is not None) == saq_is_installed()
     assert found["claims_per_job"]["2"] >= 1.0
     deaths = found["deaths"]["2"]
     assert deaths["limit_s"] == pytest.approx(2 * deaths["quiet_s"] + deaths["start_s"], rel=1e-3)
     assert deaths["killed_s"] > deaths["quiet_s"] >= found["deaths_job_s"]
     assert found["aof"] == {"ours": "everysec", "arq": "off", "arq_best": "off", "saq": "off", "calls": "everysec"}
-    assert not list((tmp_path / ".sluice/bench").iterdir())
+    assert left_behind(tmp_path) == []
 
 
-def test_a_signal_ends_every_process(tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_signal_ends_every_process(tmp_path: Path) -> None:
     """Brokers, paused workers, directories: nothing stays."""
-    with subprocess.Popen(COMMAND, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as bench:
+    command, env = bench_command("queue", *OPTIONS), bench_environment()
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as bench:
         try:
             _wait_for_workers(tmp_path, bench)
             assert len(_processes_of(tmp_path)) > 3  # the bench, three brokers, workers
@@ -58,7 +47,7 @@ def test_a_signal_ends_every_process(tmp_path: Path, env: dict[str, str]) -> Non
             bench.kill()
     assert bench.returncode != 0
     assert _processes_of(tmp_path) == []
-    assert not list((tmp_path / ".sluice/bench").iterdir())
+    assert left_behind(tmp_path) == []
 
 
 def _wait_for_workers(cwd: Path, bench: subprocess.Popen[bytes]) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sluice.bench.engine.compare import fields
-from sluice.bench.engine.load import LONGEST, SHORTEST, Ask, asks, num_new_tokens
-from sluice.bench.engine.plan import Plan
-from sluice.bench.engine.stats import Sample, check_equal, ratios, tokens_equal
+from sluice.bench.engine.compare import Plan, check_equal, fields, tokens_equal
+from sluice.bench.engine.sides import LONGEST, SHORTEST, Ask, Sample, asks, num_new_tokens
+from sluice.bench.harness import ratios
 from sluice.pipeline.errors import ConfigError, SluiceError
 
 
@@ -51,7 +50,7 @@ def test_ratios_go_round_by_round() -> None:
         {"hf": sample(1.0, [1, 2]), "padded": sample(2.0, [1, 2])},
         {"hf": sample(4.0, [1, 2]), "padded": sample(2.0, [1, 2])},
     ]
-    assert ratios(rounds, "hf", "padded") == [2.0, 0.5]
+    assert ratios(rounds, "hf", "padded", lambda sample: sample.tok_s) == [2.0, 0.5]
 
 
 def test_tokens_below_the_floor_fail_the_run_and_name_the_peer() -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sluice.bench.guard.loop_model import CONTEXT, PERIODS, Chains
-from sluice.bench.guard.naive import naive_rule
-from sluice.bench.guard.plan import ANY_PERIOD, DEFAULTS, Plan
-from sluice.bench.guard.saved import fields
-from sluice.bench.guard.workload import Start, guard_keeps, oracle_keeps, starts
+from sluice.bench.guard.measure import Plan
+from sluice.bench.guard.rule_cost import ANY_PERIOD, DEFAULTS, naive_rule
+from sluice.bench.guard.savings import Start, fields, guard_keeps, oracle_keeps, starts
+from sluice.bench.models import LOOPING_CONTEXT, PERIODS, Chains
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.workers.guard.repeat import LOOK_EVERY, RepeatGuard
+from tests.benches import left_behind, run_bench
 
-ROOT = Path(__file__).resolve().parents[3]
 SMALL = RepeatTerminateConfig(
     enabled=True, min_new_tokens=5, max_consecutive_token_repeats=4, ngram_size=3, ngram_repeats=2
 )
@@ -83,7 +78,7 @@ def test_fields_split_the_share_by_what_the_guard_can_see() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"counts": ()}, {"counts": (0,)}, {"sequences": 0}, {"longest": CONTEXT}, {"run_sequences": 3}]
+    "options", [{"counts": ()}, {"counts": (0,)}, {"sequences": 0}, {"longest": LOOPING_CONTEXT}, {"run_sequences": 3}]
 )
 def test_plans_out_of_range_are_refused(options: dict[str, object]) -> None:
     usual = {"counts": (1,), "sequences": 8, "longest": 512, "run_sequences": 0, "vllm": False, "quick": True}
@@ -93,14 +88,8 @@ def test_plans_out_of_range_are_refused(options: dict[str, object]) -> None:
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
     """The two whole runs are left out: they take longer than all the rest."""
-    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "guard", "--json", "--quick"]
     options = ["--counts", "2", "--sequences", "8", "--longest", "320", "--run-sequences", "0", "--no-vllm"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_bench(tmp_path, "guard", "--quick", *options)
     assert 0 < found["step_share"]["hf"]["2"] < 1
     assert found["ns_per_token"] > 0
     assert found["naive_ns_per_token"] > 0
@@ -111,5 +100,4 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert found["ended"] == {"looping": 4, "of_looping": 4, "healthy": 0}
     assert found["upstream_ns_per_token"] is None
     assert found["trained_per_s"] is None
-    models = sorted(path.name.partition("-")[0] for path in (tmp_path / ".sluice/bench").iterdir())
-    assert models == ["engine", "loop"]
+    assert left_behind(tmp_path) == ["engine", "loop"]

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sluice.bench.engine.model import ensure_model
-from sluice.bench.proximal import score_cost, throughput
-from sluice.bench.proximal.aims import aims
-from sluice.bench.proximal.plan import HOME, Plan, Sizes
-from sluice.bench.proximal.score_cost import Sample
-from sluice.bench.proximal.throughput import due_steps
+from sluice.bench.harness import HOME
+from sluice.bench.models import endless_model
+from sluice.bench.proximal.measure import Plan, aims
+from sluice.bench.proximal.updates import Sample, Sizes, due_steps, rate_fields, score_fields
 from sluice.bench.proximal.versions import COUNT, Variants, ensure_variants
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.weights.versions import digest_of
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.benches import left_behind, run_bench
 
 
 @pytest.mark.parametrize("interval", [50, 200, 1000])
@@ -39,14 +32,14 @@ def test_costs_are_medians_of_ratios_and_processor_time_is_summed() -> None:
         {"scored": Sample(seconds, 0.3), "recompute": Sample(1.0, 0.2), "none": Sample(0.1, 0.0)}
         for seconds in (1.0, 1.2, 9.0)
     ]
-    found = score_cost.fields(rounds)
+    found = score_fields(rounds)
     assert (found["vs_kv_recompute"], found["spread"], found["rounds"]) == (1.2, [1.0, 9.0], 3)
     assert found["vs_no_update"] == pytest.approx(12)
     assert found["by_cpu"] == pytest.approx(1.5)
 
 
 def test_a_rate_is_that_of_all_segments_together() -> None:
-    found = throughput.fields({"50": [(100, 1.0), (100, 3.0)]})
+    found = rate_fields({"50": [(100, 1.0), (100, 3.0)]})
     assert found == {"tok_s": {"50": 50.0}, "spread": {"50": [100 / 3, 100.0]}}
 
 
@@ -66,16 +59,9 @@ def test_plans_out_of_range_are_refused(options: dict[str, object]) -> None:
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
     home = tmp_path / HOME
-    variants = Variants.read(ensure_variants(home, ensure_model(home)))
+    variants = Variants.read(ensure_variants(home, endless_model(home)))
     assert len({digest_of(variants.directory(version)) for version in range(COUNT)}) == COUNT
-    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "proximal", "--json", "--quick"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, "--backends", "hf", "--rounds", "1"], cwd=tmp_path, env=env, capture_output=True, text=True,
-        timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_bench(tmp_path, "proximal", "--quick", "--backends", "hf", "--rounds", "1", timeout=110)
     first = found["publish_to_first_token_s"]["hf"]
     assert 0 < first["from_register"]["median"] < first["median"] <= first["worst"]
     assert first["fewest_sequences"] > 0
@@ -88,4 +74,4 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert min(measured["in_flight"], measured["scored"], measured["recomputed"]) > 0
     assert found["aims"]["valid_share"]["met"]
     assert found["aims"].keys() == found["measured"].keys() <= found.keys()
-    assert sorted(path.name.partition("-")[0] for path in home.iterdir()) == ["engine", "proximal"]
+    assert left_behind(tmp_path) == ["engine", "proximal"]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sluice.bench.operate.measure import aims
-from sluice.bench.operate.plan import HOME, Plan
+from sluice.bench.operate.measure import Plan, aims
 from sluice.pipeline.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.benches import left_behind, run_bench
 
 
 @pytest.mark.parametrize("options", [{"finished": 0}, {"rounds": 0}])
@@ -29,11 +23,7 @@ def test_an_aim_is_met_at_its_bound_and_missed_beyond_it() -> None:
 
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "operate", "--json", "--quick"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_bench(tmp_path, "operate", "--quick")
     pages = found["dashboard_p95_ms"]
     assert {"overview", "jobs", "job", "sequences", "sequence", "workers", "weights", "dead letters"} <= pages.keys()
     assert found["dashboard_p95_ms_max"] == max(pages.values())
@@ -42,4 +32,4 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert found["metrics_overhead"] == pytest.approx(
         1 - found["tok_s_with_metrics"] / found["tok_s_without"], abs=1e-3
     )
-    assert [path.name.partition("-")[0] for path in (tmp_path / HOME).iterdir()] == ["model"]
+    assert left_behind(tmp_path) == ["model"]

@@ -6,12 +6,10 @@ import asyncio
 
 import pytest
 
-from sluice.bench.queue.calls import decode_job
-from sluice.bench.queue.in_flight import in_flight
-from sluice.bench.queue.measure import SYSTEMS, race_fields, ratio
-from sluice.bench.queue.plan import Plan
+from sluice.bench.broker import in_flight
+from sluice.bench.queue.calls import decode_job, result_of
+from sluice.bench.queue.measure import SYSTEMS, Plan, race_fields, ratio
 from sluice.bench.queue.race import Outcome
-from sluice.bench.queue.results import result_of
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.wire.messages import DecodeJob, SequenceResult, decode, encode
 

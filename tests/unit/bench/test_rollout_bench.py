@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sluice.bench.rollout import added, measure, rollouts, served
-from sluice.bench.rollout.direct import direct_engine
-from sluice.bench.rollout.model import NUM_TURNS, TURN_TOKENS, conversation, ensure_model, prompt_text
-from sluice.bench.rollout.plan import HOME, Plan
-from sluice.bench.rollout.rollouts import Round
-from sluice.bench.rollout.stack import Place, settings
+from sluice.bench.rollout.agent_model import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
+from sluice.bench.rollout.measure import Plan, fields, settings
+from sluice.bench.rollout.sides import added_fields, check, direct_engine, rollout_fields, served_fields
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.producers.gateway.tool_calls import Hermes
 from sluice.producers.tokenizer import load_renderer
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.benches import left_behind, run_bench
 
 
 def test_what_is_added_is_the_difference_of_each_pair() -> None:
-    found = added.fields([(0.2, 0.1), (0.5, 0.1), (0.3, 0.1), (0.35, 0.2)])
+    pairs = [(0.2, 0.1), (0.5, 0.1), (0.3, 0.1), (0.35, 0.2)]
+    found = added_fields([{"gateway": gateway, "direct": direct} for gateway, direct in pairs])
     assert (found["added_ms_p50"], found["added_ms_p99"]) == pytest.approx((150, 400))
     assert (found["gateway_ms_p50"], found["direct_ms_p50"], found["pairs"]) == pytest.approx((325, 100, 4))
 
 
 def test_rollouts_are_compared_round_by_round() -> None:
-    found = rollouts.fields([Round(8, 10, [1, 2]), Round(9, 10, [3]), Round(2, 20, [4])])
+    rates = [(8, 10), (9, 10), (2, 20)]
+    found = rollout_fields([{"servers": servers, "direct": direct} for servers, direct in rates], [1, 2, 3, 4])
     assert (found["rollouts_s"], found["rollouts_s_direct"], found["rollouts_vs_direct"]) == (8, 10, 0.8)
     assert found["rollouts_vs_direct_range"] == [0.1, 0.9]
     assert (found["rollout_p50_s"], found["rollout_p99_s"]) == (2, 4)
 
 
 def test_servers_are_compared_round_by_round() -> None:
-    found = served.fields([(90, 100), (100, 100), (10, 5)])
+    rates = [(90, 100), (100, 100), (10, 5)]
+    found = served_fields([{"gateway": gateway, "stock": stock} for gateway, stock in rates])
     assert (found["gateway_vs_vllm_serve"], found["range"], found["rounds"]) == (1.0, [0.9, 2.0], 3)
     assert (found["gateway_tok_s"], found["vllm_serve_tok_s"]) == (90, 100)
 
@@ -50,7 +45,7 @@ def test_the_aim_is_held_against_the_plain_requests(ratio: float | None, met: bo
     parts = {"added": {"added_ms_p50": 1.0, "added_ms_p99": 2.0}, "rollouts": {"rollouts_s": 3.0}}
     if ratio is not None:
         parts |= {"plain": {"gateway_vs_vllm_serve": ratio}, "logprobs": {"gateway_vs_vllm_serve": 9.0}}
-    found = measure.fields(parts)
+    found = fields(parts)
     assert (found["gateway_vs_vllm_serve"], found["aims"]["gateway_vs_vllm_serve"]["met"]) == (ratio, met)
     assert (found["rollouts_s"], found["added_ms_p50"], found["added_ms_p99"]) == (3, 1, 2)
 
@@ -61,9 +56,9 @@ def test_the_aim_is_held_against_the_plain_requests(ratio: float | None, met: bo
 def test_a_rollout_that_is_not_whole_ends_the_bench(change: dict[str, object]) -> None:
     metrics = {"num_llm_calls": NUM_TURNS, "num_tool_calls": NUM_TURNS - 1, "response_tokens": NUM_TURNS * TURN_TOKENS}
     whole = {"status": "COMPLETED", "finish_reason": "stop", "metrics": metrics, "extra_fields": {}}
-    rollouts.check(whole)
+    check(whole)
     with pytest.raises(SluiceError, match="rollout"):
-        rollouts.check({**whole, **change})
+        check({**whole, **change})
 
 
 def test_rounds_below_one_are_refused_and_set_both_parts() -> None:
@@ -74,8 +69,8 @@ def test_rounds_below_one_are_refused_and_set_both_parts() -> None:
 
 
 def test_the_model_calls_the_tool_in_each_turn_and_then_answers(tmp_path: Path) -> None:
-    model = ensure_model(tmp_path)
-    assert ensure_model(tmp_path) == model
+    model = agent_model(tmp_path)
+    assert agent_model(tmp_path) == model
     renderer = load_renderer(str(model))
     shown = replace(
         renderer, options=ChatTemplateOptions(tools=[{"type": "function", "function": {"name": "multiply"}}])
@@ -84,7 +79,7 @@ def test_the_model_calls_the_tool_in_each_turn_and_then_answers(tmp_path: Path) 
     prompts = [shown.prompt(conversation(text, turn)) for turn in range(NUM_TURNS)]
 
     async def decode() -> list[list[int]]:
-        chosen = settings(Place(tmp_path, "", model), "hf", 4, Plan.of(rounds=1, vllm=False, quick=True).sizes)
+        chosen = settings(tmp_path, model, "hf", 4, Plan.of(rounds=1, vllm=False, quick=True).sizes)
         async with direct_engine(chosen) as engine:
             endless = await engine.decode(renderer.prompt(conversation(text, 0)), 600)
             assert not set(endless) & set(renderer.terminators)
@@ -101,15 +96,11 @@ def test_the_model_calls_the_tool_in_each_turn_and_then_answers(tmp_path: Path) 
 
 
 def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", "rollout", "--json", "--quick", "--no-vllm"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_bench(tmp_path, "rollout", "--quick", "--no-vllm")
     assert found["rollouts_vs_direct"] == pytest.approx(found["rollouts_s"] / found["rollouts_s_direct"], rel=1e-3)
     assert found["added_ms_p50"] <= found["added_ms_p99"]
     assert 0 < found["call"]["direct_ms_p50"] < found["call"]["gateway_ms_p50"]
     assert found["call"]["first_text"]["pairs"] == found["sizes"]["streamed_pairs"]
     assert (found["gateway_vs_vllm_serve"], found["why_no_vllm"]) == (None, "not asked for")
     assert (found["turns"], found["num_rollouts"]) == (NUM_TURNS, found["sizes"]["rollouts"])
-    assert [path.name.partition("-")[0] for path in (tmp_path / HOME).iterdir()] == ["agent"]
+    assert left_behind(tmp_path) == ["agent"]

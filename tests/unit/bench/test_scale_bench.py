@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sluice.bench.scale.flow import Marks
-from sluice.bench.scale.plan import Plan
+from sluice.bench.scale.measure import Plan
 from sluice.pipeline.errors import ConfigError
 
 
-def plan(count: int) -> Plan:
-    return Plan(count=count, workers=100, idle_s=20.0, model=Path("model"))
-
-
 def test_the_marks_of_a_million() -> None:
-    found = plan(1_000_000)
+    found = Marks(1_000_000)
     assert (found.marks, found.span, found.batch) == ((10_000, 100_000, 1_000_000), 10_000, 500)
 
 
@@ -27,7 +21,8 @@ def test_what_cannot_be_measured_is_refused(count: int, workers: int, idle_s: fl
 
 
 def test_time_is_taken_between_the_looks_around_a_mark() -> None:
-    marks = Marks(span=10)
+    marks = Marks(1000)
+    assert marks.span == 10
     for trained, at in ((0, 100.0), (8, 108.0), (12, 116.0), (100, 204.0)):
         marks.saw(trained, at)
     assert marks.us_at(10) == pytest.approx(1.2e6)  # 0 at 100, 10 at 112

@@ -6,14 +6,17 @@ import json
 
 import pytest
 
-from sluice.bench.pipeline.load import LONGEST, SHORTEST, num_new_tokens
-from sluice.bench.pipeline.stats import Round, Sample, percentile, summary
-from sluice.bench.report import finish
+from sluice.bench.harness import finish, percentile
+from sluice.bench.pipeline import LONGEST, SHORTEST, Round, Sample, check, cpu_efficiency, num_new_tokens, summary
 from sluice.pipeline.errors import SluiceError
 
 
 def sample(seconds: float, *lengths: int, cpu_s: float = 1.0) -> Sample:
     return Sample(seconds, cpu_s, {f"s{i}": list(range(length)) for i, length in enumerate(lengths)})
+
+
+def both(bare: Sample, queued: Sample) -> Round:
+    return {"bare": bare, "queued": queued}
 
 
 def test_percentile_is_the_nearest_rank() -> None:
@@ -31,9 +34,9 @@ def test_percentile_refuses_what_it_cannot_answer(values: list[float], share: fl
 def test_efficiency_is_the_median_of_the_ratios() -> None:
     """The ratio of the medians would be 1 here: the rounds ran on an ever slower machine."""
     rounds = [
-        Round(sample(1.0, 60, 40), sample(2.0, 60, 40)),
-        Round(sample(2.0, 60, 40), sample(2.5, 60, 40)),
-        Round(sample(4.0, 60, 40), sample(1.0, 60, 40)),
+        both(sample(1.0, 60, 40), sample(2.0, 60, 40)),
+        both(sample(2.0, 60, 40), sample(2.5, 60, 40)),
+        both(sample(4.0, 60, 40), sample(1.0, 60, 40)),
     ]
     found = summary(rounds)
     assert found["bare_tok_s"] == 50
@@ -42,16 +45,16 @@ def test_efficiency_is_the_median_of_the_ratios() -> None:
 
 
 def test_cpu_efficiency_compares_processor_time() -> None:
-    assert Round(sample(1, 5, cpu_s=0.9), sample(1, 5, cpu_s=1.0)).cpu_efficiency == pytest.approx(0.9)
-    assert Round(sample(1, 5, cpu_s=0.9), sample(1, 5, cpu_s=0.0)).cpu_efficiency == 0
+    assert cpu_efficiency([both(sample(1, 5, cpu_s=0.9), sample(1, 5, cpu_s=1.0))]) == [pytest.approx(0.9)]
+    assert cpu_efficiency([both(sample(1, 5, cpu_s=0.9), sample(1, 5, cpu_s=0.0))]) == [0]
 
 
 def test_rounds_that_decoded_different_lengths_are_refused() -> None:
-    Round(sample(1, 3, 4), sample(2, 3, 4)).check()
+    check(both(sample(1, 3, 4), sample(2, 3, 4)))
     with pytest.raises(SluiceError, match="1 sequences differ"):
-        Round(sample(1, 3, 4), sample(1, 3, 5)).check()
+        check(both(sample(1, 3, 4), sample(1, 3, 5)))
     with pytest.raises(SluiceError, match="None through the queue"):
-        Round(sample(1, 3, 4), sample(1, 3)).check()
+        check(both(sample(1, 3, 4), sample(1, 3)))
 
 
 def test_digest_sees_tokens_and_not_their_order_of_arrival() -> None:

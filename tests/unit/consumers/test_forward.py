@@ -12,8 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sluice.bench.truth.architectures import ARCHITECTURES, WINDOW, save
-from sluice.bench.truth.check import TOLERANCE
-from sluice.bench.truth.measure import table
+from sluice.bench.truth.check import TOLERANCE, table
 from sluice.consumers.training.forward import Layout, TrainerForward
 from sluice.consumers.training.model import load_policy, random_rates
 from sluice.consumers.training.step import TrainStep

@@ -1,0 +1,165 @@
+"""What every benchmark stands on: a directory of its own, rounds in turns, a few numbers, one JSON object.
+
+    Plan.of(options) ─▶ measure(plan) ─┬▶ own_directory, run_interruptible      ─┐
+                                       ├▶ play: every side, round by round       ├─▶ finish: stdout
+                                       └▶ ratios, spread, median, percentile    ─┘   say: stderr
+
+The sides of a round decode the same work, and each round begins with another side, so a drift of the machine hits all
+alike. A ratio is the median of the rounds' ratios, never the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded
+
+T = TypeVar("T")
+
+HOME = Path(".sluice/bench")
+SCHEMA_VERSION = 1
+
+
+def at_least_one(**options: int | tuple[int, ...] | None) -> None:
+    """Raise ConfigError unless every option is 1 or more, where it is given: a number, or some."""
+    given = {name: (value,) if isinstance(value, int) else value for name, value in options.items()}
+    if all(numbers is None or (numbers and min(numbers) >= 1) for numbers in given.values()):
+        return
+    names = [f"--{name.replace('_', '-')}" for name in options]
+    if len(names) == 1:
+        raise ConfigError(f"{names[0]} must be at least 1, got {options.popitem()[1]}")
+    raise ConfigError(f"{', '.join(names[:-1])} and {names[-1]} must be at least 1")
+
+
+def why_no_vllm(wanted: bool) -> str | None:
+    """None: vLLM is measured."""
+    if not wanted:
+        return "not asked for"
+    return None if find_spec("vllm") else "vllm is not installed"
+
+
+@contextlib.contextmanager
+def own_directory() -> Iterator[Path]:
+    """For logs, brokers and runs; it is removed at the end, also on Ctrl-C."""
+    HOME.mkdir(parents=True, exist_ok=True)
+    home = Path(tempfile.mkdtemp(prefix="run-", dir=HOME)).resolve()
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def run_interruptible(bench: Coroutine[Any, Any, T]) -> T:
+    """What the benchmark returns. On Ctrl-C and SIGTERM its scopes close, and then KeyboardInterrupt is raised."""
+
+    async def ended_by_signals() -> T | None:
+        task = asyncio.create_task(bench)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return None
+
+    found = asyncio.run(ended_by_signals())
+    if found is None:
+        raise KeyboardInterrupt
+    return found
+
+
+async def until(
+    holds: Callable[[], Awaitable[Any]],
+    what: str,
+    deadline_s: float,
+    *,
+    every_s: float = 0.1,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Return once it holds. `check` raises when it never will. Raises DeadlineExceeded."""
+    end = time.monotonic() + deadline_s
+    while not await holds():
+        check()
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"waited {deadline_s:.0f} s for {what}")
+        await asyncio.sleep(every_s)
+
+
+def in_turns(number: int, sides: Sequence[T]) -> list[T]:
+    """All sides, in the order of this round."""
+    first = number % len(sides)
+    return [*sides[first:], *sides[:first]]
+
+
+async def play(
+    rounds: int,
+    sides: Sequence[str],
+    one: Callable[[str, int], Awaitable[T]],
+    ended: Callable[[int, Mapping[str, T]], None] = lambda number, found: None,
+    *,
+    first: int = 0,
+) -> list[dict[str, T]]:
+    """`one(side, number)` of every side in every round; `ended` is told of each round and may refuse it."""
+    played: list[dict[str, T]] = []
+    for number in range(first, rounds):
+        found = {side: await one(side, number) for side in in_turns(number, sides)}
+        ended(number, found)
+        played.append(found)
+    return played
+
+
+def ratios(rounds: Sequence[Mapping[str, T]], ours: str, theirs: str, of: Callable[[T], float]) -> list[float]:
+    """Ours over theirs, round by round; 0 where theirs is 0."""
+    return [of(each[ours]) / of(each[theirs]) if of(each[theirs]) else 0.0 for each in rounds]
+
+
+def spread(values: Iterable[float]) -> list[float]:
+    """Least and most."""
+    found = list(values)
+    return [min(found), max(found)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest rank; `share` in (0, 1]. Raises ValueError for no values."""
+    if not values or not 0 < share <= 1:
+        raise ValueError(f"a percentile needs values and a share in (0, 1], got {len(values)} and {share}")
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def say(line: str) -> None:
+    """One readable line on stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def finish(result: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print the result: a line per value, or one JSON object; `schema_version` and the machine's load are added."""
+    machine = {"cpus": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
+    full = {"schema_version": SCHEMA_VERSION, **_rounded(result), **machine}
+    if as_json:
+        print(json.dumps(full), flush=True)
+        return
+    for name, value in full.items():
+        print(f"{name:24} {json.dumps(value) if isinstance(value, list | dict) else value}", flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with 5 significant digits, everywhere inside."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

@@ -1,0 +1,209 @@
+"""The models that benchmarks decode with, made once: of the demo's shape, random and endless, or with written loops.
+
+| model           | what it is for                                                                                   |
+|-----------------|--------------------------------------------------------------------------------------------------|
+| `demo_model`    | random weights in the demo's shape: its sequences end where they are cut                         |
+| `endless_model` | 3 million random parameters whose greedy tokens are the same on every engine and never end       |
+| `looping_model` | every token has one successor, see `Chains`: a third of the loops repeat one token, the periods  |
+|                 | of the others are spread evenly over 2 to 64                                                     |
+"""
+
+from __future__ import annotations
+
+import string
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ENDLESS_CONTEXT, LOOPING_CONTEXT = 1024, 4096  # tokens
+LEAD, HEALTHY = 256, 512  # tokens of the chain that leads into a loop, and of the one that ends
+PERIODS = (*[1] * 8, *(2 + round(number * 62 / 15) for number in range(16)))
+SHARPNESS = 30.0
+"""The logit of a written successor; the others stay below half of it."""
+
+_SPECIALS = ("<|pad|>", "<|end|>")
+_ENDLESS = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": ENDLESS_CONTEXT, "initializer_range": 0.3,
+}  # fmt: skip
+_LOOPING = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": LOOPING_CONTEXT,
+}  # fmt: skip
+
+
+def cached(home: Path, name: str, parameters: Any, modules: Sequence[ModuleType], save: Callable[[Path], Any]) -> Path:
+    """Directory of what `save` writes; written now unless an equal one is there."""
+    from sluice.demo.tiny import cache
+
+    libraries = {library: version(library) for library in ("torch", "transformers", "tokenizers")}
+    target = home / f"{name}-{cache.content_key(parameters, modules, libraries)}"
+    if not target.is_dir():
+        with cache.written_aside(target) as aside:
+            save(aside)
+    return target.resolve()
+
+
+def demo_model(home: Path) -> Path:
+    from sluice.demo.digits import model, tokenizer
+    from sluice.demo.tiny import model as shape
+    from sluice.demo.tiny import tokenizer as words
+
+    settings = model.ModelSettings()
+
+    def save(directory: Path) -> None:
+        codec = tokenizer.build_tokenizer()
+        model.save_model(model.build_model(settings, codec), codec, directory)
+
+    return cached(home, "model", asdict(settings), [model, tokenizer, shape, words], save)
+
+
+def endless_model(home: Path) -> Path:
+    """Weights are wide, so that the best two logits are apart. Head size 32, which vLLM's CPU attention supports.
+
+    Special tokens have a zero row in the (tied) embedding, so their logit is 0 and never the best.
+    """
+
+    def unsay_specials(model: Any) -> None:
+        model.get_input_embeddings().weight[-len(_SPECIALS) :] = 0
+
+    def save(directory: Path) -> None:
+        signs = string.ascii_lowercase + string.digits
+        pairs = [(left, right) for left in signs for right in signs]
+        words = [left + right for left, right in pairs]
+        tokenizer = byte_tokenizer(_SPECIALS, ENDLESS_CONTEXT, after=words, merges=pairs)
+        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        _save_qwen3(directory, tokenizer, {**_ENDLESS, **ids}, tied=True, edit=unsay_specials)
+
+    return cached(home, "engine-model", _ENDLESS, [sys.modules[__name__]], save)
+
+
+def looping_model(home: Path) -> Path:
+    """Embeddings are random unit vectors; attention and feed-forward are computed and add nothing."""
+
+    def save(directory: Path) -> None:
+        import torch
+        from tokenizers import Regex, pre_tokenizers
+
+        chains = Chains.make()
+        before = [*(word(token) for token in range(chains.healthy.stop)), *_SPECIALS]
+        tokenizer = byte_tokenizer(_SPECIALS, LOOPING_CONTEXT, before=before)
+        split = pre_tokenizers.Split(Regex("w[0-9]{5}"), behavior="isolated")
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
+        tokenizer.chat_template = "{{- messages[-1].content -}}"
+
+        def write(model: Any) -> None:
+            size = model.model.embed_tokens.weight.shape
+            write_successors(model, torch.nn.functional.normalize(torch.randn(size), dim=-1), chains.successor)
+
+        ids = {"eos_token_id": chains.end, "pad_token_id": chains.end - 1}
+        _save_qwen3(directory, tokenizer, {**_LOOPING, **ids}, tied=False, edit=write)
+
+    return cached(home, "loop-model", _LOOPING, [sys.modules[__name__]], save)
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Token ids: `loops` as (lead, loop), the chain that ends, and who follows whom (the last id is the end)."""
+
+    loops: tuple[tuple[range, range], ...]
+    healthy: range
+    successor: dict[int, int]
+
+    @classmethod
+    def make(cls) -> Chains:
+        """Always the same; ids count the words of the vocabulary from 0."""
+        at, loops, successor = 0, list[tuple[range, range]](), dict[int, int]()
+        for period in PERIODS:
+            lead, loop = range(at, at + LEAD), range(at + LEAD, at + LEAD + period)
+            successor |= {token: token + 1 for token in (*lead, *loop)} | {loop[-1]: loop[0]}
+            loops.append((lead, loop))
+            at = loop.stop
+        healthy = range(at, at + HEALTHY)
+        end = healthy.stop + 1  # after the padding
+        successor |= {token: token + 1 for token in healthy} | {healthy[-1]: end, end: end}
+        return cls(tuple(loops), healthy, successor)
+
+    @property
+    def end(self) -> int:
+        """The end of sequence."""
+        return self.healthy.stop + 1
+
+    def continuation(self, token: int, count: int) -> list[int]:
+        return follow(self.successor, self.end, token, count)
+
+
+def word(token: int) -> str:
+    """How a chain's token is written."""
+    return f"w{token:05}"
+
+
+def follow(successor: Mapping[int, int], end: int, token: int, count: int) -> list[int]:
+    """At most `count` tokens after `token`, up to and with the end of sequence."""
+    tokens: list[int] = []
+    while len(tokens) < count and token != end:
+        token = successor[token]
+        tokens.append(token)
+    return tokens
+
+
+def write_successors(model: Any, vectors: Any, successor: Mapping[int, int], sharpness: float = SHARPNESS) -> None:
+    """Make the logits of each token's successor `sharpness`, in a Qwen3, whatever stands before.
+
+    `vectors` float (vocab, hidden): embeddings of length 1, near to orthogonal. Under `torch.no_grad`.
+    """
+    import torch
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.model.embed_tokens.weight.copy_(vectors)
+    head = torch.zeros_like(vectors)
+    head.index_add_(0, torch.tensor(list(successor.values())), vectors[torch.tensor(list(successor))])
+    model.lm_head.weight.copy_(head * (sharpness / vectors.shape[1] ** 0.5))  # the last norm scales by sqrt
+
+
+def byte_tokenizer(
+    specials: Sequence[str], context: int, *, before: Sequence[str] = (), after: Sequence[str] = (),
+    merges: Sequence[tuple[str, str]] = (),
+) -> Any:  # fmt: skip
+    """256 bytes, with words before or after them; of the special tokens the first is padding and the last the end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    entries = [*before, *sorted(pre_tokenizers.ByteLevel.alphabet()), *after]
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), ignore_merges=bool(before)))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(specials))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=specials[-1], pad_token=specials[0], clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )  # fmt: skip
+
+
+def _save_qwen3(
+    directory: Path, tokenizer: Any, settings: Mapping[str, Any], *, tied: bool, edit: Callable[[Any], None]
+) -> None:
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config: Any = Qwen3Config(
+        vocab_size=len(tokenizer), bos_token_id=None, tie_word_embeddings=tied, dtype="float32", **settings
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config).float()
+        edit(model)
+    ids = {name: settings[name] for name in ("eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(do_sample=False, **ids)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,428 @@
+"""What the pipeline costs over the engine alone: queue, workers, result stream and a null sink beside bare engines.
+
+    jobs ─┬▶ BareEngines     W processes, each the engine on its share of the jobs; no Redis    ─┬▶ fields
+          └▶ QueuedEngines   broker ─▶ W `sluice worker` ─▶ result stream ─▶ Sink               ─┘
+
+- The side that is not measured costs nothing: bare engines block on stdin, workers are paused (SIGSTOP).
+- Rendering the prompts lies outside the clock of the bare engines, and inside that of the queue.
+- Afterwards comes the latency of the pipeline under half of its load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sluice.bench.broker import chunks, enqueue, own_broker, until_serving
+from sluice.bench.child import Parent
+from sluice.bench.harness import HOME, at_least_one, own_directory, percentile, play, ratios, run_interruptible, say
+from sluice.bench.models import demo_model
+from sluice.bench.processes import Fleet, set_options
+from sluice.pipeline.broker.streams import result_reader
+from sluice.pipeline.config import load_config
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
+from sluice.pipeline.queue import JobQueue, job_id_for, seed_for
+from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, decode
+
+RUN = "bench"
+SHORTEST, LONGEST = 32, 128  # new tokens; random weights seldom sample an end of their own
+_STRIDE = 37  # coprime to the span of lengths, so neighbours differ much
+_LATENCY_LOAD = 0.5  # share of the saturated rate
+_WARM_TOKENS, _WARM_ROUNDS = 32, 5
+_BARE_S, _IDLE_S = 600.0, 120.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Counts are per round; `digits` says that the prompts are the demo's scenes."""
+
+    sequences: int
+    workers: int
+    rounds: int
+    max_batch: int
+    model: Path
+    digits: bool
+
+    @classmethod
+    def of(cls, *, sequences: int, workers: int, rounds: int, max_batch: int, model: Path | None) -> Plan:
+        """Checked; the default model is made when it is not there yet. Raises ConfigError."""
+        at_least_one(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch)
+        if sequences < workers:
+            raise ConfigError(f"--sequences {sequences} is less than --workers {workers}; give each at least one")
+        directory = demo_model(HOME) if model is None else model.resolve()
+        return cls(sequences, workers, rounds, max_batch, directory, digits=model is None)
+
+    def settings(self) -> list[str]:
+        """Of the run's configuration, the same for the bare engines and the workers."""
+        return [
+            f"run={RUN}",
+            "seed=0",
+            f"model.path={self.model}",
+            f"worker.max_batch={self.max_batch}",
+            "worker.claim_gpu=false",
+            "worker.torch_threads=1",
+            "worker.drain_s=1",
+            "rollout_matching.task=exact_answer",
+        ]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One side of one round: wall seconds, processor seconds of its engines' processes, tokens by sequence id."""
+
+    seconds: float
+    cpu_s: float
+    tokens: Mapping[str, Sequence[int]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    @property
+    def tok_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal tokens of equal sequences."""
+        parts = "\n".join(f"{key} {list(self.tokens[key])}" for key in sorted(self.tokens))
+        return sha256(parts.encode()).hexdigest()
+
+
+Round = Mapping[str, Sample]
+"""Both sides, `bare` and `queued`, over the same jobs."""
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Run the benchmark; the fields of its JSON object.
+
+    `bytes_per_token`: bytes that the broker received during the pipeline's rounds, by its own count, over the
+    tokens decoded in them. `result_bytes_per_token`: the share of it that result entries are.
+    `latency_*_s`: from the queue's `enqueued_at` to the arrival in the sink, decoding included.
+    """
+    with own_directory() as home:
+        return run_interruptible(_run(plan, home))
+
+
+async def _run(plan: Plan, home: Path) -> dict[str, Any]:
+    async with (
+        own_broker(home / "broker") as (client, url),
+        Fleet("worker", home) as workers,
+        Fleet("bare", home) as bare_engines,
+    ):
+        queued, bare = QueuedEngines(plan, workers, client, url), BareEngines(plan, bare_engines)
+        await bare.start()
+        await queued.start()
+        await _warm_up(plan, bare, queued)
+        received = result_bytes = 0
+
+        async def one(side: str, number: int) -> Sample:
+            nonlocal received, result_bytes
+            name = f"round-{number}"
+            if side == "bare":
+                with queued.paused():
+                    return await bare.round(name, plan.sequences, LONGEST)
+            before = await queued.bytes_received()
+            sample, arrivals = await queued.round(jobs(name, plan.sequences, digits=plan.digits))
+            received += await queued.bytes_received() - before
+            result_bytes += sum(len(arrival.raw) for arrival in arrivals)
+            return sample
+
+        def ended(number: int, found: Round) -> None:
+            check(found)
+            bare, queued = found["bare"], found["queued"]
+            say(
+                f"round {number + 1}/{plan.rounds}: bare {bare.tok_s:.0f} tok/s, through the queue "
+                f"{queued.tok_s:.0f} tok/s, efficiency {efficiency([found])[0]:.3f} "
+                f"({bare.num_tokens} tokens each; by processor time {cpu_efficiency([found])[0]:.3f})"
+            )
+
+        rounds = await play(plan.rounds, ("bare", "queued"), one, ended)
+        tokens = sum(each["queued"].num_tokens for each in rounds)
+        half = _LATENCY_LOAD * median(len(each["queued"].tokens) / each["queued"].seconds for each in rounds)
+        return {
+            **summary(rounds),
+            "bytes_per_token": received / tokens,
+            "result_bytes_per_token": result_bytes / tokens,
+            "sequences": plan.sequences,
+            "workers": plan.workers,
+            "max_batch": plan.max_batch,
+            "rounds": plan.rounds,
+            **_by_round(rounds),
+            "model": plan.model.name,
+            **await _latency(plan, queued, half),
+        }
+
+
+async def _warm_up(plan: Plan, bare: BareEngines, queued: QueuedEngines) -> None:
+    """A short round on both sides; on the queue's until every worker took part."""
+    count = 2 * plan.workers * plan.max_batch
+    with queued.paused():
+        await bare.round("warm", count, _WARM_TOKENS)
+    for attempt in range(_WARM_ROUNDS):
+        warm = jobs(f"warm-{attempt}", count, digits=plan.digits, longest=_WARM_TOKENS)
+        _, arrivals = await queued.round(warm)
+        if len({arrival.result().worker for arrival in arrivals}) == plan.workers:
+            return
+    raise SluiceError(f"not every worker took part in {_WARM_ROUNDS} warm-up rounds")
+
+
+async def _latency(plan: Plan, queued: QueuedEngines, rate: float) -> dict[str, Any]:
+    """Under an open load of `rate` jobs a second: whole latencies, and what of them was not decoding."""
+    count = max(1, plan.sequences // 2)
+    arrivals = await queued.open_load(jobs("latency", count, digits=plan.digits), rate)
+    timings = [(arrival.at, arrival.result().timings) for arrival in arrivals]
+    whole = [at - times["enqueued_at"] for at, times in timings]
+    around = [at - times["enqueued_at"] - times["decode_s"] for at, times in timings]
+    found = {
+        "latency_p50_s": percentile(whole, 0.5),
+        "latency_p99_s": percentile(whole, 0.99),
+        "latency_queue_p50_s": percentile(around, 0.5),
+        "latency_queue_p99_s": percentile(around, 0.99),
+    }
+    say(f"latency at {rate:.1f} sequences/s: p50 {found['latency_p50_s']:.3f} s, p99 {found['latency_p99_s']:.3f} s")
+    return {**found, "latency_sequences_per_s": rate, "latency_sequences": count}
+
+
+def efficiency(rounds: Sequence[Round]) -> list[float]:
+    """Pipeline rate over bare rate, round by round."""
+    return ratios(rounds, "queued", "bare", lambda sample: sample.tok_s)
+
+
+def cpu_efficiency(rounds: Sequence[Round]) -> list[float]:
+    """Processor time of the bare engines over that of the workers: steadier than wall time on a busy machine."""
+    return ratios(rounds, "bare", "queued", lambda sample: sample.cpu_s)
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, float]:
+    return {
+        "bare_tok_s": median(each["bare"].tok_s for each in rounds),
+        "pipeline_tok_s": median(each["queued"].tok_s for each in rounds),
+        "efficiency": median(efficiency(rounds)),
+        "cpu_efficiency": median(cpu_efficiency(rounds)),
+    }
+
+
+def check(found: Round) -> None:
+    """Raise SluiceError unless both sides decoded the same sequences to the same lengths."""
+    bare, queued = ({key: len(tokens) for key, tokens in found[side].tokens.items()} for side in ("bare", "queued"))
+    if bare != queued:
+        differ = [key for key in bare.keys() | queued.keys() if bare.get(key) != queued.get(key)]
+        raise SluiceError(
+            f"the two sides did not decode the same: {len(differ)} sequences differ, e.g. {differ[0]} "
+            f"({bare.get(differ[0])} tokens bare, {queued.get(differ[0])} through the queue); no ratio is fair"
+        )
+
+
+def _by_round(rounds: Sequence[Round]) -> dict[str, Any]:
+    return {
+        "tokens": rounds[0]["queued"].num_tokens,
+        "identical_rounds": sum(each["bare"].digest == each["queued"].digest for each in rounds),
+        "per_round": [
+            {
+                "bare_tok_s": each["bare"].tok_s,
+                "pipeline_tok_s": each["queued"].tok_s,
+                "efficiency": efficiency([each])[0],
+                "cpu_efficiency": cpu_efficiency([each])[0],
+            }
+            for each in rounds
+        ],
+    }
+
+
+def num_new_tokens(index: int) -> int:
+    """`max_new_tokens` of the job with this number."""
+    return SHORTEST + index * _STRIDE % (LONGEST - SHORTEST + 1)
+
+
+def jobs(name: str, count: int, *, digits: bool, longest: int = LONGEST) -> list[DecodeJob]:
+    """`count` jobs of the round with this name; every round has the same prompts and lengths.
+
+    Ids name the round, so that no round meets the tombstones of another; seeds follow from the ids.
+    """
+    text = "Problem {0}: a shop sells {0} apples and buys {1} more. How many are there? Explain step by step."
+    prompts: list[Any] = [[{"role": "user", "content": text.format(i, 7 * i % 100)}] for i in range(count)]
+    if digits:
+        from sluice.demo.digits.data import messages_of
+        from sluice.demo.digits.scenes import scenes
+
+        prompts = [list(messages_of(scene)) for scene in scenes("train", count, 11)]
+    found = []
+    for index, messages in enumerate(prompts):
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=min(longest, num_new_tokens(index)))
+        job_id = job_id_for(RUN, f"{name}:{index}", 0, sampling, 1)
+        found.append(DecodeJob(run=RUN, job_id=job_id, messages=messages, sampling=sampling, task="exact_answer"))
+    return found
+
+
+class BareEngines:
+    """W processes, each with a static share of a round's jobs."""
+
+    def __init__(self, plan: Plan, fleet: Fleet) -> None:
+        self._plan, self._fleet = plan, fleet
+
+    async def start(self) -> None:
+        """They load while other things happen."""
+        for worker in range(self._plan.workers):
+            await self._fleet.start_child(
+                serve_bare, [self._plan.settings(), worker, self._plan.workers, self._plan.digits]
+            )
+
+    async def round(self, name: str, count: int, longest: int) -> Sample:
+        """Decode the jobs of a round; the clock runs from `go` to the last answer."""
+        await self._fleet.ask((name, count, longest), str, _BARE_S)
+        started, cpu_s = time.monotonic(), self._fleet.cpu_s()
+        answers = await self._fleet.ask("go", dict[str, list[int]], _BARE_S)
+        seconds, cpu_s = time.monotonic() - started, self._fleet.cpu_s() - cpu_s
+        return Sample(seconds, cpu_s, {key: tokens for answer in answers for key, tokens in answer.items()})
+
+
+async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: int, digits: bool) -> None:
+    """A bare engine's process: it prepares its share of a round and says `ready`, and decodes it at the next line."""
+    from sluice.workers.engine.backends import make_backend
+    from sluice.workers.engine.contracts import SequenceRequest
+    from sluice.workers.job_prompts import JobPrompts
+
+    config = load_config(None, settings, {})
+    backend = make_backend(config.model, config.worker)
+    await backend.start()
+    prompts = JobPrompts(config.model)
+    async for name, count, longest in parent.requests(tuple[str, int, int]):
+        requests = [
+            SequenceRequest(
+                seq_key=f"{job.job_id}:0",
+                prompt_token_ids=tuple(prompts.text(job, backend.facts).token_ids),
+                sampling=job.sampling,
+                seed=seed_for(config.seed, job.job_id, 0),
+            )
+            for job in jobs(name, count, digits=digits, longest=longest)[worker::workers]
+        ]
+        parent.tell("ready")
+        await parent.line()
+        outputs = await asyncio.gather(*map(backend.decode, requests))
+        parent.tell({output.seq_key: output.token_ids for output in outputs})
+    await prompts.close()
+    await backend.close()
+
+
+class QueuedEngines:
+    """The broker's queue, W real workers, the result stream, the sink."""
+
+    def __init__(self, plan: Plan, fleet: Fleet, client: Any, url: str, more: Sequence[str] = ()) -> None:
+        """`more`: further settings of these workers."""
+        self._plan, self._fleet, self._client, self._url = plan, fleet, client, url
+        self._settings = [*plan.settings(), *more]
+        self.keys = Keys(RUN)
+        self._queue = JobQueue(client, self.keys)
+        self._sink = Sink(client, self.keys, fleet)
+
+    async def start(self) -> None:
+        """Start the workers and wait until each has its engine."""
+        for _ in range(self._plan.workers):
+            await self._fleet.start(sluice_command("worker", *set_options(self._settings)), {"REDIS_URL": self._url})
+        await self._sink.open()
+        await until_serving(self._client, self.keys, self._fleet, self._plan.workers)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Its workers stand still for the length of the block."""
+        self._fleet.pause()
+        try:
+            yield
+        finally:
+            self._fleet.resume()
+
+    @contextlib.contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Its workers, which stand still otherwise, run for the length of the block."""
+        self._fleet.resume()
+        try:
+            yield
+        finally:
+            self._fleet.pause()
+
+    async def round(self, jobs: Sequence[DecodeJob]) -> tuple[Sample, list[Arrival]]:
+        """All jobs at once; the clock runs from before the first enqueue to the arrival of the last result."""
+        started, cpu_s = time.monotonic(), self._fleet.cpu_s()
+        arrivals, _ = await asyncio.gather(self._sink.collect(len(jobs)), self._enqueue(jobs))
+        seconds, cpu_s = time.monotonic() - started, self._fleet.cpu_s() - cpu_s
+        results = [arrival.result() for arrival in arrivals]
+        return Sample(seconds, cpu_s, {result.seq_id: list(result.token_ids) for result in results}), arrivals
+
+    async def open_load(self, jobs: Sequence[DecodeJob], per_second: float) -> list[Arrival]:
+        """Jobs that arrive at random (exponential gaps), whatever is still running."""
+        collected = asyncio.create_task(self._sink.collect(len(jobs)))
+        gaps = random.Random(0)
+        due = time.monotonic()
+        try:
+            for job in jobs:
+                due += gaps.expovariate(per_second)
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                await self._enqueue([job])
+            return await collected
+        finally:
+            collected.cancel()
+
+    async def bytes_received(self) -> int:
+        """All that the broker's sockets took in since its start: jobs, claims, commits, heartbeats, reads and acks."""
+        return int((await self._client.info("stats"))["total_net_input_bytes"])
+
+    async def _enqueue(self, jobs: Sequence[DecodeJob]) -> None:
+        for chunk in chunks(jobs):
+            await enqueue(self._queue, chunk)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One result as it came in; `at` is Unix seconds."""
+
+    at: float
+    raw: bytes
+
+    def result(self) -> SequenceResult:
+        return decode(SequenceResult, self.raw)
+
+
+class Sink:
+    """The only reader of the run's one partition: reads results, acks and deletes them as a consumer does.
+
+    Results are decoded after the clock has stopped.
+    """
+
+    def __init__(self, client: Any, keys: Keys, fleet: Fleet) -> None:
+        self._client, self._fleet = client, fleet
+        self._reader = result_reader(client, keys, 0, "sink")
+
+    async def open(self) -> None:
+        """Make the consumer group."""
+        await self._reader.open()
+
+    async def collect(self, count: int) -> list[Arrival]:
+        """The next `count` results; DeadlineExceeded when none comes for a while."""
+        found: list[Arrival] = []
+        last = time.monotonic()
+        while len(found) < count:
+            entries = await self._reader.read(64, 500)
+            at = time.time()
+            if entries:
+                last = time.monotonic()
+                found += [Arrival(at, entry.fields[b"r"]) for entry in entries]
+                pipe = self._client.pipeline(transaction=False)
+                ids = [entry.entry_id for entry in entries]
+                pipe.xack(self._reader.stream, self._reader.group, *ids)
+                pipe.xdel(self._reader.stream, *ids)
+                await pipe.execute()
+            elif time.monotonic() - last > _IDLE_S:
+                raise DeadlineExceeded(f"no result for {_IDLE_S:.0f} s; {len(found)} of {count} arrived")
+            self._fleet.check()
+        return found

@@ -1,0 +1,316 @@
+"""What an update costs: three kinds of it in turns, over the same rows, and tokens a second while updates come.
+
+| kind      | what is timed                                                                                |
+|-----------|----------------------------------------------------------------------------------------------|
+| scored    | v -> v + 1: pause, load, the prefill that rebuilds the cache and scores every generated token |
+| recompute | v -> v + 2: the same, and nothing is scored, as no token is of the version before             |
+| none      | a decode step of the same rows                                                                |
+
+- Of an update the clock runs from the last token before it (or the call, if that comes later) to the first token of
+  the last row after it. No probe is scored and no digest is checked: they would hide the difference.
+- Ratios are medians of the rounds' ratios; `by_cpu` compares processor seconds over all rounds.
+- For tokens a second, segments of every interval take turns; each begins with rows of evenly spread lengths, and counts
+  the tokens from the moment at which all rows run. The longest interval has its one update in the middle one of its
+  segments. An update is what a worker does: digest, load, probe, and the prefill that scores. The rate of an interval
+  is that of all its segments together.
+- Rows are sequences that run until they are stopped. They begin with tokens that were decoded before, as a redelivered
+  job does; these are random ids, for costs do not depend on what they say. Times are `time.perf_counter` seconds, taken
+  in the engine's thread as it reports the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from sluice.bench.engine.sides import PROMPT_IDS, cpu_s
+from sluice.bench.harness import play, ratios, spread
+from sluice.bench.models import ENDLESS_CONTEXT
+from sluice.bench.proximal.versions import COUNT, Variants
+from sluice.pipeline.errors import DeadlineExceeded, SluiceError
+from sluice.pipeline.weights.versions import verify, write_version
+from sluice.pipeline.wire.messages import SamplingParams, WeightVersion
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.weights_watch import probe_of
+
+WAIT_S = 120.0
+STEPS = {"scored": 1, "recompute": 2}
+KINDS = (*STEPS, "none")
+_SETTLED = 2  # steps that all rows have made before anything is timed
+_TOLERANCE = 1e-2  # nats a probe token
+
+Segment = tuple[int, float]
+"""Tokens, seconds."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts, and lengths in tokens; the same for every engine."""
+
+    rows: int = 32  # sequences that run at a time
+    prompt: int = 64
+    generated: int = 256  # of each row when the update comes, in `score_cost`
+    rounds: int = 7  # of `score_cost`
+    step_count: int = 16  # steps that are timed without an update
+    longest: int = 384  # generated tokens of the longest row at the begin of a segment, in `throughput`
+    intervals: tuple[int, ...] = (50, 200, 1000)  # steps between updates; the last is a multiple of `segment`
+    segment: int = 200  # steps
+    publishes: int = 8
+    retention: int = 4
+    wave: int = 16  # sequences begun under each version, in `valid_share`
+    wave_longest: int = 128
+
+    @property
+    def segments(self) -> int:
+        """Of each interval: so many that the longest interval gets its one update."""
+        return max(self.intervals) // self.segment
+
+    @property
+    def room(self) -> int:
+        """New tokens that every row has left when it begins with `longest` generated ones."""
+        return ENDLESS_CONTEXT - self.prompt - self.longest
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Wall and processor seconds: of an update, or of one step."""
+
+    seconds: float
+    cpu_s: float
+
+
+Round = Mapping[str, Sample]
+"""By kind."""
+
+
+def _seconds(sample: Sample) -> float:
+    return sample.seconds
+
+
+async def score_cost(backend: Backend, variants: Variants, sizes: Sizes) -> dict[str, Any]:
+    """The fields of one backend."""
+
+    async def one(kind: str, number: int) -> Sample:
+        return await _one(backend, variants, sizes, kind, number * len(KINDS))
+
+    rounds = await play(sizes.rounds, KINDS, one, first=-1)
+    return score_fields(rounds[1:])  # the first one warmed up
+
+
+def score_fields(rounds: Sequence[Round]) -> dict[str, Any]:
+    """What the rounds come to."""
+    costs = ratios(rounds, "scored", "recompute", _seconds)
+    cpu = {kind: sum(each[kind].cpu_s for each in rounds) for kind in STEPS}
+    return {
+        "vs_kv_recompute": median(costs),
+        "vs_no_update": median(ratios(rounds, "scored", "none", _seconds)),
+        "by_cpu": cpu["scored"] / cpu["recompute"] if cpu["recompute"] else None,
+        "spread": spread(costs),
+        "seconds": {kind: median(each[kind].seconds for each in rounds) for kind in KINDS},
+        "rounds": len(rounds),
+    }
+
+
+async def _one(backend: Backend, variants: Variants, sizes: Sizes, kind: str, seed: int) -> Sample:
+    version = backend.version
+    # on vLLM some rows run far ahead while others are prefilled
+    room = ENDLESS_CONTEXT - sizes.prompt - sizes.generated
+    asks = requests(version, sizes.prompt, [sizes.generated] * sizes.rows, room, seed + KINDS.index(kind))
+    async with running(backend, asks) as rows:
+        await rows.until(lambda: rows.steps() >= _SETTLED, "the rows to run")
+        if kind == "none":
+            begin = rows.ready + _SETTLED * rows.count
+            end = begin + sizes.step_count * rows.count
+            await rows.until(lambda: len(rows.times) > end, "steps")
+            return Sample((rows.times[end] - rows.times[begin]) / sizes.step_count, 0.0)
+        newer = version + STEPS[kind]
+        called, used = time.perf_counter(), cpu_s()
+        await backend.load_weights(variants.directory(newer), newer)
+        await rows.until(lambda: rows.turned(newer), f"tokens of version {newer}")
+        used, turn = cpu_s() - used, rows.turns[newer]
+    _check(rows.outputs, version, newer)
+    return Sample(max(turn.rows.values()) - max(called, turn.before), used)
+
+
+def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
+    """Raises SluiceError unless exactly the tokens that should be are scored."""
+    expected = newer if newer == version + 1 else -1
+    for output in outputs:
+        marks = output.proximal_versions or [-1] * len(output.token_ids)
+        proximal = output.proximal_logprobs or output.logprobs
+        wrong = [at for at, of in enumerate(output.versions) if marks[at] != (expected if of == version else -1)]
+        if wrong or version not in output.versions or not all(map(math.isfinite, proximal)):
+            raise SluiceError(f"{output.seq_key}: {len(wrong)} tokens are not scored as v{version} -> v{newer} does it")
+
+
+async def throughput(backend: Backend, variants: Variants, sizes: Sizes, home: Path) -> dict[str, Any]:
+    """The fields of one backend."""
+    versions = [write_version(variants.directory(v), home, variants.manifest(v)) for v in range(COUNT)]
+    names = [*map(str, sizes.intervals), "none"]
+    updates = dict.fromkeys(names, 0)
+
+    async def one(name: str, number: int) -> Segment:
+        due = due_steps(None if name == "none" else int(name), number, sizes.segment)
+        updates[name] += len(due)
+        return await _segment(backend, versions, sizes, due, number * len(names) + names.index(name))
+
+    rounds = await play(sizes.segments, names, one)
+    return {**rate_fields({name: [each[name] for each in rounds] for name in names}), "updates": updates}
+
+
+def rate_fields(found: dict[str, list[Segment]]) -> dict[str, Any]:
+    """What the segments come to."""
+    return {
+        "tok_s": {name: sum(n for n, _ in each) / sum(s for _, s in each) for name, each in found.items()},
+        "spread": {name: spread(n / s for n, s in each) for name, each in found.items()},
+    }
+
+
+def due_steps(interval: int | None, segment: int, steps: int) -> list[int]:
+    """Steps of this segment at which an update is due; `interval` divides `steps`, or is a multiple of it."""
+    if interval is None:
+        return []
+    if interval > steps:
+        per_update = interval // steps
+        return [steps // 2] if segment % per_update == per_update // 2 else []
+    return list(range(interval // 2, steps, interval))
+
+
+async def _segment(
+    backend: Backend, versions: Sequence[WeightVersion], sizes: Sizes, due: Sequence[int], seed: int
+) -> Segment:
+    lengths = [index * sizes.longest // max(1, sizes.rows - 1) for index in range(sizes.rows)]
+    asks = requests(backend.version, sizes.prompt, lengths, sizes.room, seed)
+    async with running(backend, asks) as rows:
+        await rows.until(lambda: rows.ready > 0, "the rows to run")
+        for step in due:
+            await rows.until(lambda step=step: rows.steps() >= step, f"step {step}")
+            await _update(backend, versions)
+        await rows.until(lambda: rows.steps() >= sizes.segment, f"step {sizes.segment}")
+    tokens = sizes.segment * sizes.rows
+    return tokens, rows.times[rows.ready + tokens - 1] - rows.times[rows.ready - 1]
+
+
+async def _update(backend: Backend, versions: Sequence[WeightVersion]) -> None:
+    """As workers/weights_watch.py does it."""
+    number = backend.version + 1
+    manifest = msgspec.structs.replace(versions[number % COUNT], version=number)
+    probe = probe_of(manifest, backend.facts.dtype, _TOLERANCE)
+    directory = await asyncio.to_thread(verify, manifest)
+    await backend.load_weights(directory, number, probe)
+
+
+def requests(version: int, prompt: int, generated: Sequence[int], room: int, seed: int) -> list[SequenceRequest]:
+    """A row for each number of generated tokens, all of `version`; each may have `room` more. Nothing ends early."""
+    chance = random.Random(seed)
+
+    def ids(count: int) -> list[int]:
+        return [chance.randrange(PROMPT_IDS) for _ in range(count)]
+
+    return [
+        SequenceRequest(
+            f"{seed}:{index}",
+            tuple(ids(prompt)),
+            SamplingParams(temperature=1.0, max_new_tokens=count + room),
+            seed=index,
+            so_far=SequenceSoFar(0, ids(count), [0.0] * count, [version] * count),
+            eos_token_ids=(),
+        )
+        for index, count in enumerate(generated)
+    ]
+
+
+@dataclass
+class Turn:
+    """The first tokens under a version: when the last one before came, and by row."""
+
+    before: float
+    rows: dict[int, float] = field(default_factory=dict)
+
+
+class Running:
+    """Rows in an engine. `saw` is called in its thread, all else in the loop's."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.times: list[float] = []  # of each new token, whichever row has it
+        self.turns: dict[int, Turn] = {}  # by version
+        self.ready = 0  # new tokens there were when the last row had its first; 0 before
+        self.tasks: list[asyncio.Task[SequenceOutput]] = []
+        self._started: set[int] = set()
+        self._loop = asyncio.get_running_loop()
+        self._holds: Callable[[], bool] | None = None
+        self._held = asyncio.Event()
+        self._lock = threading.Lock()  # of `_holds`
+
+    @property
+    def outputs(self) -> list[SequenceOutput]:
+        """What the rows came to, once they were stopped."""
+        return [task.result() for task in self.tasks]
+
+    def steps(self) -> float:
+        """New tokens of a row since all of them run; 0 before."""
+        return (len(self.times) - self.ready) / self.count if self.ready else 0.0
+
+    def turned(self, version: int) -> bool:
+        """Every row has a token of this version."""
+        return version in self.turns and len(self.turns[version].rows) == self.count
+
+    def saw(self, row: int, so_far: SequenceSoFar) -> None:
+        """New tokens of one row."""
+        now, version = time.perf_counter(), so_far.versions[-1]
+        if version not in self.turns:
+            self.turns[version] = Turn(self.times[-1] if self.times else now)
+        self.turns[version].rows.setdefault(row, now)
+        self.times += [now] * len(so_far.token_ids)
+        self._started.add(row)
+        if not self.ready and len(self._started) == self.count:
+            self.ready = len(self.times)
+        with self._lock:
+            if self._holds is not None and self._holds():
+                self._holds = None
+                self._loop.call_soon_threadsafe(self._held.set)
+
+    async def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Return once it holds, looked at with every token. Raises SluiceError when a row ends, or DeadlineExceeded."""
+        self._held = asyncio.Event()
+        with self._lock:
+            self._holds = None if holds() else holds
+            waits = self._holds is not None
+        if not waits:
+            return
+        waiting = asyncio.create_task(self._held.wait())
+        done, _ = await asyncio.wait({waiting, *self.tasks}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not done:
+            raise DeadlineExceeded(f"waited {WAIT_S:.0f} s for {what}")
+        for task in self.tasks:
+            if task.done():
+                raise SluiceError(f"a row ended before {what}: {task.result().finish_reason}")
+
+
+@contextlib.asynccontextmanager
+async def running(backend: Backend, asks: Sequence[SequenceRequest]) -> AsyncIterator[Running]:
+    """All of them in the engine; they are stopped with the block."""
+    rows = Running(len(asks))
+    watched = [
+        replace(ask, report_every=1, report=functools.partial(rows.saw, index)) for index, ask in enumerate(asks)
+    ]
+    rows.tasks = [asyncio.create_task(backend.decode(ask)) for ask in watched]
+    try:
+        yield rows
+    finally:
+        for ask in watched:
+            backend.abort(ask.seq_key)
+        await asyncio.wait(rows.tasks, timeout=WAIT_S)

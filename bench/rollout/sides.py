@@ -1,0 +1,281 @@
+"""The three comparisons: one call, rollouts, and requests; each of the same work on two sides that take turns.
+
+- added: pairs of the same prompt and options. The engine alone is given the prompt's tokens; rendering and parsing are
+  part of what is added. Streamed: to the first text, which comes with the first `gateway.stream_tokens` tokens, against
+  the engine's report of as many.
+- rollouts: several turns with a tool between them, all at once. Through the servers each is one `POST /rollout`, as a
+  producer asks for it; its clock ends when it is closed at the gateway, and its trajectory is in the result stream. The
+  engine alone is given each turn's tokens, which were rendered before the clock starts; between two turns it waits as
+  long as the tool would. What it lacks is the queue, the servers, text, masks and state that outlives it.
+- served: a round is `requests` chat completions, `concurrency` at a time, greedy, all of the same length. The rollout
+  server is not there. Plain requests, and then requests that want logprobs: a worker computes those of every token,
+  whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sluice.bench.broker import in_flight
+from sluice.bench.harness import in_turns, percentile, play, ratios, say, spread
+from sluice.bench.http import first_text_s, post
+from sluice.bench.rollout.agent_model import NUM_TURNS, TURN_TOKENS, conversation, prompt_text
+from sluice.pipeline.config import load_config
+from sluice.pipeline.config.types import GatewayConfig
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
+from sluice.pipeline.prompts.turn_tokens import Renderer
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.backends import make_backend
+from sluice.workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
+
+MODEL_NAME = "policy"
+_TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
+_EVERY = GatewayConfig().stream_tokens
+_WARM_PAIRS, _WARM_ROLLOUTS = 5, 8
+
+Pair = Mapping[str, float]
+"""Seconds through the `gateway`, and `direct` on the engine."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts, and lengths in tokens."""
+
+    prompt_words: int = 60  # of each prompt; the chat template adds a few tokens
+    pairs: int = 200  # of `added`: a call on either side
+    streamed_pairs: int = 40
+    call_tokens: int = 32
+    rollouts: int = 200  # at once, and in a round
+    rollout_rounds: int = 3
+    rollout_batch: int = 64  # worker.max_batch; also of `added`
+    tool_latency_ms: tuple[int, int] = (10, 100)
+    requests: int = 128  # of a round of `served`
+    concurrency: int = 32  # requests at a time, and worker.max_batch
+    request_tokens: int = 128
+    served_rounds: int = 3
+
+
+class Direct:
+    """Greedy sequences of a worker's engine, called directly in this process: no queue, no server, no text."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._calls = backend, 0
+
+    async def decode(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Exactly `num_tokens` new tokens. Raises SluiceError where the model ends it earlier."""
+        found = (await self._backend.decode(self._request(prompt, num_tokens))).token_ids
+        if len(found) != num_tokens:
+            raise SluiceError(f"the engine gave {len(found)} tokens, and {num_tokens} were asked for")
+        return found
+
+    async def first_tokens_s(self, prompt: Sequence[int], num_tokens: int, every: int) -> float:
+        """Seconds to its first `every` tokens; it is decoded to its end."""
+        began, reports = time.perf_counter(), list[float]()
+
+        def report(_: SequenceSoFar) -> None:
+            reports.append(time.perf_counter() - began)
+
+        request = self._request(prompt, num_tokens)
+        await self._backend.decode(replace(request, report_every=every, report=report))
+        return reports[0]
+
+    def _request(self, prompt: Sequence[int], num_tokens: int) -> SequenceRequest:
+        self._calls += 1
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens)
+        return SequenceRequest(f"direct-{self._calls}:0", tuple(prompt), sampling)
+
+
+@contextlib.asynccontextmanager
+async def direct_engine(settings: Sequence[str]) -> AsyncIterator[Direct]:
+    """Loaded with the settings of a run; it ends with the block."""
+    config = load_config(None, list(settings), {})
+    backend = make_backend(config.model, config.worker)
+    await backend.start()
+    try:
+        yield Direct(backend)
+    finally:
+        await backend.close()
+
+
+async def added(
+    session: aiohttp.ClientSession, gateway: str, direct: Direct, renderer: Renderer, sizes: Sizes
+) -> dict[str, Any]:
+    """What gateway, queue and a worker add to one call of the engine. Raises SluiceError where tokens differ."""
+    url, count = f"{gateway}/v1/chat/completions", sizes.call_tokens
+
+    def ask(number: int) -> tuple[dict[str, Any], list[int]]:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt_text(number, sizes.prompt_words)}]
+        return {"messages": messages, "temperature": 0.0, "max_tokens": count}, renderer.prompt(messages)
+
+    async def pair(number: int) -> Pair:
+        body, prompt = ask(number)
+        seconds, tokens = dict[str, float](), dict[str, list[int]]()
+        for side in in_turns(number, ("direct", "gateway")):
+            began = time.perf_counter()
+            if side == "direct":
+                tokens[side] = await direct.decode(prompt, count)
+            else:
+                tokens[side] = (await post(session, url, body))["token_ids"]
+            seconds[side] = time.perf_counter() - began
+        if tokens["gateway"] != tokens["direct"]:
+            raise SluiceError("the gateway gave other tokens than the engine alone; no comparison is fair")
+        return seconds
+
+    async def streamed(number: int) -> Pair:
+        body, prompt = ask(number)
+        first_s = await direct.first_tokens_s(prompt, count, _EVERY)
+        return {"direct": first_s, "gateway": await first_text_s(session, url, body)}
+
+    pairs = [await pair(number) for number in range(-_WARM_PAIRS, sizes.pairs)][_WARM_PAIRS:]
+    first = [await streamed(number) for number in range(sizes.streamed_pairs)]
+    return {**added_fields(pairs), "first_text": added_fields(first), "stream_tokens": _EVERY}
+
+
+def added_fields(pairs: Sequence[Pair]) -> dict[str, float]:
+    """What the pairs come to; milliseconds."""
+    differences = [1000 * (each["gateway"] - each["direct"]) for each in pairs]
+    return {
+        "added_ms_p50": percentile(differences, 0.5),
+        "added_ms_p99": percentile(differences, 0.99),
+        "gateway_ms_p50": 1000 * median(each["gateway"] for each in pairs),
+        "direct_ms_p50": 1000 * median(each["direct"] for each in pairs),
+        "pairs": len(pairs),
+    }
+
+
+async def rollouts(
+    session: aiohttp.ClientSession, server: str, gateway: str, direct: Direct, renderer: Renderer, sizes: Sizes
+) -> dict[str, Any]:
+    """Rollouts a second through the servers at `server` and `gateway`, and on the engine alone."""
+    shown = replace(renderer, options=ChatTemplateOptions(tools=_TOOLS))
+    latencies: list[float] = []
+
+    async def one(side: str, number: int) -> float:
+        count = _WARM_ROLLOUTS if number < 0 else sizes.rollouts
+        name = secrets.token_hex(4)
+        texts = [prompt_text(at, sizes.prompt_words) for at in range(count)]
+        prompts = [[shown.prompt(conversation(text, turn)) for turn in range(NUM_TURNS)] for text in texts]
+
+        async def through_servers(at: int) -> float:
+            began = time.perf_counter()
+            body = {
+                "rollout_id": f"{name}-{at}",
+                "server_url": gateway,
+                "messages": conversation(texts[at], 0),
+                "tokenizer_name": "policy",
+                "sampling_params": {"temperature": 0.0, "max_tokens": 2 * TURN_TOKENS},
+            }
+            check(await post(session, f"{server}/rollout", body))
+            return time.perf_counter() - began
+
+        async def directly(at: int) -> float:
+            began = time.perf_counter()
+            for turn, prompt in enumerate(prompts[at]):
+                if turn:
+                    await asyncio.sleep(random.uniform(*sizes.tool_latency_ms) / 1000)
+                await direct.decode(prompt, TURN_TOKENS)
+            return time.perf_counter() - began
+
+        began = time.perf_counter()
+        taken = await asyncio.gather(*map(through_servers if side == "servers" else directly, range(count)))
+        seconds = time.perf_counter() - began
+        if side == "servers" and number >= 0:
+            latencies.extend(taken)
+        return count / seconds
+
+    def ended(number: int, rates: Mapping[str, float]) -> None:
+        if number >= 0:
+            say(
+                f"rollouts {number + 1}/{sizes.rollout_rounds}: {rates['servers']:.1f}/s, on the engine alone "
+                f"{rates['direct']:.1f}/s"
+            )
+
+    rounds = await play(sizes.rollout_rounds, ("servers", "direct"), one, ended, first=-1)
+    return rollout_fields(rounds[1:], latencies)
+
+
+def rollout_fields(rounds: Sequence[Mapping[str, float]], latencies_s: Sequence[float]) -> dict[str, Any]:
+    """What the rounds come to: rollouts a second by side, and the seconds of each through the servers."""
+    found = ratios(rounds, "servers", "direct", float)
+    return {
+        "rollouts_s": median(each["servers"] for each in rounds),
+        "rollouts_s_direct": median(each["direct"] for each in rounds),
+        "rollouts_vs_direct": median(found),
+        "rollouts_vs_direct_range": spread(found),
+        "rollout_p50_s": percentile(latencies_s, 0.5),
+        "rollout_p99_s": percentile(latencies_s, 0.99),
+    }
+
+
+def check(answer: Mapping[str, Any]) -> None:
+    """Raise SluiceError unless the rollout had all its turns and tokens, and told its end to the gateway."""
+    metrics, extra = answer["metrics"], answer["extra_fields"]
+    counts = (metrics["num_llm_calls"], metrics["num_tool_calls"], metrics["response_tokens"])
+    wanted = (NUM_TURNS, NUM_TURNS - 1, NUM_TURNS * TURN_TOKENS)
+    if (answer["status"], answer["finish_reason"], counts, extra) != ("COMPLETED", "stop", wanted, {}):
+        raise SluiceError(f"a rollout has {counts} calls, tool calls and tokens, and not {wanted}: {answer}")
+
+
+async def served(
+    session: aiohttp.ClientSession, gateway: str, stock: str, sizes: Sizes, *, logprobs: bool
+) -> dict[str, Any]:
+    """Completion tokens a second through the gateway, and of vLLM's own server, with one kind of request."""
+    urls = {"stock": stock, "gateway": gateway}
+    texts: dict[str, list[str]] = {}
+
+    async def one(side: str, number: int) -> float:
+        """Raises SluiceError where a completion is shorter than asked for."""
+        url, texts[side] = urls[side], [""] * sizes.requests
+
+        async def ask(at: int) -> None:
+            text = prompt_text(1 + number * sizes.requests + at, sizes.prompt_words)
+            body: dict[str, Any] = {
+                "model": MODEL_NAME,
+                "messages": [{"role": "user", "content": text}],
+                "temperature": 0.0,
+                "max_tokens": sizes.request_tokens,
+                **({"logprobs": True} if logprobs else {}),
+            }
+            answer = await post(session, f"{url}/v1/chat/completions", body)
+            if (found := answer["usage"]["completion_tokens"]) != sizes.request_tokens:
+                raise SluiceError(f"{url} gave {found} tokens, and {sizes.request_tokens} were asked for")
+            texts[side][at] = answer["choices"][0]["message"]["content"]
+
+        began = time.perf_counter()
+        await in_flight(map(ask, range(sizes.requests)), sizes.concurrency)
+        return sizes.requests * sizes.request_tokens / (time.perf_counter() - began)
+
+    def ended(number: int, rates: Mapping[str, float]) -> None:
+        if number < 0:
+            if texts["gateway"] != texts["stock"]:
+                raise SluiceError("the gateway and vLLM's own server gave different texts; no comparison is fair")
+            return
+        say(
+            f"requests{' with logprobs' if logprobs else ''} {number + 1}/{sizes.served_rounds}: "
+            f"gateway {rates['gateway']:.0f} tok/s, vLLM's own server {rates['stock']:.0f} tok/s"
+        )
+
+    return served_fields((await play(sizes.served_rounds, ("stock", "gateway"), one, ended, first=-1))[1:])
+
+
+def served_fields(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """What the rounds come to; the ratio is the median of the rounds' ratios."""
+    found = ratios(rounds, "gateway", "stock", float)
+    return {
+        "gateway_vs_vllm_serve": median(found),
+        "range": spread(found),
+        "gateway_tok_s": median(each["gateway"] for each in rounds),
+        "vllm_serve_tok_s": median(each["stock"] for each in rounds),
+        "rounds": len(rounds),
+    }

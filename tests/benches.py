@@ -1,0 +1,37 @@
+"""Runs `sluice bench` as a person does, in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from sluice.bench.harness import HOME
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def bench_command(name: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "sluice.pipeline.cli.main", "bench", name, *options]
+
+
+def bench_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def run_bench(cwd: Path, name: str, *options: str, timeout: float = 240) -> dict[str, Any]:
+    """The JSON object that it prints."""
+    command = bench_command(name, "--json", *options)
+    done = subprocess.run(
+        command, cwd=cwd, env=bench_environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def left_behind(cwd: Path) -> list[str]:
+    """The first word of what lies in the benchmarks' directory: models stay, everything else must be gone."""
+    return sorted(path.name.partition("-")[0] for path in (cwd / HOME).iterdir())
