@@ -20,7 +20,7 @@ from sluice.consumers.samples import Sampler
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.consumers.training import checkpoint
-from sluice.consumers.training.checkpoint import HandoffState, read_state, write_state
+from sluice.consumers.training.checkpoint import TrainerState, read_state, write_state
 from sluice.consumers.training.step_log import KeptRollouts, StepLog, read_rollouts, read_steps
 from sluice.consumers.training.trackers import read_sent
 from sluice.pipeline.broker.connection import broker_url
@@ -249,7 +249,7 @@ def _small_files(directory: Path) -> list[tuple[str, Path, Callable[[], Any]]]:
     (version / "manifest.json").write_bytes(
         msgspec.json.encode({"kind": "weight_version", "version": 1, "path": "x", "digest": "d", "step": 1})
     )
-    write_state(directory, HandoffState(step=3, samples=4, unacked=[("1-0", 2)], recent=["a"]))
+    write_state(directory, TrainerState(step=3, samples=4, unacked=[("1-0", 2)], recent=["a"]))
     log = StepLog(directory / "metrics.jsonl")
     for number in (1, 2):
         log.append(number, version=number, loss=0.5)

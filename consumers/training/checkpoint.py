@@ -25,12 +25,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from sluice.consumers.training.model import probe_score, read_model, write_model
+from sluice.consumers.training.model import HANDOFF_FILE, read_model, write_model
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import DataError, MessageError, ModelError
 from sluice.pipeline.files import fsync_directory, fsync_tree, write_atomic
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.weights.versions import MANIFEST, newest_number, read_manifest, tensor_table
+from sluice.pipeline.weights.versions import MANIFEST, newest_number, read_manifest
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.messages import DeadLetter
 
@@ -42,7 +42,7 @@ _TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_ter
 
 
 class TrainerState(msgspec.Struct, kw_only=True):
-    """Everything that is not a tensor."""
+    """Everything that is not a tensor. A shallow copy is a copy: its methods replace what they change."""
 
     step: int = 0
     version: int = 0
@@ -56,17 +56,16 @@ class TrainerState(msgspec.Struct, kw_only=True):
 
     def count(self, record: dict[str, float]) -> dict[str, float]:
         """Add a step's published counters; the run's totals under `total/` keys."""
-        for key in _TOTALLED:
-            if key in record:
-                self.totals[key] = self.totals.get(key, 0.0) + record[key]
+        found = {key: self.totals.get(key, 0.0) + record[key] for key in _TOTALLED if key in record}
+        self.totals = {**self.totals, **found}
         return {f"total/{key}": value for key, value in self.totals.items()}
 
     def take(self, batches: Iterable[tuple[str, int, list[DeadLetter]]]) -> None:
         """Their effect is in the weights: (stream id, samples, letters of those that were dropped)."""
         for entry_id, samples, letters in batches:
-            self.unacked.append((entry_id, samples))
+            self.unacked = [*self.unacked, (entry_id, samples)]
             if letters:
-                self.unacked_drops[entry_id] = letters
+                self.unacked_drops = {**self.unacked_drops, entry_id: letters}
 
     def remember(self, seq_ids: list[str]) -> None:
         """Keep the newest ids, to discard a batch that a broker brings again after a power loss."""
@@ -200,121 +199,26 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.T
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-HANDOFF_FILE = "handoff.json"
-_RECENT_GIVEN = 8192
-
-
-class HandoffState(msgspec.Struct, frozen=True, kw_only=True):
-    """After `step` calls of publish or done."""
-
-    step: int = 0
-    samples: int = 0
-    unacked: list[tuple[str, int]] = []  # (stream id, samples); their ack was perhaps not sent
-    recent: list[str] = []  # newest sequence ids that were finished
-
-    def after(self, unacked: list[tuple[str, int]], seq_ids: list[str]) -> HandoffState:
-        """One step later, with these batches finished."""
-        return HandoffState(
-            step=self.step + 1,
-            samples=self.samples + len(seq_ids),
-            unacked=[*self.unacked, *unacked],
-            recent=[*self.recent, *seq_ids][-_RECENT_GIVEN:],
-        )
-
-    def acked(self) -> HandoffState:
-        """Nothing waits for its ack."""
-        return msgspec.structs.replace(self, unacked=[])
-
-
-def read_state(run_dir: Path) -> HandoffState:
-    """The newest; raises DataError for a damaged file."""
+def read_state(run_dir: Path) -> TrainerState:
+    """How far a loop of one's own has come: the newer of the two files. Raises DataError for a damaged one."""
     root = run_dir / "weights"
-    newest = root / f"v{newest_number(root):06d}"
-    return max((_read_handoff(newest), _read_handoff(run_dir)), key=lambda state: state.step)
+    number = newest_number(root)
+    of_version = _read_handoff(root / f"v{number:06d}") if number > 0 else TrainerState()  # 0 is the run's own model
+    state = max((of_version, _read_handoff(run_dir)), key=lambda state: state.step)
+    state.version = max(number, 0)
+    return state
 
 
-def write_state(directory: Path, state: HandoffState) -> None:
+def write_state(directory: Path, state: TrainerState) -> None:
     """Whole or not at all."""
     write_atomic(directory / HANDOFF_FILE, msgspec.json.encode(state))
 
 
-def _read_handoff(directory: Path) -> HandoffState:
+def _read_handoff(directory: Path) -> TrainerState:
     file = directory / HANDOFF_FILE
     if not file.exists():  # the built-in trainer's version, or none
-        return HandoffState(step=read_manifest(directory).step if (directory / "manifest.json").exists() else 0)
+        return TrainerState(step=read_manifest(directory).step if (directory / MANIFEST).exists() else 0)
     try:
-        return read_json(file.read_bytes(), HandoffState, HANDOFF_FILE)
+        return read_json(file.read_bytes(), TrainerState, HANDOFF_FILE)
     except (OSError, MessageError) as error:
         raise DataError(f"{file}: cannot be read ({error}); restore it, or start a run of another name") from error
-
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-_NOT_COPIED = (MANIFEST, HANDOFF_FILE)
-
-
-def stage(model: Any, source: Path, root: Path) -> Path:
-    """Write `model` aside in `root`; returns the directory, which the caller deletes.
-
-    `model` has `save_pretrained` (transformers), or is the directory of a model that was saved. Raises ModelError for
-    anything else, and for tensors that the run's model, `source`, does not have.
-    """
-    aside = root / f".v-staged.{os.getpid()}.tmp"  # what a killed process leaves, the next publish deletes
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    if isinstance(model, str | os.PathLike):
-        if not Path(model).is_dir():
-            raise ModelError(f"{model}: no such directory; give a model, or a directory made by save_pretrained")
-        _copy(Path(model), aside)
-    elif hasattr(model, "save_pretrained"):
-        try:
-            model.save_pretrained(aside)
-        except ValueError as error:  # of its generation_config, for one
-            raise ModelError(f"the model cannot be saved: {error}") from error
-    else:
-        raise ModelError(f"a {type(model).__name__} has no save_pretrained; give the transformers model itself")
-    _check(aside, source)
-    _copy(source, aside, but=_WEIGHTS)
-    return aside
-
-
-def stage_links(source: Path, root: Path) -> Path:
-    """The run's own model, as its version 0: hard links where possible."""
-    aside = root / f".v-staged.{os.getpid()}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in _files(source):
-        try:
-            os.link(file.resolve(), aside / file.name)
-        except OSError:
-            shutil.copy2(file, aside / file.name)
-    return aside
-
-
-def probe_of(model: Any, tokens: list[int]) -> float | None:
-    """What workers hold a version against; None where its precision or its kind gives no exact score."""
-    if str(getattr(model, "dtype", "")) != "torch.float32" or not callable(model):
-        return None
-    return probe_score(model, tokens)
-
-
-def _copy(directory: Path, target: Path, but: tuple[str, ...] = ()) -> None:
-    """What the target has already stays."""
-    for file in _files(directory):
-        if not (target / file.name).exists() and not file.name.endswith(but):
-            shutil.copy2(file, target / file.name)
-
-
-def _files(directory: Path) -> list[Path]:
-    return [file for file in sorted(directory.iterdir()) if file.is_file() and file.name not in _NOT_COPIED]
-
-
-def _check(directory: Path, source: Path) -> None:
-    """Workers would refuse other tensors, each for itself and only in its log."""
-    shapes = {name: shape for name, (_, shape) in tensor_table(source).items()}
-    found = {name: shape for name, (_, shape) in tensor_table(directory).items()}
-    odd = sorted(name for name, shape in found.items() if shapes.get(name) != shape)
-    if odd:
-        raise ModelError(
-            f"not published: {len(odd)} tensors are not those of {source}, e.g. {odd[0]} {list(found[odd[0]])}; give "
-            "the whole model, without wrappers, adapters merged"
-        )

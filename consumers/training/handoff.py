@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,13 +34,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedModel
 
 from sluice.consumers.pack import IGNORED
-from sluice.consumers.samples import blind
+from sluice.consumers.samples import blind, letter
 from sluice.consumers.tasks.codec import HFTextCodec
-from sluice.consumers.training.checkpoint import probe_of, stage
+from sluice.consumers.training.checkpoint import TrainerState, read_state, write_state
 from sluice.consumers.training.forward import Layout, TrainerForward
-from sluice.consumers.training.model import probe_tokens
+from sluice.consumers.training.model import probe_of, probe_tokens, stage
 from sluice.consumers.training.proximal import proximal_of
-from sluice.consumers.training.session import Session
+from sluice.consumers.training.session import Session, Weights
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config import Config, load_config
@@ -65,6 +66,7 @@ T = TypeVar("T")
 _ACQUIRE_S = 20.0  # the claim of a trainer that was killed runs out after 5
 _RELEASE_S = 5.0
 _LOOK_S = 0.5
+_REASON = re.compile("[a-z][a-z0-9_]{0,39}")
 _Request = tuple[Callable[[Session], Awaitable[Any]], "Future[Any]"]
 
 
@@ -156,7 +158,7 @@ class Rollouts:
         self._pad_id = (HFTextCodec(self._source).eos_token_ids or [0])[0]
         try:
             self._thread.start()
-            self.version = self._thread.call(lambda session: _value(session.version))
+            self.version = self._thread.call(lambda session: _value(session.state.version))
         except BaseException:
             self._thread.stop()
             raise
@@ -182,7 +184,7 @@ class Rollouts:
         Waits for them, for `trainer.batch_wait_s` at most: then DeadlineExceeded.
         """
         while not self._complete:
-            samples = self._thread.call(lambda session: session.next())
+            samples = self._thread.call(lambda session: session.take())
             if samples:
                 yield tensors_of(samples, self._pad_id)
             elif self._thread.call(lambda session: session.complete()):
@@ -226,10 +228,22 @@ class Rollouts:
             shutil.rmtree(staged, ignore_errors=True)
             raise
         # From here on the session's: it goes on also when this call is interrupted.
-        complete = self._thread.call(lambda session: session.publish(staged, score, probe, record))
+        weights = Weights(staged, probe, score)
+        complete = self._thread.call(lambda session: _publish(session, weights, record))
         self.version = newest_number(self._root)
         self._end_if(complete)
         return self.version
+
+    def drop(self, seq_ids: Iterable[str], reason: str, detail: str = "") -> None:
+        """Train none of these, which `batches` gave: the next `publish` or `done` counts them as dropped.
+
+        They never come again. `reason`: one lower-case word, which `sluice status` counts them under; `detail` goes to
+        their letters. Raises TaskError for one that was not given, or is finished.
+        """
+        if not _REASON.fullmatch(reason):
+            raise TaskError(f"{reason!r}: a reason is a lower-case word of at most 40 characters, such as too_old")
+        letters = {seq_id: letter(seq_id, reason, detail) for seq_id in seq_ids}
+        self._thread.call(lambda session: _value(session.drop(letters)))
 
     def done(self, *, metrics: Mapping[str, float] | None = None) -> None:
         """Finish what was given without a version: a checkpoint of your own holds it, or nothing need hold it.
@@ -237,7 +251,7 @@ class Rollouts:
         Decoding runs ahead by `producer.max_staleness` versions at most: without `publish` it comes to a halt.
         """
         record = _numbers(metrics)
-        self._end_if(self._thread.call(lambda session: session.done(record)))
+        self._end_if(self._thread.call(lambda session: finish(session, record)))
 
     def _probe_tokens(self, model: Any) -> list[int]:
         config: Any = getattr(model, "config", None)
@@ -271,6 +285,28 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
         return {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:
         raise TaskError(f"metrics must be numbers ({error}); give one number a name") from error
+
+
+async def finish(session: Session, record: Mapping[str, float]) -> bool:
+    """What was given is a step without a version; whether the run is complete."""
+    await session.step(record)
+    await session.commit(lambda state: write_state(session.run_dir, state), publish=False)
+    return await session.complete()
+
+
+async def _publish(session: Session, weights: Weights, record: Mapping[str, float]) -> bool:
+    """The same with a version from a staged directory, which is removed."""
+
+    def save(state: TrainerState) -> Weights:
+        write_state(weights.directory, state)
+        return weights
+
+    try:
+        await session.step(record, empty=True)
+        await session.commit(save)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, weights.directory, ignore_errors=True)
+    return await session.complete()
 
 
 async def _value(value: Any) -> Any:
@@ -381,8 +417,10 @@ class SessionThread:
             owner = Ownership(role.client, role.keys, "trainer")
             await _acquire(owner, role)
             keeping = role.spawn(owner.keep())
-            session = Session(role, owner, self._seen, trackers)
-            await session.open()
+            session = Session(role, owner, trackers, self._seen)
+            state = await asyncio.to_thread(read_state, session.run_dir)
+            is_new = newest_number(session.root) < 0
+            await session.open(state, Weights(Path(self._config.model.path)) if is_new else None)
             self._opened.set_result(None)
             while (request := await self._requests.get()) is not None:
                 await _answer(session, *request)

@@ -1,97 +1,128 @@
-"""A training loop's side of a run: reads batches, finishes them, publishes versions. One caller, one event loop.
+"""A trainer's side of a run: it takes batches, finishes steps, makes them durable, acks them, publishes versions.
+
+    batches ──▶ take ──▶ drop ──▶ step ──▶ commit: save ──▶ version's files ──▶ ack ──▶ register ──▶ workers
+                 (some of them)  in memory        durable from here on
 
 | waits for            | unblocked by                                              |
 |----------------------|-----------------------------------------------------------|
-| batches, in `next`   | consumers; the end of the run; `trainer.batch_wait_s`     |
+| batches, in `take`   | consumers; the end of the run; `trainer.batch_wait_s`     |
 | the broker           | the broker; `broker.retry_for_s`                          |
 
-- A batch is acked after what names it as finished is durable (state.py); what was given and not finished by then comes
-  again after a restart.
-- The directory of a version is what counts: one that was written and not registered is registered at the next start.
+Each sample is trained or dropped once, wherever the process is killed:
+
+| killed                                 | the next start                                                       |
+|----------------------------------------|----------------------------------------------------------------------|
+| before the steps are durable           | cuts their log lines; their batches come again                       |
+| before the version's files are written | writes them from the same weights, under the same number             |
+| before the ack                         | acks what the state names; a batch is counted once however often     |
+| before the version is registered       | registers it                                                         |
+
+The ack comes before the version: dropped samples leave the credit of a version before it is granted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from sluice.consumers.training.checkpoint import HandoffState, read_state, stage_links, write_state
+from msgspec.structs import replace
+
+from sluice.consumers.samples import HAS_IMAGES, blind, letter
+from sluice.consumers.training.checkpoint import TrainerState
 from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.streams import Entry, ack_batches, batch_reader
-from sluice.pipeline.errors import DeadlineExceeded, MessageError, WeightsError
+from sluice.pipeline.errors import DeadlineExceeded, MessageError, TaskError, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.weights import versions
-from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, WeightVersion, decode
+from sluice.pipeline.weights.registry import WeightsRegistry
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
 
+T = TypeVar("T")
 _READ = 8  # entries in one call
 
 
 @dataclass(frozen=True)
+class Weights:
+    """A model directory that becomes a version, and the probe that workers hold it against; score None: no probe."""
+
+    directory: Path
+    probe: Sequence[int] = ()
+    score: float | None = None
+
+
+Save = Callable[[TrainerState], Weights | None]  # makes a state durable; its weights, where a version comes of them
+
+
+@dataclass
 class Taken:
     """A batch as it was read."""
 
     entry_id: str
     num_samples: int
-    fresh: list[TrainingSample]  # those that were not finished before
+    fresh: list[TrainingSample]  # neither trained nor dropped before
+    letters: list[DeadLetter] = field(default_factory=list)  # of those that are dropped
 
 
 class Session:
-    """While this process owns the run's trainer role."""
+    """While this process owns the run's trainer role. One caller, one event loop."""
 
-    def __init__(self, role: Role, owner: Ownership, seen: Iterable[str], trackers: Trackers) -> None:
+    def __init__(self, role: Role, owner: Ownership, trackers: Trackers, seen: Iterable[str] = ()) -> None:
+        """`seen`: ids that the caller's own checkpoint holds; they are not given, and count as trained."""
         self._role, self._owner, self._seen = role, owner, frozenset(seen)
         self._config = role.config
         self.run_dir = Path(role.config.run_dir) / role.config.run
         self.root = self.run_dir / "weights"
         self._reader = batch_reader(role.client, role.keys, role.name, owner)
-        self._registry = versions.WeightsRegistry(role.client, role.keys)
+        self._registry = WeightsRegistry(role.client, role.keys)
         self._records = StepRecords(role, trackers, self.run_dir)
         self._unread: deque[Entry] = deque()
         self._next: list[Taken] = []  # taken, and not enough yet to be given
-        self._given: list[Taken] = []  # and not finished yet
+        self._given: list[Taken] = []  # and not part of a step yet
         self._given_at = time.monotonic()
-        self._state = HandoffState()
         self._published: tuple[int, float | None] | None = None  # the newest version of this process, its probe's score
-        self.version = 0
+        self.state = TrainerState()  # of the steps in memory
 
-    async def open(self) -> None:
-        """Make good what an earlier process left half done; a run without versions gets version 0."""
+    async def open(self, state: TrainerState, weights: Weights | None) -> None:
+        """Go on from a durable state; what an earlier process left half done is finished first.
+
+        `weights`: those of the state; None where the directory of its version is all there is.
+        """
         client, keys = self._role.client, self._role.keys
         self._role.status.waiting("the versions of this run")
-        gone = not await recognise(client, keys, self.run_dir)
-        self._state = await asyncio.to_thread(read_state, self.run_dir)
-        latest, number = await self._registry.latest(), versions.newest_number(self.root)
-        if number < 0 and latest is not None:
+        self.state = state
+        if not await recognise(client, keys, self.run_dir):
+            await begin_again(client, self._config, self.run_dir, state.version, f"step {state.step}")
+        latest = await self._registry.latest()
+        if latest and not state.version and versions.newest_number(self.root) < 0:
             raise WeightsError(
                 f"version {latest} is registered and {self.root} holds none; share the run's directory with this host"
             )
-        if number < 0:
-            await self._publish_source()
+        if weights is None:
+            manifest = versions.read_manifest(self.root / f"v{state.version:06d}")
         else:
-            await self._register(versions.read_manifest(self.root / f"v{number:06d}"), latest)
-        self._records.cut_after(self._state.step)
-        self._records.known.add(self._state.step, self._state.recent)
-        if gone:
-            await begin_again(client, self._config, self.run_dir, self.version, f"step {self._state.step}")
+            manifest = await self._write_version(weights, state)
         await self._ack()
+        await self._register(manifest, weights)
+        await asyncio.to_thread(self._records.resume, state.step, state.recent)
         self._unread.extend(await self._reader.open())
         self._role.status.waiting(None)
 
-    async def next(self) -> list[TrainingSample]:
+    async def take(self) -> list[TrainingSample]:
         """`producer.samples_per_version` samples; fewer at the end of the run, none when it is over or at a stop."""
-        wanted = self._config.producer.samples_per_version
-        until, dry = time.monotonic() + self._config.trainer.batch_wait_s, False
+        wanted, limit_s = self._config.producer.samples_per_version, self._config.trainer.batch_wait_s
+        until, dry = time.monotonic() + limit_s, False
         while sum(len(each.fresh) for each in self._next) < wanted and not self._role.stop.is_set():
             if not self._unread:
                 self._role.status.waiting(self._cause())
@@ -99,11 +130,11 @@ class Session:
                 self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
             if self._unread:
                 await self._open(self._unread.popleft())
-                until = time.monotonic() + self._config.trainer.batch_wait_s
+                until = time.monotonic() + limit_s
             elif dry:
                 break
             elif time.monotonic() > until:
-                raise DeadlineExceeded(f"{self._config.trainer.batch_wait_s:.0f} s without {self._cause()}")
+                raise DeadlineExceeded(self._overdue(limit_s))
         self._role.status.waiting(None)
         if self._role.stop.is_set():
             return []
@@ -112,84 +143,114 @@ class Session:
         self._given += taken
         return [sample for each in taken for sample in each.fresh]
 
+    def drop(self, letters: Mapping[str, DeadLetter]) -> None:
+        """Train none of these, by sequence id; each is counted with its letter by the ack, and never given again.
+
+        Raises TaskError for one that was not given, or is finished.
+        """
+        unknown = sorted(letters.keys() - {sample.seq_id for each in self._given for sample in each.fresh})
+        if unknown:
+            raise TaskError(f"{unknown[0]}: not dropped, since it was not given, or is finished")
+        for each in self._given:
+            each.letters += [letters[sample.seq_id] for sample in each.fresh if sample.seq_id in letters]
+            each.fresh = [sample for sample in each.fresh if sample.seq_id not in letters]
+        self.state.remember_dropped(letters.values())
+
+    async def step(
+        self, record: Mapping[str, float], samples: Sequence[TrainingSample] | None = None, *, empty: bool = False
+    ) -> bool:
+        """What was given is one step of the weights, and waits for `commit`.
+
+        `samples`: as they were trained, where that is not as they were given. False where all of them were dropped:
+        the weights have nothing of it, and it is acked at once; with `empty` it is a step all the same.
+        """
+        if not self._given and self.uncommitted:
+            return True  # this is a second attempt: the first one's commit failed, and its steps wait for it
+        if samples is None:
+            samples = [sample for each in self._given for sample in each.fresh]
+        letters = [each for taken in self._given for each in taken.letters]
+        after = replace(self.state, step=self.state.step + 1)
+        await self._owner.confirm()
+        if letters and not samples and not empty:
+            get_logger().warning("all samples of a step were dropped; no update", batches=len(self._given))
+            self._records.note(after.step, after.version, [], letters)
+            await self._ack_taken(self._given, stepped=False)
+            self._given = []
+            return False
+        after.take([(each.entry_id, each.num_samples, each.letters) for each in self._given])
+        after.samples += len(samples)
+        after.tokens += sum(len(sample.token_ids) for sample in samples)
+        after.remember([sample.seq_id for sample in samples])
+        values = training_metrics.reduce([sample.metrics for sample in samples])
+        values |= {"train/step_s": time.monotonic() - self._given_at, **record}
+        values |= after.count(values)
+        await self._writing(self._records.write, after.step, after.version, samples, values)
+        self._records.note(after.step, after.version, samples, letters)
+        await self._records.show(after.step, values)
+        self.state, self._given = after, []
+        self._show()
+        return True
+
+    async def commit(self, save: Save, *, publish: bool = True) -> None:
+        """Make the steps since the last commit durable by `save`, and ack their batches.
+
+        With `publish` the weights that `save` returns become the next version; its state has that number.
+        """
+        await self._owner.confirm()
+        state = replace(self.state)
+        if publish:  # not always the next number: see next_number
+            state.version = await self._registry.next_number(state.version, self.root)
+        weights = await self._writing(save, state)
+        manifest = await self._write_version(weights, state) if weights else None
+        self.state = state
+        await asyncio.to_thread(self._records.known.durable, state.step)
+        await self._ack()
+        if manifest is not None:
+            await self._register(manifest, weights)
+        self._show()
+
     async def close(self) -> None:
         """The last lines are written."""
         await self._records.close()
 
     @property
     def unfinished(self) -> int:
-        """Samples that were given and not finished."""
+        """Samples that were given and are part of no step."""
         return sum(len(each.fresh) for each in self._given)
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether there are steps that are not durable and acked."""
+        return bool(self.state.unacked)
 
     async def complete(self) -> bool:
         """Whether nothing is left to train."""
         return (await snapshot(self._role.client, self._role.keys)).complete
 
-    async def done(self, record: Mapping[str, float]) -> bool:
-        """What was given is finished, without a version; whether the run is complete."""
-        await self._owner.confirm()
-        state = await self._log(record)
-        await asyncio.to_thread(write_state, self.run_dir, state)
-        return await self._finish(state)
+    async def nothing_follows(self) -> bool:
+        """Whether the steps since the last commit are the run's last ones."""
+        if self._unread or self._next or not await self._source_is_dry():
+            return False
+        return await self._reader.depth() == len(self.state.unacked)
 
-    async def publish(self, staged: Path, score: float | None, probe: list[int], record: Mapping[str, float]) -> bool:
-        """The next version from a staged directory, which is removed; as `done` otherwise."""
-        try:
-            manifest, state = await self._write(staged, score, probe, record)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, staged, ignore_errors=True)
-        await self._register(manifest, self.version)
-        self._published = (manifest.version, score)
-        return await self._finish(state)
+    def _show(self) -> None:
+        self._role.status.fact(step=self.state.step, version=self.state.version, samples=self.state.samples)
 
-    async def _write(
-        self, staged: Path, score: float | None, probe: list[int], record: Mapping[str, float]
-    ) -> tuple[WeightVersion, HandoffState]:
-        await self._owner.confirm()
-        number = await self._registry.next_number(self.version, self.root)
-        state = await self._log(record)
-        await asyncio.to_thread(write_state, staged, state)
-        previous, before = self._published or (None, None)
-        manifest = WeightVersion(
-            version=number,
-            path="",
-            digest="",
-            probe_token_ids=TokenArray(probe),
-            probe_score=score,
-            previous=previous,
-            previous_score=before,
-            step=state.step,
-            published_at=time.time(),
-        )
-        return await asyncio.to_thread(versions.write_version, staged, self.root, manifest), state
-
-    async def _publish_source(self) -> None:
-        source = Path(self._config.model.path)
-        staged = await asyncio.to_thread(stage_links, source, self.root)
-        manifest = WeightVersion(version=0, path="", digest="", published_at=time.time())
-        full = await asyncio.to_thread(versions.write_version, staged, self.root, manifest)
-        await asyncio.to_thread(shutil.rmtree, staged)
-        await self._register(full, None)
-
-    async def _register(self, manifest: WeightVersion, latest: int | None) -> None:
-        if latest is None or latest <= manifest.version:
-            retention = self._config.weights.retention
-            await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention)
-            await asyncio.to_thread(versions.retire, self.root, manifest.version, retention)
-            if latest != manifest.version:
-                get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
-        self.version = manifest.version
+    async def _source_is_dry(self) -> bool:
+        now = await snapshot(self._role.client, self._role.keys)
+        return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
 
     def _cause(self) -> str:
-        """What `next` waits for."""
+        """What `take` waits for."""
         held = self.unfinished
         return "training batches from the consumers" + (
             f"; {held} samples are given and not finished, and hold credit until `publish` or `done`" if held else ""
         )
 
-    async def _source_is_dry(self) -> bool:
-        now = await snapshot(self._role.client, self._role.keys)
-        return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
+    def _overdue(self, waited_s: float) -> str:
+        if self.unfinished:
+            return f"{waited_s:.0f} s without {self._cause()}"
+        return f"no training batch for {waited_s:.0f} s: are workers and consumers alive? See `sluice status`"
 
     async def _open(self, entry: Entry) -> None:
         try:
@@ -197,38 +258,69 @@ class Session:
         except (MessageError, KeyError) as error:
             # Nothing but our consumer writes here: losing samples silently is worse than stopping.
             raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
-        known = self._records.known.known(one.seq_id for one in batch.samples)
-        fresh = [one for one in batch.samples if one.seq_id not in known and one.seq_id not in self._seen]
-        taken = Taken(entry.entry_id, len(batch.samples), fresh)
-        if taken.fresh:
+        ids, dropped = {sample.seq_id for sample in batch.samples}, self.state.dropped
+        in_hand = {sample.seq_id for each in (*self._next, *self._given) for sample in each.fresh} & ids
+        known = self._records.known.known(ids) | (self._seen & ids) | in_hand
+        new = [sample for sample in batch.samples if sample.seq_id not in known and sample.seq_id not in dropped]
+        again = [letter(one, dropped[one], "dropped by the trainer before") for one in sorted(ids & dropped.keys())]
+        blinded = [letter(one.seq_id, HAS_IMAGES, blind(len(one.images))) for one in new if one.images]
+        fresh = [sample for sample in new if not sample.images]
+        self.state.remember_dropped(blinded)
+        self._records.note(self.state.step + 1, self.state.version, [], blinded)
+        taken = Taken(entry.entry_id, len(batch.samples), fresh, again + blinded)
+        if fresh or in_hand:  # a repeat is acked with what it repeats
             self._next.append(taken)
-            return
-        get_logger().info("batch was finished before; acked only", batch=batch.batch_id)
-        await self._ack_pairs([(taken.entry_id, taken.num_samples)])
+        elif known and self.uncommitted:  # it may repeat what a kill would undo
+            self.state.take([(taken.entry_id, taken.num_samples, taken.letters)])
+        else:
+            get_logger().warning("batch was finished before; acked only", batch=batch.batch_id)
+            await self._ack_taken([taken], stepped=not blinded)  # the broker undid the first count with the ack
 
-    async def _log(self, record: Mapping[str, float]) -> HandoffState:
-        """The state once what was given is finished."""
-        samples = [sample for each in self._given for sample in each.fresh]
-        pairs = [(each.entry_id, each.num_samples) for each in self._given]
-        state = self._state.after(pairs, [sample.seq_id for sample in samples])
-        took = {"train/step_s": time.monotonic() - self._given_at}
-        await self._records.log(state.step, self.version, samples, took | dict(record))
-        return state
+    async def _write_version(self, weights: Weights, state: TrainerState) -> WeightVersion:
+        previous, before = self._published or (None, None)
+        manifest = WeightVersion(
+            version=state.version,
+            path="",
+            digest="",
+            probe_token_ids=TokenArray(weights.probe),
+            probe_score=weights.score,
+            previous=previous,
+            previous_score=before,
+            step=state.step,
+            published_at=time.time(),
+        )
+        return await self._writing(versions.write_version, weights.directory, self.root, manifest)
 
-    async def _finish(self, state: HandoffState) -> bool:
-        self._state, self._given = state, []
-        await asyncio.to_thread(self._records.known.durable, state.step)
-        await self._ack()
-        await self._records.settle()
-        self._role.status.fact(step=state.step, version=self.version, samples=state.samples)
-        return await self.complete()
+    async def _register(self, manifest: WeightVersion, weights: Weights | None) -> None:
+        latest, retention = await self._registry.latest(), self._config.weights.retention
+        if latest is None or latest <= manifest.version:
+            await self._registry.register(manifest, self._owner.key, self._owner.nonce, retention)
+            await asyncio.to_thread(versions.retire, self.root, manifest.version, retention)
+            get_logger().info("published", version=manifest.version, digest=manifest.digest[:12])
+        self._published = (manifest.version, weights.score) if weights else None
+
+    async def _writing(self, write: Callable[..., T], *args: Any) -> T:
+        """Write files; a trainer that was replaced meanwhile, whose files its successor swept, says just that."""
+        try:
+            return await asyncio.to_thread(write, *args)
+        except OSError:
+            await self._owner.confirm()
+            raise
 
     async def _ack(self) -> None:
-        if self._state.unacked:
-            await self._ack_pairs(self._state.unacked)
-        self._state = self._state.acked()
+        state = self.state
+        if state.unacked:
+            await self._ack_pairs(state.unacked, state.unacked_drops)
+        state.unacked, state.unacked_drops = [], {}
 
-    async def _ack_pairs(self, pairs: list[tuple[str, int]]) -> None:
-        owner = self._owner
-        await ack_batches(self._role.scripts, self._role.keys, owner.key, owner.nonce, pairs)
+    async def _ack_taken(self, taken: Sequence[Taken], *, stepped: bool) -> None:
+        pairs = [(each.entry_id, each.num_samples) for each in taken]
+        await self._ack_pairs(pairs, {each.entry_id: each.letters for each in taken}, stepped=stepped)
+
+    async def _ack_pairs(
+        self, pairs: list[tuple[str, int]], drops: Mapping[str, Sequence[DeadLetter]], *, stepped: bool = True
+    ) -> None:
+        await self._records.flush()
+        scripts, keys, owner = self._role.scripts, self._role.keys, self._owner
+        await ack_batches(scripts, keys, owner.key, owner.nonce, pairs, drops, stepped=stepped)
         self._reader.release([entry_id for entry_id, _ in pairs])

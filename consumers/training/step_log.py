@@ -11,10 +11,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +26,8 @@ from sluice.pipeline.files import fsync_directory, write_atomic
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import LEDGER, TrainedIds
 from sluice.pipeline.run.role import Role
-from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.wire.codec import read_json
-from sluice.pipeline.wire.messages import TrainingBatch, TrainingSample, decode, encode
+from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, decode, encode
 
 
 class StepLog:
@@ -125,7 +123,7 @@ def _rollout_files(directory: Path) -> list[tuple[int, Path]]:
 
 
 class StepRecords:
-    """metrics.jsonl, trained.jsonl, kept rollouts, history, trackers, and the status's numbers."""
+    """All of it, for one trainer."""
 
     def __init__(self, role: Role, trackers: Trackers, run_dir: Path) -> None:
         self._role, self._trackers = role, trackers
@@ -133,36 +131,39 @@ class StepRecords:
         self.known = TrainedIds(run_dir)
         self._kept = KeptRollouts(run_dir / "rollouts", role.config.trainer.keep_rollouts)
         self._history = TrainedRecorder(role.config)
-        self._logged = 0
+        self._written = 0
 
-    def cut_after(self, step: int) -> None:
-        """Later steps did not come to be."""
+    def resume(self, step: int, recent: Iterable[str] = ()) -> None:
+        """Cut what belongs to later steps: they did not come to be. `recent`: ids that are trained for certain."""
         for kept in (self._metrics, self._trained, self._kept):
             kept.cut_after(step)
-        self.known.open(step)
+        self.known.open(step, recent)
         self._history.forget()
 
-    async def log(
-        self, step: int, version: int, samples: Sequence[TrainingSample], record: Mapping[str, float]
-    ) -> None:
-        """One step from weights of `version`, before it is durable."""
-        if self._logged == step:  # an earlier attempt at it failed
-            self.cut_after(step - 1)
-        self._logged = step
-        values = {**training_metrics.reduce([sample.metrics for sample in samples]), **record}
-        await asyncio.to_thread(self._kept.save, step, samples)
+    def write(self, step: int, version: int, samples: Sequence[TrainingSample], values: Mapping[str, float]) -> None:
+        """The files of one step from weights of `version`, before it is durable."""
+        if self._written == step:  # an earlier attempt at it failed
+            self.resume(step - 1)
+        self._written = step
+        self._kept.save(step, samples)
         self._metrics.append(step, version=version, at=time.time(), **values)
         seq_ids = [sample.seq_id for sample in samples]
         self._trained.append(step, seq_ids=seq_ids)
         self.known.add(step, seq_ids)
-        self._history.note(step, version, samples, [])
-        self._trackers.log(step, values)
+
+    def note(self, step: int, version: int, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
+        """For the history: what a step trains, and what was dropped before it; written by `flush`."""
+        self._history.note(step, version, samples, letters)
+
+    async def show(self, step: int, values: Mapping[str, float]) -> None:
+        """To trackers, telemetry and the status."""
+        self._trackers.log(step, dict(values))
         self._role.telemetry.observe(sluice_train_step_seconds=values["train/step_s"])
         line = msgspec.json.encode(values).decode()
         await cast("Awaitable[bool]", self._role.client.set(self._role.keys.metrics, line))
 
-    async def settle(self) -> None:
-        """The step is acked."""
+    async def flush(self) -> None:
+        """The history is written; before the ack, so that nothing in it is missing."""
         await self._history.flush()
 
     async def close(self) -> None:

@@ -153,11 +153,11 @@ async def test_every_trained_token_is_right_or_on_policy(
 
 DROPS = [[[0], [0]], [[0, 1], [1]], [[0], [1, 1]], [[2], [2]]]  # at v1 and v2 what is older is stale
 CUTS = {
-    "nowhere": ("sluice.consumers.training.trainer.Trainer._ack", 99),
+    "nowhere": ("sluice.consumers.training.session.Session._ack", 99),
     "before the checkpoint": ("sluice.consumers.training.checkpoint.save", 2),
-    "after the checkpoint, before the ack": ("sluice.consumers.training.trainer.Trainer._ack", 2),
-    "after the ack, before the publication": ("sluice.consumers.training.trainer.Trainer._publish", 3),
-    "before the ack of a step that was dropped": ("sluice.consumers.training.trainer.Trainer._ack_now", 1),
+    "after the checkpoint, before the ack": ("sluice.consumers.training.session.Session._ack", 3),
+    "after the ack, before the publication": ("sluice.consumers.training.session.Session._register", 3),
+    "before the ack of a step that was dropped": ("sluice.consumers.training.session.Session._ack_taken", 1),
 }
 
 

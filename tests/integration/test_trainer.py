@@ -12,17 +12,19 @@ import msgspec
 import pytest
 
 from sluice.consumers.training import checkpoint
+from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
 from sluice.consumers.training.trainer import train as train_role
 from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.streams import Entry
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
-from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.keys import BATCH_GROUP, Keys
 from sluice.pipeline.wire.messages import ImageRef, TrainingBatch, encode
 from tests.cut_off import CutOff, cut_off_at
 from tests.faulty_models import save_faulty
@@ -93,10 +95,15 @@ async def test_batches_become_steps_and_versions(
 
 CUTS = {
     "before the checkpoint": ("sluice.consumers.training.checkpoint.save", 2),
-    "after the checkpoint, before the ack": ("sluice.consumers.training.trainer.Trainer._ack", 2),
-    "after the ack, before the publication": ("sluice.consumers.training.trainer.Trainer._publish", 3),
-    "after the files, before the registration": ("sluice.pipeline.weights.versions.WeightsRegistry.register", 3),
-    "before the first version": ("sluice.consumers.training.trainer.Trainer._publish", 1),
+    "after the checkpoint, before the version's files": ("sluice.consumers.training.session.Session._write_version", 3),
+    "after the version's files, before the ack": ("sluice.consumers.training.session.Session._ack", 3),
+    "after the ack, before the publication": ("sluice.consumers.training.session.Session._register", 3),
+    "at the registration": ("sluice.pipeline.weights.registry.WeightsRegistry.register", 3),
+    "after the registration, before the old versions go": ("sluice.pipeline.weights.versions.retire", 3),
+    "before the first version": ("sluice.consumers.training.session.Session._write_version", 1),
+    "before the first version is registered": ("sluice.consumers.training.session.Session._register", 1),
+    "before the lines of a step": ("sluice.consumers.training.step_log.StepRecords.write", 2),
+    "after the lines of a step": ("sluice.consumers.training.step_log.StepRecords.show", 2),
     "before the old checkpoints go": ("sluice.consumers.training.checkpoint.prune", 1),
 }
 
@@ -221,6 +228,32 @@ async def test_a_batch_that_the_broker_brings_again_is_counted_but_not_trained(
     await client.hincrby(keys.counts, "enqueued", -2)
     await client.hincrby(keys.counts, "accepted", -2)
     await hand_on(client, keys, 1, 1)
+    await train(config, source)
+    await assert_each_once(client, keys, config, 2)
+
+
+async def test_a_repeat_of_a_step_that_no_checkpoint_holds_is_not_acked_before_it(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker lost its newest part, its consumer handed the batch on once more, and then the trainer is killed."""
+    config = config_of(broker_config, keys, run_dir, checkpoint_every=2)
+    await hand_on(client, keys, 0, 2, last=False)
+    [(first, fields), _] = await client.xrange(keys.batches)
+    real = Session.step
+
+    async def then_repeated(self: Session, *args: Any, **options: Any) -> bool:
+        stepped = await real(self, *args, **options)
+        if self.state.step == 1:
+            await client.xack(keys.batches, BATCH_GROUP, first)
+            await client.xdel(keys.batches, first)
+            self._unread.appendleft(Entry((await client.xadd(keys.batches, fields)).decode(), fields))
+        return stepped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "step", then_repeated)
+        await cut_off_at("sluice.consumers.training.checkpoint.save", 1, patch, train(config, source))
+    assert (await snapshot(client, keys)).waiting_batches == 2, "the repeat is all that is left of the first batch"
+    await client.hset(keys.source, "exhausted", 1)
     await train(config, source)
     await assert_each_once(client, keys, config, 2)
 

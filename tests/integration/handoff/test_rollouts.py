@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from sluice.consumers.training.checkpoint import TrainerState, write_state
 from sluice.consumers.training.handoff import RolloutDataset, Rollouts
 from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import read_rollouts, read_steps
@@ -23,7 +26,9 @@ from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import verify
-from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.keys import BATCH_GROUP, Keys
+from sluice.pipeline.wire.messages import DeadLetter, ImageRef, TrainingBatch, decode, encode
+from tests.trainers import random_sample
 
 MakeRun = Callable[..., Config]
 
@@ -249,4 +254,133 @@ def test_what_done_finished_never_comes_again_though_its_ack_was_cut_off(
         assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(2)[2:]]
         rollouts.publish(rollouts.model_path)
     assert trained(config) == ids(2)
+    assert look(config).complete
+
+
+def test_a_publish_that_failed_is_tried_again_as_the_same_step(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(2)
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(versions, "write_version", full)
+            with pytest.raises(OSError, match="no space"):
+                rollouts.publish(rollouts.model_path)
+        assert look(config).trained == 0
+        assert rollouts.publish(rollouts.model_path) == 1
+        assert look(config).trained == 2
+        next(batches)
+        rollouts.publish(rollouts.model_path)
+    lines = read_steps(run_of(config) / "trained.jsonl")
+    assert [(line["step"], line["seq_ids"]) for line in lines] == [(1, ids(2)[:2]), (2, ids(2)[2:])]
+    assert look(config).complete
+
+
+@pytest.mark.parametrize("how", ["publish", "done"])
+def test_samples_that_the_loop_drops_are_counted_and_never_come_again(
+    make_run: MakeRun, sync_client: Any, keys: Keys, how: str
+) -> None:
+    """One beside a trained one, both of a batch; the broker then brings both batches again."""
+    config = make_run(3)
+    raw = [fields for _, fields in sync_client.xrange(keys.batches)]
+
+    def end(rollouts: Rollouts) -> None:
+        rollouts.publish(rollouts.model_path) if how == "publish" else rollouts.done()
+
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        next(batches)
+        rollouts.drop([ids(1)[0]], "too_old", "3 versions behind")
+        with pytest.raises(TaskError, match="0-0:0: not dropped, since it was not given, or is finished"):
+            rollouts.drop([ids(1)[0]], "too_old")
+        with pytest.raises(TaskError, match="a reason is a lower-case word"):
+            rollouts.drop([ids(1)[1]], "Too old")
+        end(rollouts)
+        rollouts.drop(next(batches)["seq_ids"], "too_old")
+        end(rollouts)
+    now = look(config)
+    assert (now.trained, now.dropped, now.reasons) == (1, 3, {"dropped:too_old": 3})
+    letters = [decode(DeadLetter, fields[b"d"]) for _, fields in sync_client.xrange(keys.dropped)]
+    assert [(each.seq_id, each.reason) for each in letters] == [(one, "too_old") for one in (ids(1)[0], *ids(2)[2:])]
+    assert letters[0].detail == "3 versions behind"
+    thinned = int(sync_client.hget(keys.counts, "thinned") or 0)
+    assert thinned == (3 if how == "publish" else 1), "what was dropped counts in no version's credit"
+    for name, by in {"trained": -1, "dropped": -3, "dropped:too_old": -3, "accepted": 3}.items():
+        sync_client.hincrby(keys.counts, name, by)
+    for fields in raw[:2]:
+        sync_client.xadd(keys.batches, fields)
+    with Rollouts(config) as rollouts:
+        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(3)[4:]]
+        end(rollouts)
+    assert trained(config) == [ids(1)[1], *ids(3)[4:]]
+    now = look(config)
+    assert (now.trained, now.reasons, now.complete) == (3, {"dropped:too_old": 3}, True)
+
+
+def test_what_was_dropped_and_not_finished_comes_again(make_run: MakeRun) -> None:
+    config = make_run(1)
+    with Rollouts(config) as rollouts:
+        rollouts.drop(next(rollouts.batches())["seq_ids"], "too_old")
+    assert look(config).dropped == 0
+    with Rollouts(config) as rollouts:
+        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(1)]
+        rollouts.done()
+    assert (look(config).trained, look(config).complete) == (2, True)
+
+
+def test_samples_with_images_are_dropped_by_name_and_the_rest_is_given(
+    make_run: MakeRun, sync_client: Any, keys: Keys
+) -> None:
+    config = make_run(1, last=False)
+    seen = replace(random_sample("seen", 12), images=[ImageRef(path="a.png")])
+    for number, samples in enumerate(([random_sample("text", 12), seen], [replace(seen, seq_id="alone:0")])):
+        sync_client.xadd(keys.batches, {"b": encode(TrainingBatch(batch_id=f"i{number}", samples=samples))})
+        sync_client.hincrby(keys.counts, "enqueued", len(samples))
+        sync_client.hincrby(keys.counts, "accepted", len(samples))
+    sync_client.hset(keys.source, "exhausted", 1)
+    with Rollouts(config) as rollouts:
+        assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(1), ["text:0"]]
+        rollouts.done()
+    now = look(config)
+    assert (now.trained, now.dropped, now.reasons, now.complete) == (3, 2, {"dropped:has_images": 2}, True)
+
+
+def test_a_batch_that_is_brought_again_while_it_is_given_is_given_once(
+    make_run: MakeRun, sync_client: Any, keys: Keys
+) -> None:
+    """The broker lost its newest part, and the consumer handed the batch on once more."""
+    config = make_run(1, last=False)
+    [(first, fields)] = sync_client.xrange(keys.batches)
+    with Rollouts(config) as rollouts:
+        batches = rollouts.batches()
+        assert next(batches)["seq_ids"] == ids(1)
+        sync_client.xack(keys.batches, BATCH_GROUP, first)
+        sync_client.xdel(keys.batches, first)
+        sync_client.xadd(keys.batches, fields)
+        sync_client.hset(keys.source, "exhausted", 1)
+        assert list(batches) == []
+        rollouts.publish(rollouts.model_path)
+    assert trained(config) == ids(1)
+    now = look(config)
+    assert (now.trained, now.waiting_batches, now.complete) == (2, 0, True)
+
+
+def test_a_model_that_is_a_version_of_another_run_starts_at_step_0(make_run: MakeRun, tmp_path: Path) -> None:
+    """Its directory says how far that run had come; this one has trained nothing."""
+    config = make_run(2)
+    foreign = tmp_path / "foreign"
+    shutil.copytree(config.model.path, foreign)
+    write_state(foreign, TrainerState(step=7, samples=9, unacked=[("1-0", 2)], recent=ids(1)))
+    config = replace(config, model=replace(config.model, path=str(foreign)))
+    for left in (ids(2)[:2], ids(2)[2:]):
+        with Rollouts(config) as rollouts:
+            assert next(rollouts.batches())["seq_ids"] == left
+            rollouts.publish(rollouts.model_path)
+    assert [line["step"] for line in read_steps(run_of(config) / "trained.jsonl")] == [1, 2]
     assert look(config).complete
