@@ -35,11 +35,11 @@ def load_object(path: str, where: str) -> Any:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"{where}: {path!r} is no import path; write package.module:name")
-    module = _module(module_name, where)
+    module: Any = _module(module_name, where)
     try:
         return getattr(module, name)
     except AttributeError:
-        known = [one for one in vars(module) if not one.startswith("_")]
+        known = [str(one) for one in dir(module) if not one.startswith("_")]
         raise ConfigError(f"{where}: {module_name!r} has no {name!r}; {did_you_mean(name, known)}") from None
 
 

@@ -18,6 +18,7 @@ from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import WeightsError
 from sluice.workers.engine.contracts import Backend, WeightsProbe
 from sluice.workers.engine.vllm import VllmBackend
+from sluice.workers.engine.vllm.backend import Engine
 from sluice.workers.engine.vllm.checkpoint import Checkpoint
 from tests.contract.engine_fixtures import reference, reference_logprobs, request, run, started
 from tests.contract.vllm_fixtures import started_vllm
@@ -132,13 +133,12 @@ def test_a_layer_that_vllm_does_not_fill_is_an_error_that_names_it(
     names = Checkpoint(ModelConfig(path=str(source))).names_for(directory)
     del names[EXPERT]
 
-    async def load_in_part() -> None:
-        inner = engine._engine
+    async def load_in_part(inner: Engine) -> None:
         assert inner._engine is not None
-        async with inner._running().paused():
+        async with inner.sequences.paused():
             await inner._engine.llm.collective_rpc("sluice_load_weights", args=(str(directory), names))
 
     with pytest.raises(Exception, match=r"vLLM took \d+ of \d+ elements of model\.layers\.0\.mlp\.experts"):
-        asyncio.run(engine._do(load_in_part()))
+        asyncio.run(engine._do(load_in_part))
     asyncio.run(engine.load_weights(source, 0))
     assert_serves(engine, source)
