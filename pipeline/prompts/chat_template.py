@@ -5,6 +5,7 @@
   them.
 - `enable_thinking` is passed; a template that refuses the argument is asked again without it.
 - Where a template takes parts only, as some for images do, a string goes to it as one text part.
+- A template whose operations cost too much is refused before it runs (template_cost).
 - Several threads may render with one tokenizer once it is settled; one that is Python throughout takes them in turns.
 - `conversation` is how the messages of an agent, as they come over HTTP, go to a template.
 - Prompts that speak of an image and come without one are refused, as the model would answer blind: a part of the
@@ -25,6 +26,7 @@ import msgspec
 from jinja2 import TemplateError
 
 from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.prompts.template_cost import check_cost
 from sluice.pipeline.wire.codec import lone_surrogate
 from sluice.pipeline.wire.messages import Message
 
@@ -130,16 +132,30 @@ def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
     if options.tools:
         how["tools"] = list(options.tools)
     conversation = list(messages)
+
+    def applied(**more: Any) -> Any:
+        _check_cost(tokenizer, conversation, how | more)
+        return tokenizer.apply_chat_template(conversation, **more, **how)
+
     try:
         with _turn(tokenizer):
             try:
-                return tokenizer.apply_chat_template(conversation, enable_thinking=options.enable_thinking, **how)
+                return applied(enable_thinking=options.enable_thinking)
             except (TypeError, ValueError, TemplateError) as error:
                 if "enable_thinking" not in str(error):
                     raise
-            return tokenizer.apply_chat_template(conversation, **how)
+            return applied()
     except (TemplateError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"the chat template refuses the messages: {error}") from error
+
+
+def _check_cost(tokenizer: Any, messages: list[Message], how: dict[str, Any]) -> None:
+    template = how.get("chat_template")
+    if template is None and hasattr(tokenizer, "get_chat_template"):
+        template = tokenizer.get_chat_template(tools=how.get("tools"))
+    if isinstance(template, str):
+        given = {"messages": messages, "tools": None, "documents": None, **how}
+        check_cost(template, **getattr(tokenizer, "special_tokens_map", {}) | given)
 
 
 def _turn(tokenizer: Any) -> AbstractContextManager[Any]:
