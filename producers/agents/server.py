@@ -22,7 +22,7 @@ from sluice.pipeline import logs
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.http.errors import problem_response
-from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
+from sluice.pipeline.http.middleware import OPEN_PATHS, BearerAuth, BodyLimit, HostGate, JsonOnly
 from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.loop_watch import watch_loop
@@ -32,7 +32,7 @@ from sluice.producers.agents.routes import add_routes
 from sluice.producers.agents.runs import Conflict, Draining, Runs, open_runs
 from sluice.producers.agents.state import RETRY_AFTER_S, AppState, LineFull, app_state
 from sluice.producers.agents.trainer_client import Retries
-from sluice.producers.http.api_page import add_api_page
+from sluice.producers.http import api_page
 from sluice.producers.http.strict_json import StrictRoute
 
 KEY_VARIABLE = "SLUICE_ROLLOUT_API_KEY"
@@ -121,13 +121,14 @@ def build_app(state: AppState, runs: Runs, *, key: str | None = None) -> FastAPI
     router = APIRouter(route_class=StrictRoute)
     add_routes(router, state, runs)
     app.include_router(router)
-    add_api_page(app, needs_key=key is not None)
+    api_page.add_api_page(app)
     _add_errors(app, state)
     app.add_middleware(BodyLimit, max_bytes=state.max_bytes)
     app.add_middleware(JsonOnly)
     names = state.settings.names
     app.add_middleware(HostGate, names=names, setting="rollout_server.names", has_key=key is not None)
-    app.add_middleware(BearerAuth, key=key)  # the outermost: the last one added
+    # the outermost: the last one added
+    app.add_middleware(BearerAuth, key=key, open_paths=(*OPEN_PATHS, *api_page.OPEN_PATHS))
     return app
 
 

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from sluice import __version__
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import SluiceError
-from sluice.pipeline.http.middleware import BearerAuth, BodyLimit, HostGate, JsonOnly
+from sluice.pipeline.http.middleware import OPEN_PATHS, BearerAuth, BodyLimit, HostGate, JsonOnly
 from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
@@ -38,7 +38,7 @@ from sluice.producers.gateway.openapi import errors
 from sluice.producers.gateway.refusals import Refusal, of_schema, refusal_of
 from sluice.producers.gateway.routes import chat_routes, rollout_routes
 from sluice.producers.gateway.service import Service, make_service
-from sluice.producers.http.api_page import add_api_page
+from sluice.producers.http import api_page
 from sluice.producers.tokenizer import load_policy_tokenizer
 
 KEY_NAME = "SLUICE_GATEWAY_API_KEY"
@@ -130,7 +130,7 @@ _HEALTH: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: Service, key: str | None) -> FastAPI:
-    """`key`: the bearer key that every request but /health must bring; None: nobody is asked."""
+    """`key`: the bearer key that every request but /health and the page at /docs must bring; None: nobody is asked."""
     app = FastAPI(
         title="Sluice gateway",
         version=__version__,
@@ -144,12 +144,12 @@ def make_app(service: Service, key: str | None) -> FastAPI:
     app.add_middleware(JsonOnly)
     names = service.config.gateway.names
     app.add_middleware(HostGate, names=names, setting="gateway.names", has_key=key is not None)
-    app.add_middleware(BearerAuth, key=key)
+    app.add_middleware(BearerAuth, key=key, open_paths=(*OPEN_PATHS, *api_page.OPEN_PATHS))
     app.add_middleware(Measured, metrics=service.metrics)
     app.include_router(chat_routes(service))
     app.include_router(rollout_routes(service))
     _service_routes(app, service)
-    add_api_page(app, needs_key=key is not None)
+    api_page.add_api_page(app)
     app.exception_handler(RequestValidationError)(_schema)
     app.exception_handler(HTTPException)(_http)
     for kind in (SluiceError, RedisError, OSError, RecursionError, Exception):
