@@ -1,7 +1,7 @@
 """The kernel that every Sluice process shares. It imports no torch, transformers or vllm.
 
 config ─▶ (every process)            keys ─▶ every name in Redis
-producers ──enqueue──▶ jobs (lua/) ──claim──▶ workers ──commit──▶ streams.results
+producers ──enqueue──▶ jobs (broker/scripts/) ──claim──▶ workers ──commit──▶ streams.results
 streams.results ──▶ consumers ──hand-off──▶ streams.batches ──▶ trainer ──publish──▶ weights ──▶ workers
 supervise starts the processes, lifecycle ends them, status and progress show them
 """

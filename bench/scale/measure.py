@@ -17,7 +17,7 @@ from sluice.bench.processes import Fleet
 from sluice.bench.queue.calls import decode_job
 from sluice.bench.scale.flow import Marks, flow
 from sluice.pipeline import logs
-from sluice.pipeline.broker.connection import Scripts, connect
+from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.queue import NO_LIMIT, ArqWorker, Claim, JobQueue
@@ -82,7 +82,6 @@ async def _queued(plan: Plan, client: Any) -> dict[str, float]:
     await in_flight(put(begin) for begin in range(0, plan.count, CHUNK))
     per_job = (await used_bytes(client) - before) / plan.count
     say(f"{plan.count:,} jobs queued in {time.perf_counter() - started:.0f} s, {per_job:.0f} bytes each")
-    scripts = Scripts(client)
     holders = [JobQueue(client, Keys(_QUEUED), worker=f"w{number}") for number in range(plan.workers)]
     held: list[list[Claim]] = []
     started = time.perf_counter()
@@ -90,8 +89,7 @@ async def _queued(plan: Plan, client: Any) -> dict[str, float]:
         held.append((await holder.claim(_EACH, _LEASE_S, _MOST_DEATHS)).claims)
     claims_s, started = time.perf_counter() - started, time.perf_counter()
     for holder, claims in zip(holders, held, strict=True):
-        keys, args = holder.renewal(_LEASE_S, {claim.job_id: claim.attempt for claim in claims})
-        await scripts.run("renew", keys, args)
+        await holder.renew(_LEASE_S, {claim.job_id: claim.attempt for claim in claims})
     renewals_s = time.perf_counter() - started
     return {
         "redis_bytes_per_queued_job": per_job,

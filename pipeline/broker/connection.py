@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Sequence
-from hashlib import sha1
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -20,11 +18,10 @@ from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.connection import parse_url as options_of
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from sluice.pipeline import lua
 from sluice.pipeline.broker.cluster import SlotPrimary
 from sluice.pipeline.broker.retry import (
     TRANSIENT,
@@ -32,13 +29,11 @@ from sluice.pipeline.broker.retry import (
     PatientPool,
     PatientSentinelPool,
     UntilRetry,
-    may_pass,
 )
 from sluice.pipeline.config.load import hide_password
 from sluice.pipeline.config.types import BrokerConfig
-from sluice.pipeline.errors import BrokerError, BrokerRefused
+from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.wire.keys import type_of
 
 _HEALTH_CHECK_S = 15
 _ASK_AGAIN_S = 0.5
@@ -193,43 +188,6 @@ async def wait_ready(config: BrokerConfig, run: str = "") -> dict[str, Any]:
                 get_logger().warning("waiting for the broker", error=str(error), at_most_s=config.retry_for_s)
             said = True
         await asyncio.sleep(_ASK_AGAIN_S)
-
-
-class Scripts:
-    """Our Lua scripts over one connection; a server that forgot them (a restart, a failover) is given them again."""
-
-    def __init__(self, client: Redis) -> None:
-        self.client: Any = client
-        self._digests: dict[str, str] = {}
-
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run `lua/{name}.lua`; raises BrokerError when the server refuses it."""
-        text = lua.source(name)
-        digest = self._digests.get(name)
-        if digest is None:
-            digest = self._digests[name] = sha1(text.encode()).hexdigest()
-        try:
-            try:
-                return await cast("Awaitable[Any]", self.client.evalsha(digest, len(keys), *keys, *args))
-            except NoScriptError:  # EVAL runs and keeps it in one step: nothing can be forgotten in between
-                return await cast("Awaitable[Any]", self.client.eval(text, len(keys), *keys, *args))
-        except ResponseError as error:
-            if may_pass(error):
-                raise BrokerError(f"script {name} was refused: {error}") from error
-            raise BrokerRefused(f"script {name} was refused: {error}{await self._odd_types(keys)}") from error
-
-    async def _odd_types(self, keys: Sequence[str]) -> str:
-        """Redis does not say which key it was that has another type than ours."""
-        pipe = self.client.pipeline(transaction=False)
-        for key in keys:
-            pipe.type(key)
-        found = zip(keys, await pipe.execute(raise_on_error=False), strict=True)
-        odd = [
-            f"; {key} is a {kind.decode()} and must be a {ours}: delete or rename it"
-            for key, kind in found
-            if isinstance(kind, bytes) and (ours := type_of(key)) and kind.decode() not in (ours, "none")
-        ]
-        return "".join(odd)
 
 
 def _timeouts(config: BrokerConfig) -> dict[str, Any]:

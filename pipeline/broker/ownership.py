@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, SluiceError
 from sluice.pipeline.wire.keys import Keys
 
@@ -71,11 +72,11 @@ class Ownership:
     async def release(self) -> None:
         """Give the role back at once; a renewal that is on its way does not take it again."""
         self._released = True
-        await self._scripts.run("disown", [self.key], [self.nonce])
+        await self._scripts.ask(RoleKey(owner=self.key), Disown(nonce=self.nonce))
 
     async def try_acquire(self) -> bool:
         """Take or renew the role; False while another process holds it, and for good once one has held it since."""
-        args = [self.nonce, int(TTL_S * 1000), int(self._held)]
-        ours = bool(await self._scripts.run("own", [self.key], args))
+        request = Own(nonce=self.nonce, ttl_ms=int(TTL_S * 1000), renew=self._held)
+        ours = bool(await self._scripts.ask(RoleKey(owner=self.key), request))
         self._held = self._held or ours
         return ours

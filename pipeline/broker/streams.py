@@ -16,8 +16,18 @@ from typing import Any, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership, why_fenced
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import (
+    Ack,
+    AckedBatch,
+    AckKeys,
+    Drop,
+    Handoff,
+    HandoffKeys,
+    Read,
+    StreamKeys,
+)
 from sluice.pipeline.errors import BrokerError, ResultsLost
 from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP, Keys
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, encode
@@ -104,17 +114,15 @@ class StreamReader:
                 return found
 
     async def _take(self, count: int) -> list[Entry]:
-        fence = [self._owner.key] if self._owner else []
+        owner = self._owner.key if self._owner else None
         nonce = self._owner.nonce if self._owner else ""
-        answer = await self._scripts.run(
-            "read", [self.stream, *fence], [nonce, self.group, self.name, count, self._last]
-        )
-        if answer == -1:
-            raise await why_fenced(self._scripts, fence[0])
-        rows, pending = answer
-        if not rows and int(pending) > len(self.held):
+        request = Read(nonce=nonce, group=self.group, reader=self.name, count=count, last_seen=self._last)
+        found = await self._scripts.ask(StreamKeys(stream=self.stream, owner=owner), request)
+        if found is None:
+            raise await why_fenced(self._scripts, owner or "")
+        if not found.rows and found.pending > len(self.held):
             return await self._all_pending()
-        return _entries([(entry_id, dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in rows])
+        return _entries(found.rows)
 
     async def depth(self) -> int:
         """Entries in the stream, taken or not."""
@@ -149,12 +157,21 @@ async def hand_off(
     consumer's; ResultsLost when one of them is not there any more: nothing was done then. A repeat of the same batch_id
     is `dup`.
     """
-    args: list[Any] = [nonce, reader.group, reader.name, batch.batch_id, encode(batch) if batch.samples else b""]
-    args += [len(batch.samples), result_bytes, len(result_ids), len(drops), *result_ids]
-    for letter in drops:
-        args += [letter.reason, encode(letter)]
-    names = [reader.stream, keys.batches, keys.counts, owner_key, keys.dropped]
-    answer = (await scripts.run("handoff", names, args)).decode()
+    names = HandoffKeys(
+        results=reader.stream, batches=keys.batches, counts=keys.counts, owner=owner_key, dropped=keys.dropped
+    )
+    request = Handoff(
+        nonce=nonce,
+        group=reader.group,
+        reader=reader.name,
+        batch_id=batch.batch_id,
+        batch=encode(batch) if batch.samples else b"",
+        samples=len(batch.samples),
+        result_bytes=result_bytes,
+        result_ids=list(result_ids),
+        drops=_drops(drops),
+    )
+    answer = await scripts.ask(names, request)
     if answer == "fenced":
         raise await why_fenced(scripts, owner_key)
     if answer == "lost":
@@ -178,16 +195,16 @@ async def ack_batches(
     `drops`: by stream id, letters of the samples that the trainer dropped from that batch; they count as dropped.
     `stepped`: whether an optimiser step, and so a version, came of these batches.
     """
-    args: list[Any] = [nonce, BATCH_GROUP, int(stepped)]
-    for stream_id, samples in batches:
-        letters = (drops or {}).get(stream_id, ())
-        args += [stream_id, samples, len(letters)]
-        for letter in letters:
-            args += [letter.reason, encode(letter)]
-    counted = int(await scripts.run("ack", [keys.batches, keys.counts, owner_key, keys.dropped], args))
+    names = AckKeys(batches=keys.batches, counts=keys.counts, owner=owner_key, dropped=keys.dropped)
+    acked = [AckedBatch(each, samples, _drops((drops or {}).get(each, ()))) for each, samples in batches]
+    counted = await scripts.ask(names, Ack(nonce=nonce, group=BATCH_GROUP, stepped=stepped, batches=acked))
     if counted < 0:
         raise await why_fenced(scripts, owner_key)
     return counted
+
+
+def _drops(letters: Sequence[DeadLetter]) -> list[Drop]:
+    return [Drop(letter.reason, encode(letter)) for letter in letters]
 
 
 def _entries(rows: Sequence[Any]) -> list[Entry]:

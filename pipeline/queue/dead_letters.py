@@ -20,7 +20,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from sluice.pipeline.broker import connection
-from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.jobs import Discard, Replay
 from sluice.pipeline.config.suggest import nearest
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerRefused, MessageError, SluiceError
@@ -211,7 +212,8 @@ class DeadLetters:
             chosen = rows  # n cannot be changed in what cannot be read: it goes back whole
         while True:
             new_id = await self._new_id(rows[0].job)
-            answer = await self._run("replay", [new_id, *_remade(envelope, payload, new_id, len(chosen))], rows, chosen)
+            request = _remade(envelope, payload, new_id, len(chosen), _unburied(rows, chosen))
+            answer = await self._scripts.ask(self._queue.names, request)
             if answer == "gone":
                 return None
             if answer == "ok":
@@ -223,16 +225,8 @@ class DeadLetters:
         return _REPLAY_MARK.sub(b"", job) + b"~r%d" % number
 
     async def _drop(self, rows: list[Row], chosen: list[Row]) -> Done | None:
-        answer = await self._run("discard", [], rows, chosen)
+        answer = await self._scripts.ask(self._queue.names, Discard(**_unburied(rows, chosen)))
         return Done(job_id=rows[0].job_id, sequences=_names(chosen)) if answer == "ok" else None
-
-    async def _run(self, name: str, args: list[Any], rows: list[Row], chosen: list[Row]) -> str:
-        leaving = [row.entry_id for row in chosen]
-        payload_leaves = bool(rows[0].payload) and rows[0].entry_id in leaving
-        staying = [row.entry_id for row in rows if row.entry_id not in leaving] if payload_leaves else []
-        queue = self._queue
-        every = [*queue.script_args, *args, len(leaving), *leaving, *staying]
-        return cast(bytes, await self._scripts.run(name, queue.script_keys, every)).decode()
 
 
 def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
@@ -250,15 +244,32 @@ def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
     return Row(entry_id=entry_id, letter=letter, job=job, index=index, n=size, payload=payload)
 
 
-def _remade(envelope: Envelope, payload: bytes, new_id: bytes, sequences: int) -> list[Any]:
-    """Payload, n, priority, deadline, call and mailbox of the new job; what is not a decode job goes back as it is."""
+def _unburied(rows: list[Row], chosen: list[Row]) -> dict[str, list[str]]:
+    """The entries that leave, and those of the same job that stay, where its payload leaves."""
+    leaving = [row.entry_id for row in chosen]
+    payload_leaves = bool(rows[0].payload) and rows[0].entry_id in leaving
+    staying = [row.entry_id for row in rows if row.entry_id not in leaving] if payload_leaves else []
+    return {"leaving": leaving, "staying": staying}
+
+
+def _remade(envelope: Envelope, payload: bytes, new_id: bytes, sequences: int, rows: dict[str, list[str]]) -> Replay:
+    """The new job; what is not a decode job goes back as it is."""
     job = envelope.job
     if job is None:
         unread = "?" if sequences == 1 else ""  # one: it may be a foreign job, and more than that once it can be read
-        return [payload, sequences, 0, 0, unread if envelope.problem else envelope.function, ""]
+        call = unread if envelope.problem else envelope.function
+        return Replay(**rows, id=new_id, payload=payload, n=sequences, priority=0, deadline_ms=0, call=call, mailbox="")
     again = msgspec.structs.replace(job, job_id=new_id.decode(errors="replace"), n=sequences)
-    fresh = arq_payload(again, int(time.time() * 1000))
-    return [fresh, sequences, job.priority, int((job.deadline_s or 0) * 1000), "", job.reply_to or ""]
+    return Replay(
+        **rows,
+        id=new_id,
+        payload=arq_payload(again, int(time.time() * 1000)),
+        n=sequences,
+        priority=job.priority,
+        deadline_ms=int((job.deadline_s or 0) * 1000),
+        call="",
+        mailbox=job.reply_to or "",
+    )
 
 
 def _names(rows: list[Row]) -> list[str]:

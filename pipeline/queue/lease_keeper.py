@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import redis
 
-from sluice.pipeline import lua
 from sluice.pipeline.broker import connection
+from sluice.pipeline.broker.scripts import BlockingScripts
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import BrokerError, EngineError
 from sluice.pipeline.logs import get_logger
@@ -36,7 +36,7 @@ class LeaseKeeper(threading.Thread):
         short = min(config.broker.socket_timeout_s, config.worker.lease_s / 4)  # a slow answer must not cost the lease
         self._broker = msgspec.structs.replace(config.broker, socket_timeout_s=short, connect_timeout_s=short)
         self._client: redis.Redis | None = None
-        self._script: Any = None
+        self._scripts: BlockingScripts | None = None
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -80,21 +80,19 @@ class LeaseKeeper(threading.Thread):
         self.join(timeout=self._config.broker.socket_timeout_s + 1)
 
     def _renew(self, held: dict[str, int]) -> None:
-        keys, args = self._queue.renewal(self._config.worker.lease_s, held)
         try:
-            if self._client is None:
+            if self._client is None or self._scripts is None:
                 self._client = connection.connect_sync(self._broker, self._config.run)
-                self._script = self._client.register_script(lua.source("renew"))
-            lost: Any = self._script(keys=keys, args=args)
+                self._scripts = BlockingScripts(self._client)
+            lost = self._scripts.ask(self._queue.names, self._queue.renewal(self._config.worker.lease_s, held))
         except (redis.RedisError, BrokerError) as error:
             get_logger().warning("renewal failed; the next one is due soon", error=str(error))
             self._disconnect()  # in a cluster the run may have moved to another node
             return
-        for raw in lost:
-            job_id = raw.decode(errors="replace")
+        for job_id in lost:
             self._on_lost(job_id, held.get(job_id))
 
     def _disconnect(self) -> None:
         if self._client is not None:
             self._client.close()
-            self._client = None
+            self._client = self._scripts = None

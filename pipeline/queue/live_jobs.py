@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 import msgspec
 from redis.asyncio import Redis
 
+from sluice.pipeline.broker.scripts.library import FAR_MS
 from sluice.pipeline.queue.envelope import read_envelope
 from sluice.pipeline.wire.codec import LAST_S, integer_or
 from sluice.pipeline.wire.keys import ARQ_JOB, Keys
@@ -21,7 +22,6 @@ from sluice.pipeline.wire.messages import DecodeJob
 
 JobState = Literal["ready", "running", "deferred", "alone"]
 JOB_STATES: tuple[JobState, ...] = ("running", "ready", "deferred", "alone")
-_FAR_MS = 4e12  # as in blame.lua
 _MOST = 5000
 _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "since", "log")
 
@@ -63,7 +63,7 @@ async def live_jobs(client: Redis, keys: Keys, *, search: str = "", state: str =
     now_ms = await _now_ms(client)
     pipe: Any = client.pipeline(transaction=False)
     pipe.zcount(keys.jobs, "-inf", now_ms)
-    pipe.zcount(keys.jobs, f"({now_ms}", f"({_FAR_MS}")
+    pipe.zcount(keys.jobs, f"({now_ms}", f"({FAR_MS}")
     pipe.zcard(keys.leases)
     pipe.zcard(keys.alone)
     ready, waiting, running, alone = cast("list[int]", await pipe.execute())
@@ -119,7 +119,7 @@ async def _ids(client: Redis, keys: Keys, state: JobState, now_ms: float, most: 
         return await asked.zrangebyscore(keys.jobs, "-inf", now_ms, start=0, num=most)
     if state != "deferred":
         return await asked.zrange(keys.leases if state == "running" else keys.alone, 0, most - 1)
-    later: list[bytes] = await asked.zrangebyscore(keys.jobs, f"({now_ms}", f"({_FAR_MS}", start=0, num=_MOST)
+    later: list[bytes] = await asked.zrangebyscore(keys.jobs, f"({now_ms}", f"({FAR_MS}", start=0, num=_MOST)
     leased: list[Any] = await asked.zmscore(keys.leases, later) if later else []
     return [job_id for job_id, ends in zip(later, leased, strict=True) if ends is None][:most]
 
@@ -147,7 +147,7 @@ def _seconds(ms: bytes | None) -> float | None:
 
 def _row(job_id: bytes, score: float, fields: list[bytes | None], now_ms: float) -> LiveRow:
     owner, worker, attempt, at, n, ndone, since, _ = fields
-    state: JobState = "alone" if score >= _FAR_MS else "deferred" if score > now_ms else "ready"
+    state: JobState = "alone" if score >= FAR_MS else "deferred" if score > now_ms else "ready"
     return LiveRow(
         job_id=job_id.decode(errors="replace"),
         state="running" if owner else state,

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar, cast
 
 from redis.asyncio import Redis
 
-from sluice.pipeline.broker.connection import Scripts, is_cluster
+from sluice.pipeline.broker.connection import is_cluster
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts import jobs as scripts
+from sluice.pipeline.broker.scripts.library import Request
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.envelope import arq_payload, call_payload, read_envelope
@@ -35,7 +38,7 @@ from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNIN
 from sluice.pipeline.wire.messages import DecodeJob, Progress, decode, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
-_FOREIGN = 8  # place in a row of claim.lua
+A = TypeVar("A")
 _DETAIL_CHARS = 2000
 _TRACEBACK_CHARS = 8000
 
@@ -50,14 +53,8 @@ class JobQueue:
         self.keys, self.worker = keys, worker
         self.owner = secrets.token_hex(8)
         self._num_claims, self._latest = 0, b""
-        self.script_keys = [keys.jobs, keys.alone, keys.counts, keys.dead, keys.dropped]
-        apart = is_cluster(client)  # arq's set of aborts has no tag: it is out of reach there
-        self.script_keys += [keys.wake, keys.aborts if apart else ARQ_ABORT, keys.latest, keys.source, keys.leases]
-        self.script_keys += [keys.watch, keys.sweep]
-        self.script_args: list[Any] = [keys.job_state, keys.progress, keys.results, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING]
-        self.script_args += [keys.claim]
         self._keep_ms = int(keep_result_s * 1000)
-        self.script_args += [partitions, self._keep_ms, keys.replies, tagged(keys.run, "") if apart else ""]
+        self.names = _names(client, keys, partitions, self._keep_ms)
 
     async def enqueue(
         self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
@@ -67,22 +64,41 @@ class JobQueue:
         `cursors[i]` is stored as the source's position once job i is in the queue. Raises SourceRewound when the
         stored position is before `behind`.
         """
-        args: list[Any] = []
         now_ms = int(time.time() * 1000)
-        for i, job in enumerate(jobs):
-            args += [job.job_id, arq_payload(job, now_ms), job.n, job.priority, 0, int((job.deadline_s or 0) * 1000)]
-            args += [cursors[i] if cursors else "", "", job.reply_to or ""]
-        return await self._enqueue(args, credit, behind)
+        rows = [
+            scripts.NewJob(
+                id=job.job_id,
+                payload=arq_payload(job, now_ms),
+                n=job.n,
+                priority=job.priority,
+                defer_ms=0,
+                deadline_ms=_ms(job.deadline_s),
+                cursor=cursors[i] if cursors else "",
+                call="",
+                mailbox=job.reply_to or "",
+            )
+            for i, job in enumerate(jobs)
+        ]
+        return await self._enqueue(rows, credit, behind)
 
     async def enqueue_calls(self, calls: Sequence[Call]) -> list[Outcome]:
         """Admit plain calls; credit does not limit them. A hundred a call is a good number."""
-        args: list[Any] = []
         now_ms = int(time.time() * 1000)
-        for call in calls:
-            payload = call_payload(call.function, call.args, call.kwargs, now_ms)
-            args += [call.job_id, payload, 1, call.priority, int(call.defer_s * 1000)]
-            args += [int((call.deadline_s or 0) * 1000), "", call.function, ""]
-        return await self._enqueue(args, NO_LIMIT, "")
+        rows = [
+            scripts.NewJob(
+                id=call.job_id,
+                payload=call_payload(call.function, call.args, call.kwargs, now_ms),
+                n=1,
+                priority=call.priority,
+                defer_ms=_ms(call.defer_s),
+                deadline_ms=_ms(call.deadline_s),
+                cursor="",
+                call=call.function,
+                mailbox="",
+            )
+            for call in calls
+        ]
+        return await self._enqueue(rows, NO_LIMIT, "")
 
     async def claim(
         self, capacity: int, lease_s: float, max_attempts: int, held: int = 0, *, watch_s: float = 0.0
@@ -92,62 +108,85 @@ class JobQueue:
         `watch_s`: how long this worker answers for what rings no bell, if nobody else does; 0 = never.
         """
         self._num_claims += 1
-        args = [self.owner, self.worker, int(lease_s * 1000), capacity, max_attempts, held, self._num_claims]
-        args += [self._latest, int(watch_s * 1000)]
-        rows, cancelled, more, busy, self._latest, over, again_ms = await self._run("claim", args)
-        odd = [row for row in rows if not _is_text(row[0])]
+        answer = await self._ask(
+            scripts.Claim(
+                owner=self.owner,
+                worker=self.worker,
+                lease_ms=_ms(lease_s),
+                capacity=capacity,
+                max_deaths=max_attempts,
+                held_jobs=held,
+                call_number=self._num_claims,
+                version=self._latest,
+                watch_ms=_ms(watch_s),
+            )
+        )
+        self._latest = answer.version
+        odd = [row for row in answer.jobs if not _is_text(row.id)]
         for row in odd:
-            await self._bury_unreadable_id(row[0], int(row[2]))
-        rows = [row for row in rows if row not in odd] if odd else rows
+            await self._bury_unreadable_id(row.id, row.attempt)
+        rows = [row for row in answer.jobs if row not in odd] if odd else answer.jobs
         claims = [_claim_from(row) for row in rows]
-        foreign = [claim for claim, row in zip(claims, rows, strict=True) if row[_FOREIGN]]
-        gone = await self._settle(foreign)
+        gone = await self._settle([claim for claim, row in zip(claims, rows, strict=True) if row.foreign])
         return Claimed(
             claims=[claim for claim in claims if claim.job_id not in gone],
-            cancelled=[job_id.decode(errors="replace") for job_id in cancelled],
-            more=bool(more),
-            must_drain=bool(busy),
-            latest=int(self._latest) if self._latest else None,
-            over=int(over) + len(gone) + len(odd),
-            again_s=int(again_ms) / 1000,
+            cancelled=answer.cancelled,
+            more=answer.more_are_ready,
+            must_drain=answer.finish_what_you_hold_first,
+            latest=int(answer.version) if answer.version else None,
+            over=answer.over + len(gone) + len(odd),
+            again_s=answer.again_ms / 1000,
         )
 
     async def _settle(self, foreign: Sequence[Claim]) -> set[str]:
         """Tell the broker what foreign jobs are; the ids of those that are over already."""
         if not foreign:
             return set()
-        args: list[Any] = [self.owner]
-        for claim in foreign:
-            job = claim.job
-            call = "" if job else claim.function or "?"
-            deadline_ms = int((job.deadline_s or 0) * 1000) if job else 0
-            args += [claim.job_id, claim.attempt, job.n if job else 1, call, int(claim.enqueued_at * 1000), deadline_ms]
-            args.append((job.reply_to or "") if job else "")
-        answer = await self._run("settle", args)
-        return {claim.job_id for claim, outcome in zip(foreign, answer, strict=True) if outcome != b"ok"}
+        rows = [
+            scripts.ReadJob(
+                id=claim.job_id,
+                attempt=claim.attempt,
+                n=claim.job.n if claim.job else 1,
+                call="" if claim.job else claim.function or "?",
+                enqueued_ms=int(claim.enqueued_at * 1000),
+                deadline_ms=_ms(claim.job.deadline_s) if claim.job else 0,
+                mailbox=(claim.job.reply_to or "") if claim.job else "",
+            )
+            for claim in foreign
+        ]
+        outcomes = await self._ask(scripts.Settle(owner=self.owner, jobs=rows))
+        return {claim.job_id for claim, outcome in zip(foreign, outcomes, strict=True) if outcome != "ok"}
 
     async def commit(self, ended: Sequence[Finished | Called]) -> list[CommitOutcome]:
         """Publish results, each sequence once; `fenced` means that another attempt holds the job."""
-        args: list[Any] = [self.owner]
+        rows: list[scripts.Ended] = []
         for item in ended:
-            args += [item.claim.job_id]
+            job_id, attempt = item.claim.job_id, item.claim.attempt
             if isinstance(item, Finished):
                 result = item.result
-                args += [result.index, item.claim.attempt, len(result.token_ids), encode(result), ""]
+                rows.append(
+                    scripts.Ended(job_id, result.index, attempt, len(result.token_ids), encode(result), kept_ms=None)
+                )
             else:
                 kept_ms = self._keep_ms if item.kept_ms is None else item.kept_ms
-                args += [0, item.claim.attempt, 0, item.answer, kept_ms]
-        answer = await self._run("commit", args)
-        return [cast(CommitOutcome, item.decode()) for item in answer]
+                rows.append(scripts.Ended(job_id, 0, attempt, tokens=0, result=item.answer, kept_ms=kept_ms))
+        return cast("list[CommitOutcome]", await self._ask(scripts.Commit(owner=self.owner, ended=rows)))
 
     async def checkpoint(self, pieces: Sequence[Piece]) -> list[str]:
         """Store progress of running sequences: ok | dup | gap | fenced each."""
-        args: list[Any] = [self.owner]
-        for piece in pieces:
-            progress = piece.progress
-            args += [piece.claim.job_id, piece.index, piece.claim.attempt, progress.offset]
-            args += [len(progress.token_ids), packed(progress), piece.delta]
-        return [item.decode() for item in await self._run("checkpoint", args)]
+        rows = [
+            scripts.StoredPiece(
+                id=piece.claim.job_id,
+                index=piece.index,
+                attempt=piece.claim.attempt,
+                offset=piece.progress.offset,
+                tokens=len(piece.progress.token_ids),
+                piece=packed(piece.progress),
+                delta=piece.delta,
+            )
+            for piece in pieces
+        ]
+        return await self._ask(scripts.Checkpoint(owner=self.owner, pieces=rows))
 
     async def release(
         self,
@@ -164,11 +203,18 @@ class JobQueue:
         With `blame` (why) it counts like a worker's death over them: see blame.lua. After `most` deaths while it ran
         alone a job is dead.
         """
-        args: list[Any] = [self.owner, int(delay_s * 1000), blame[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:], most]
-        args.append(int(excused))
-        for claim in claims:
-            args += [claim.job_id, claim.attempt]
-        return int(await self._run("release", args)) if claims else 0
+        if not claims:
+            return 0
+        request = scripts.Release(
+            owner=self.owner,
+            delay_ms=_ms(delay_s),
+            blame=blame[:_DETAIL_CHARS],
+            traceback=traceback[-_TRACEBACK_CHARS:],
+            max_deaths=most,
+            excused=excused,
+            jobs=[scripts.Attempt(claim.job_id, claim.attempt) for claim in claims],
+        )
+        return await self._ask(request)
 
     async def fail(
         self,
@@ -179,69 +225,136 @@ class JobQueue:
         ending: Literal["dead", "dropped"] = "dead",
     ) -> int:
         """End a job's uncommitted sequences; returns how many, -1 if the job is not ours."""
-        args = [self.owner, self.worker, claim.job_id, claim.attempt, ending, reason]
-        args += [detail[:_DETAIL_CHARS], traceback[-_TRACEBACK_CHARS:], claim.job_id]
-        return int(await self._run("fail", args))
+        return await self._ask(
+            scripts.Fail(
+                owner=self.owner,
+                worker=self.worker,
+                id=claim.job_id,
+                attempt=claim.attempt,
+                ending=ending,
+                reason=reason,
+                detail=detail[:_DETAIL_CHARS],
+                traceback=traceback[-_TRACEBACK_CHARS:],
+                shown=claim.job_id,
+            )
+        )
 
     async def _bury_unreadable_id(self, raw_id: bytes, attempt: int) -> None:
         """No message can carry an id that is not UTF-8."""
-        shown = raw_id.decode(errors="backslashreplace")
-        args = [self.owner, self.worker, raw_id, attempt, "dead", "malformed_id", "the job id is not UTF-8", "", shown]
-        await self._run("fail", args)
+        await self._ask(
+            scripts.Fail(
+                owner=self.owner,
+                worker=self.worker,
+                id=raw_id,
+                attempt=attempt,
+                ending="dead",
+                reason="malformed_id",
+                detail="the job id is not UTF-8",
+                traceback="",
+                shown=raw_id.decode(errors="backslashreplace"),
+            )
+        )
 
     async def cancel(self, job_ids: Sequence[str]) -> int:
         """Ask for jobs to be ended, as arq's Job.abort does; returns how many were under way.
 
         What is not committed ends as dropped(cancelled), at the next look of the worker that holds it, or of any.
         """
-        return int(await self._run("abort", list(job_ids))) if job_ids else 0
+        return await self._ask(scripts.Abort(ids=list(job_ids))) if job_ids else 0
 
     async def forget(self, job_id: str, n: int = 1) -> None:
         """Remove the replies of an ended job, and that it was there: its id may be enqueued again."""
-        await self._run("forget", [job_id, n])
+        await self._ask(scripts.Forget(id=job_id, n=n))
 
     async def stand_down(self, leaving_s: float) -> None:
         """This worker was told to end: others look for work; if it is killed within `leaving_s`, no job is to blame.
 
         0 where it holds nothing.
         """
-        await self._run("stand_down", [self.owner, int(leaving_s * 1000)])
+        await self._ask(scripts.StandDown(owner=self.owner, leaving_ms=_ms(leaving_s)))
 
     async def reap(self, owner: str, max_attempts: int = 3, *, killed: bool = False) -> int:
         """End the leases of a process that is known to be dead; returns how many jobs it held.
 
         `killed`: from outside, as far as is known, so that no job is to blame.
         """
-        return int(await self._run("reap", [owner, max_attempts, int(killed)]))
+        return await self._ask(scripts.Reap(owner=owner, max_deaths=max_attempts, killed=killed))
 
-    async def sweep(self, every_s: float, keys_at_once: int = 5000) -> tuple[int, bool]:
+    async def sweep(self, every_s: float, keys_at_once: int = 5000) -> scripts.Swept:
         """End the jobs that a foreign worker took out of the queue, found among some of the server's keys.
 
         Does nothing when anybody looked less than `every_s` ago. Returns how many sequences ended, and whether the
         look came to the end of the keys.
         """
-        args = [int(every_s * 1000), keys_at_once, f"{self.keys.job_state}*"]
-        ended, whole = await self._run("sweep", args)
-        if ended:
-            get_logger().error("a foreign worker takes jobs from this queue: only producers may be arq's", ended=ended)
-        return int(ended), bool(whole)
+        pattern = f"{self.keys.job_state}*"
+        swept = await self._ask(scripts.Sweep(every_ms=_ms(every_s), keys_at_once=keys_at_once, pattern=pattern))
+        if swept.sequences:
+            get_logger().error(
+                "a foreign worker takes jobs from this queue: only producers may be arq's", ended=swept.sequences
+            )
+        return swept
 
-    def renewal(self, lease_s: float, held: dict[str, int]) -> tuple[list[str], list[Any]]:
-        """Keys and arguments of renew.lua for job ids and their attempts (called from the keeper's thread)."""
-        args: list[Any] = [*self.script_args, self.owner, int(lease_s * 1000)]
-        for job_id, attempt in held.items():
-            args += [job_id, attempt]
-        return self.script_keys, args
+    def renewal(self, lease_s: float, held: Mapping[str, int]) -> scripts.Renew:
+        """For job ids and their attempts; the lease keeper asks from its own thread."""
+        jobs = [scripts.Attempt(job_id, attempt) for job_id, attempt in held.items()]
+        return scripts.Renew(owner=self.owner, lease_ms=_ms(lease_s), jobs=jobs)
 
-    async def _enqueue(self, per_job: list[Any], credit: Credit, behind: str) -> list[Outcome]:
-        limits = [credit.max_in_flight, credit.max_bytes, credit.samples_per_version, credit.max_staleness]
-        answer = [item.decode() for item in await self._run("enqueue", [*limits, behind, *per_job])]
-        if answer and answer[0] == "rewound":
-            raise SourceRewound(answer[1])
-        return cast("list[Outcome]", answer)
+    async def renew(self, lease_s: float, held: Mapping[str, int]) -> list[str]:
+        """The ids of those that are lost."""
+        return await self._ask(self.renewal(lease_s, held))
 
-    async def _run(self, name: str, args: Sequence[Any]) -> Any:
-        return await self._scripts.run(name, self.script_keys, [*self.script_args, *args])
+    async def _enqueue(self, rows: list[scripts.NewJob], credit: Credit, behind: str) -> list[Outcome]:
+        request = scripts.Enqueue(
+            max_in_flight=credit.max_in_flight,
+            max_bytes=credit.max_bytes,
+            samples_per_version=credit.samples_per_version,
+            max_staleness=credit.max_staleness,
+            cursor_before=behind,
+            jobs=rows,
+        )
+        enqueued = await self._ask(request)
+        if enqueued.rewound_to is not None:
+            raise SourceRewound(enqueued.rewound_to)
+        return enqueued.outcomes
+
+    async def _ask(self, request: Request[A]) -> A:
+        return await self._scripts.ask(self.names, request)
+
+
+def _names(client: Redis, keys: Keys, partitions: int, keep_ms: int) -> scripts.JobNames:
+    apart = is_cluster(client)  # arq's set of aborts has no tag: it is out of reach there
+    prefixes = scripts.JobPrefixes(
+        state_of=keys.job_state,
+        progress_of=keys.progress,
+        results_of=keys.results,
+        payload_of=ARQ_JOB,
+        answer_of=ARQ_RESULT,
+        running_of=ARQ_RUNNING,
+        claims_of=keys.claim,
+        partitions=partitions,
+        keep_ms=keep_ms,
+        replies_of=keys.replies,
+        tag=tagged(keys.run, "") if apart else "",
+    )
+    return scripts.JobNames(
+        jobs=keys.jobs,
+        alone=keys.alone,
+        counts=keys.counts,
+        dead=keys.dead,
+        dropped=keys.dropped,
+        wake=keys.wake,
+        aborts=keys.aborts if apart else ARQ_ABORT,
+        latest=keys.latest,
+        source=keys.source,
+        leases=keys.leases,
+        watch=keys.watch,
+        sweep=keys.sweep,
+        prefixes=prefixes,
+    )
+
+
+def _ms(seconds: float | None) -> int:
+    return int((seconds or 0) * 1000)
 
 
 def _is_text(raw: bytes) -> bool:
@@ -252,38 +365,37 @@ def _is_text(raw: bytes) -> bool:
     return True
 
 
-def _claim_from(row: list[Any]) -> Claim:
-    raw_id, payload, attempt, at_ms, left_ms, alone, done, progress, foreign, excused = row
-    job_id = raw_id.decode(errors="replace")
-    envelope = read_envelope(job_id, payload)
-    enqueued_at = ((foreign and envelope.enqueued_ms) or int(at_ms)) / 1000
-    left_s = None if left_ms == b"" else int(left_ms) / 1000
-    if foreign and envelope.job and envelope.job.deadline_s:
+def _claim_from(row: scripts.LeasedJob) -> Claim:
+    job_id = row.id.decode(errors="replace")
+    envelope = read_envelope(job_id, row.payload)
+    enqueued_at = ((row.foreign and envelope.enqueued_ms) or row.enqueued_ms) / 1000
+    left_s = None if row.left_ms is None else row.left_ms / 1000
+    if row.foreign and envelope.job and envelope.job.deadline_s:
         left_s = enqueued_at + envelope.job.deadline_s - time.time()
     return Claim(
         job_id=job_id,
-        attempt=int(attempt),
+        attempt=row.attempt,
         enqueued_at=enqueued_at,
-        committed=frozenset(map(int, done.split(b","))) if done else frozenset(),
+        committed=row.committed,
         job=envelope.job,
         function=envelope.function,
         args=envelope.args,
         kwargs=envelope.kwargs,
         problem=envelope.problem,
         first_try=envelope.first_try,
-        excused=int(excused),
-        alone=bool(alone),
+        excused=row.excused,
+        alone=row.alone,
         deadline_at=None if left_s is None else time.monotonic() + left_s,
-        progress=_progress_of(job_id, progress),
+        progress=_progress_of(job_id, row.progress),
     )
 
 
-def _progress_of(job_id: str, stored: list[Any]) -> dict[int, Progress]:
+def _progress_of(job_id: str, stored: dict[int, bytes]) -> dict[int, Progress]:
     """What cannot be read is decoded again: it is only a shortcut."""
     found: dict[int, Progress] = {}
-    for index, pieces in zip(stored[::2], stored[1::2], strict=True):
+    for index, pieces in stored.items():
         try:
-            found[int(index)] = joined(pieces)
+            found[index] = joined(pieces)
         except MessageError as error:
             get_logger().warning("stored progress is unusable", sequence=f"{job_id}:{index}", error=str(error))
     return found

@@ -22,7 +22,17 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.rollouts import (
+    Add,
+    AddedTurn,
+    DropRollout,
+    NewRollout,
+    Open,
+    PublishRollout,
+    RolloutNames,
+    SweepRollouts,
+)
 from sluice.pipeline.errors import MessageError, UnknownSchema
 from sluice.pipeline.queue.types import NO_LIMIT, Credit, Outcome, SourceRewound
 from sluice.pipeline.wire.codec import Unreadable, integer, integer_or, shown
@@ -31,7 +41,6 @@ from sluice.pipeline.wire.messages import RolloutHead, SequenceResult, Turn, dec
 
 __all__ = ["Rollout", "RolloutHead", "Rollouts", "Turn", "Word"]
 
-Added = Literal["ok", "dup", "closed", "unknown"]
 Word = Literal["ok", "closed", "changed", "unknown"]
 """closed: it has ended, a short while ago; changed: it has other turns by now; unknown: there is no such rollout."""
 
@@ -93,8 +102,16 @@ class Rollouts:
         self._partitions, self._ttl_s = partitions, ttl_s
         self._seen = SeenRollouts(_SEEN_BYTES)
         self.unreadable = Unreadable()
-        self._script_keys = [keys.counts, keys.dropped, keys.latest, keys.source, keys.rollouts]
-        self._script_args: list[Any] = [keys.rollout, int(ttl_s * 1000), int(keep_s * 1000)]
+        self._names = RolloutNames(
+            counts=keys.counts,
+            dropped=keys.dropped,
+            latest=keys.latest,
+            source=keys.source,
+            open=keys.rollouts,
+            rollout_of=keys.rollout,
+            ttl_ms=int(ttl_s * 1000),
+            keep_ms=int(keep_s * 1000),
+        )
 
     async def open(
         self, heads: Sequence[RolloutHead], credit: Credit = NO_LIMIT, cursors: Sequence[str] = (), *, behind: str = ""
@@ -104,16 +121,30 @@ class Rollouts:
         `duplicate`: it is open; `done`: it was closed a short while ago. `cursors[i]` is stored as the source's
         position once rollout i is open. Raises SourceRewound when the stored position is before `behind`.
         """
-        args: list[Any] = [credit.max_in_flight, credit.max_bytes, credit.samples_per_version, credit.max_staleness]
-        args.append(behind)
-        for i, head in enumerate(heads):
-            stream = self._keys.result_stream(head.group_id, self._partitions)
-            args += [head.rollout_id, encode(replace(head, opened_at=time.time())), stream]
-            args += [head.group_id, head.index, head.group_size, cursors[i] if cursors else ""]
-        answer = [item.decode() for item in await self._run("open", args)]
-        if answer and answer[0] == "rewound":
-            raise SourceRewound(answer[1])
-        return cast("list[Outcome]", answer)
+        rows = [
+            NewRollout(
+                id=head.rollout_id,
+                head=encode(replace(head, opened_at=time.time())),
+                stream=self._keys.result_stream(head.group_id, self._partitions),
+                group=head.group_id,
+                index=head.index,
+                size=head.group_size,
+                cursor=cursors[i] if cursors else "",
+            )
+            for i, head in enumerate(heads)
+        ]
+        request = Open(
+            max_in_flight=credit.max_in_flight,
+            max_bytes=credit.max_bytes,
+            samples_per_version=credit.samples_per_version,
+            max_staleness=credit.max_staleness,
+            cursor_before=behind,
+            rollouts=rows,
+        )
+        opened = await self._scripts.ask(self._names, request)
+        if opened.rewound_to is not None:
+            raise SourceRewound(opened.rewound_to)
+        return opened.outcomes
 
     async def load(self, rollout_id: str) -> Rollout | None:
         """All of it, as of one moment; None when there is none.
@@ -171,13 +202,13 @@ class Rollouts:
         self._seen.put(rollout, raw[-1] if raw else seen.newest, seen.size + sum(map(len, raw)))
         return rollout
 
-    async def add(self, rollout_id: str, turn: Turn) -> tuple[Added, int]:
+    async def add(self, rollout_id: str, turn: Turn) -> AddedTurn:
         """One more turn, and its number; `dup` is a turn whose key is known. -1 where there is no open rollout."""
         raw = encode(turn)
-        word, place = await self._run("add", [rollout_id, turn.key, raw])
-        if word == b"ok" and (seen := self._seen.get(rollout_id)) and len(seen.rollout.turns) == int(place):
+        added = await self._scripts.ask(self._names, Add(id=rollout_id, key=turn.key, turn=raw))
+        if added.word == "ok" and (seen := self._seen.get(rollout_id)) and len(seen.rollout.turns) == added.place:
             self._remember(seen, [turn], [raw])
-        return cast(Added, word.decode()), int(place)
+        return added
 
     async def publish(self, rollout_id: str, results: Sequence[SequenceResult], num_turns: int) -> Word:
         """Put its trajectories out as results and close it; `changed` when it does not have `num_turns` turns.
@@ -187,16 +218,18 @@ class Rollouts:
         places = [(result.part, result.parts) for result in results]
         if not results or places != [(part, len(results)) for part in range(len(results))]:
             raise MessageError(f"rollout {rollout_id}: cannot publish parts {places}; give all of them, in order")
-        answer = await self._run("publish", [rollout_id, num_turns, *map(encode, results)])
-        return cast(Word, answer.decode())
+        request = PublishRollout(id=rollout_id, turns=num_turns, results=[encode(result) for result in results])
+        return cast(Word, await self._scripts.ask(self._names, request))
 
     async def drop(self, rollout_id: str, reason: str, detail: str = "") -> Word:
         """End it as dropped, with a tombstone, so that its group completes."""
-        return cast(Word, (await self._run("drop", [rollout_id, reason, detail[:_DETAIL_CHARS]])).decode())
+        request = DropRollout(id=rollout_id, reason=reason, detail=detail[:_DETAIL_CHARS])
+        return cast(Word, await self._scripts.ask(self._names, request))
 
     async def sweep(self) -> int:
         """Drop those without a call for `ttl_s`, reason `abandoned`, at most 100; returns how many."""
-        return int(await self._run("sweep", [_SWEPT, f"no call for {self._ttl_s:g} s, and nobody finished it"]))
+        detail = f"no call for {self._ttl_s:g} s, and nobody finished it"
+        return await self._scripts.ask(self._names, SweepRollouts(most=_SWEPT, detail=detail))
 
     async def still_open(self) -> list[RolloutHead]:
         """Those that have not ended, the longest silent ones first."""
@@ -215,9 +248,6 @@ class Rollouts:
                 except (MessageError, ResponseError) as error:
                     self.unreadable.skip(self._keys.rollout, rollout_id, error)
         return heads
-
-    async def _run(self, name: str, args: Sequence[Any]) -> Any:
-        return await self._scripts.run(f"rollout_{name}", self._script_keys, [*self._script_args, *args])
 
 
 def read_rollout(rollout_id: str, found: dict[bytes, bytes]) -> Rollout:

@@ -30,7 +30,16 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.scores import (
+    AnswerScores,
+    GivenJob,
+    PutScores,
+    RenewScores,
+    ScoreKeys,
+    ScoreReply,
+    TakeScores,
+)
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
@@ -111,7 +120,8 @@ class Scores:
         raw = [encode(msgspec.structs.replace(job, reply_to=self._nonce, expires_at=expires_at)) for job in jobs]
         entry_ids: list[bytes] = []
         for start in range(0, len(raw), _PAGE):
-            entry_ids += await self._scripts.run("score_put", [self._stream], raw[start : start + _PAGE])
+            page = PutScores(jobs=raw[start : start + _PAGE])
+            entry_ids += await self._scripts.ask(ScoreKeys(stream=self._stream), page)
         return entry_ids
 
     async def _read(self, seen: int) -> tuple[int, list[ScoreResult], int]:
@@ -158,15 +168,6 @@ class TakenJob:
     def has_expired(self) -> bool:
         """Whether nobody waits for it any more."""
         return time.monotonic() >= self.until
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A stream entry; `given`: how often it was given out before."""
-
-    entry_id: str
-    given: int
-    raw: bytes
 
 
 _Answer = tuple[str, str, ScoreResult | None]
@@ -232,13 +233,13 @@ class ScoreJobs:
         await self._renew(idle_ms=self._lease_ms)
         self._held.clear()
 
-    async def _take(self, count: int) -> list[_Row]:
-        args = [SCORE_GROUP, self._name, count, self._lease_ms]
-        now_ms, *rows = await self._scripts.run("score_take", [self._stream], args)
-        self._server_ahead_s = now_ms / 1000 - time.monotonic()
-        return [_Row(entry_id.decode(), int(given), _raw(flat)) for entry_id, given, flat in rows]
+    async def _take(self, count: int) -> list[GivenJob]:
+        request = TakeScores(group=SCORE_GROUP, scorer=self._name, count=count, lease_ms=self._lease_ms)
+        taken = await self._scripts.ask(ScoreKeys(stream=self._stream), request)
+        self._server_ahead_s = taken.now_ms / 1000 - time.monotonic()
+        return taken.jobs
 
-    async def _take_new(self, count: int, block_ms: int) -> list[_Row]:
+    async def _take_new(self, count: int, block_ms: int) -> list[GivenJob]:
         read = self._client.xreadgroup(SCORE_GROUP, self._name, {self._stream: ">"}, count=count, block=block_ms)
         try:
             answer = cast("list[Any]", await read)
@@ -246,9 +247,11 @@ class ScoreJobs:
             if not any(word in str(error) for word in _GROUP_GONE):
                 raise
             return []  # the next call makes the group
-        return [_Row(entry_id.decode(), 0, fields.get(b"s", b"")) for _, rows in answer for entry_id, fields in rows]
+        return [
+            GivenJob(entry_id.decode(), 0, fields.get(b"s", b"")) for _, rows in answer for entry_id, fields in rows
+        ]
 
-    def _open(self, row: _Row) -> TakenJob | _Answer | None:
+    def _open(self, row: GivenJob) -> TakenJob | _Answer | None:
         """The job; or how it ends here; or None for one that is in hand already."""
         if row.entry_id in self._held:
             return None
@@ -270,20 +273,18 @@ class ScoreJobs:
     async def _put_out(self, answers: Sequence[_Answer]) -> int:
         if not answers:
             return 0
-        args: list[Any] = [SCORE_GROUP, int(_KEEP_ANSWERS_S * 1000)]
-        for entry_id, reply_to, result in answers:
-            args += [entry_id, encode(result) if result is not None and reply_to else b""]
-        lists = [self._answers + reply_to for _, reply_to, _ in answers]
-        return int(await self._scripts.run("score_answer", [self._stream, *lists], args))
+        rows = [
+            ScoreReply(entry_id, encode(result) if result is not None and reply_to else b"")
+            for entry_id, reply_to, result in answers
+        ]
+        names = ScoreKeys(stream=self._stream, lists=[self._answers + reply_to for _, reply_to, _ in answers])
+        request = AnswerScores(group=SCORE_GROUP, keep_ms=int(_KEEP_ANSWERS_S * 1000), answers=rows)
+        return await self._scripts.ask(names, request)
 
     async def _renew(self, idle_ms: int) -> None:
         if self._held:
-            args = [SCORE_GROUP, self._name, idle_ms, *self._held]
-            await self._scripts.run("score_renew", [self._stream], args)
-
-
-def _raw(flat: Sequence[bytes]) -> bytes:
-    return dict(zip(flat[::2], flat[1::2], strict=True)).get(b"s", b"")
+            request = RenewScores(group=SCORE_GROUP, scorer=self._name, idle_ms=idle_ms, entry_ids=list(self._held))
+            await self._scripts.ask(ScoreKeys(stream=self._stream), request)
 
 
 def _answer_to_unreadable(raw: bytes, error: str) -> tuple[str, ScoreResult | None]:

@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from sluice.pipeline.broker.scripts.jobs import Outcome as Outcome
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.wire.keys import tagged
 from sluice.pipeline.wire.messages import DecodeJob, Progress, SequenceResult
-
-Outcome = Literal["enqueued", "duplicate", "done", "over_credit"]
-"""duplicate: under way under this id; done: ended under this id a short while ago; over_credit: nothing was stored."""
 
 CommitOutcome = Literal["ok", "dup", "fenced"]
 """dup: committed before; fenced: this attempt does not hold the job any more."""

@@ -33,7 +33,9 @@ from redis.asyncio import Redis
 
 from sluice.pipeline import logs
 from sluice.pipeline.broker import connection
-from sluice.pipeline.broker.connection import Scripts, is_cluster
+from sluice.pipeline.broker.connection import is_cluster
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Agree, AgreeKeys
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, SluiceError, first_cause
 from sluice.pipeline.logs import get_logger
@@ -66,28 +68,33 @@ async def take_part(client: Redis, config: Config, status: StatusReporter, wait_
     """
     keys, scripts, mine = Keys(config.run), Scripts(client), contract_of(config)
     await _refuse_old_names(client, keys)
-    until, said = time.monotonic() + wait_s, False
+    until, warned = time.monotonic() + wait_s, False
     while True:
         status.row.at = time.time()
-        args = [msgspec.json.encode(mine), status.row.name, msgspec.json.encode(status.row), int(ALIVE_S * 1000)]
-        answer = await scripts.run(
-            "agree", [keys.contract, keys.processes, keys.rollouts], [*args, keys.results, f",{','.join(ONLOOKERS)},"]
+        names = AgreeKeys(contract=keys.contract, processes=keys.processes, rollouts=keys.rollouts)
+        request = Agree(
+            contract=msgspec.json.encode(mine),
+            name=status.row.name,
+            row=msgspec.json.encode(status.row),
+            alive_ms=int(ALIVE_S * 1000),
+            results_of=keys.results,
+            onlookers=f",{','.join(ONLOOKERS)},",
         )
-        word, *about = [part.decode(errors="replace") if isinstance(part, bytes) else part for part in answer]
-        if word == "ok":
+        said = await scripts.ask(names, request)
+        if said.word == "ok":
             return
-        theirs = _read(about[0])
-        if word == "unread":
+        theirs = _read(said.theirs)
+        if said.word == "unread":
             old, new = theirs.get("consumer.count"), mine["consumer.count"]
             raise ConfigError(
-                f"run {config.run!r}: consumer.count changes from {old} to {new}, and {about[2]} {about[1]}; "
+                f"run {config.run!r}: consumer.count changes from {old} to {new}, and {said.count} {said.what}; "
                 f"let the roles with consumer.count={old} end them first"
             )
         if time.monotonic() >= until:
-            raise ConfigError(_refusal(config.run, mine, theirs, about[1:]))
-        if not said:
-            get_logger().warning("waiting for processes of another configuration to end", alive=about[1:])
-        said = True
+            raise ConfigError(_refusal(config.run, mine, theirs, said.alive))
+        if not warned:
+            get_logger().warning("waiting for processes of another configuration to end", alive=said.alive)
+        warned = True
         await asyncio.sleep(_ASK_AGAIN_S)
 
 
@@ -135,7 +142,7 @@ class Role:
     def __init__(self, config: Config, client: Redis, name: str, role: str, tasks: asyncio.TaskGroup) -> None:
         self.config, self.client, self.name = config, client, name
         self.keys = Keys(config.run)
-        self.scripts = connection.Scripts(client)
+        self.scripts = Scripts(client)
         self.status = StatusReporter(client, self.keys, role, name)
         self.telemetry = Telemetry(role, self.status.row)
         self.stop = asyncio.Event()

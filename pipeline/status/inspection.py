@@ -12,6 +12,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from sluice.pipeline.broker.scripts.library import FAR_MS
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.status.snapshot import BrokerUse, Depth, Lag, Lease, Reading, Snapshot, snapshot
 from sluice.pipeline.status.stalls import stalls
@@ -21,7 +22,6 @@ from sluice.pipeline.wire.messages import WeightVersion, decode
 
 _MOST = 1000
 _SHOWN = 20
-_FAR_MS = 4e12  # as in blame.lua: the score of a job that is set apart
 _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "shared", "deaths", "alone", "since")
 
 
@@ -42,7 +42,7 @@ async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
 async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading) -> list[Lease]:
     """Sets the depth; returns the leases, of the first `_MOST` jobs that are not ready."""
     now_ms = now.at * 1000
-    later, before = f"({now_ms}", f"({_FAR_MS}"
+    later, before = f"({now_ms}", f"({FAR_MS}"
     pipe: Any = client.pipeline(transaction=False)
     pipe.zcount(keys.jobs, "-inf", now_ms)
     pipe.zcount(keys.jobs, later, before)

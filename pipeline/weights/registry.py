@@ -9,8 +9,9 @@ from typing import cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import why_fenced
+from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Publish, PublishKeys
 from sluice.pipeline.errors import MessageError, WeightsError
 from sluice.pipeline.weights.versions import newest_number
 from sluice.pipeline.wire.codec import Unreadable, integer
@@ -57,9 +58,10 @@ class WeightsRegistry:
 
     async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
         """Make a version visible to the workers; repeatable. Raises WeightsError, or as `why_fenced`."""
-        keys = [self._keys.versions, self._keys.latest, owner_key]
-        args = [nonce, manifest.version, manifest.digest, encode(manifest), retention]
-        answer = (await self._scripts.run("publish", keys, args)).decode()
+        names = PublishKeys(versions=self._keys.versions, latest=self._keys.latest, owner=owner_key)
+        version, digest = manifest.version, manifest.digest
+        request = Publish(nonce=nonce, version=version, digest=digest, manifest=encode(manifest), retention=retention)
+        answer = await self._scripts.ask(names, request)
         if answer == "fenced":
             raise await why_fenced(self._scripts, owner_key)
         if answer != "ok":

@@ -12,8 +12,8 @@ import pytest
 from sluice.consumers.loop import Consumer
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Task, TaskContext
-from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys

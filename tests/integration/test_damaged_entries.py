@@ -13,8 +13,8 @@ from sluice.consumers.dashboard.app import make_app
 from sluice.consumers.dashboard.monitor import Monitor
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
-from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerRefused
 from sluice.pipeline.queue import Credit, JobQueue

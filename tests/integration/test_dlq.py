@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from sluice.pipeline.broker.scripts.jobs import Replay
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.queue import Call, Claim, Credit, Finished, JobQueue, arq_payload
 from sluice.pipeline.queue.dead_letters import NO_PAYLOAD, TAKEN_ELSEWHERE, DeadLetters, Row, Selection
@@ -240,14 +242,26 @@ async def test_the_same_call_twice_replays_once(w: World) -> None:
     """A lost answer makes the client repeat itself."""
     job = await w.dead("a", n=2)
     rows = await w.burial()
-    args = [f"{job.job_id}~r9", arq_payload(decode_job(f"{job.job_id}~r9", n=2)), 2, 0, 0, "", ""]
-    answers = [await w.letters._run("replay", args, rows, rows) for _ in range(2)]
+    new_id = f"{job.job_id}~r9"
+    request = Replay(
+        id=new_id.encode(),
+        payload=arq_payload(decode_job(new_id, n=2)),
+        n=2,
+        priority=0,
+        deadline_ms=0,
+        call="",
+        mailbox="",
+        leaving=[row.entry_id for row in rows],
+        staying=[],
+    )
+    answers = [await w.letters._scripts.ask(w.letters._queue.names, request) for _ in range(2)]
     assert answers == ["ok", "ok"]
     assert await w.counted("enqueued") == 4
     await w.check()
     await w.kill()
     rows = await w.burial()
-    assert await w.letters._run("replay", args, rows, rows) == "taken"
+    request = msgspec.structs.replace(request, leaving=[row.entry_id for row in rows])
+    assert await w.letters._scripts.ask(w.letters._queue.names, request) == "taken"
     assert len(await w.rows()) == 2
 
 

@@ -21,6 +21,7 @@ import redis
 from sluice.pipeline.broker import connection, embedded
 from sluice.pipeline.broker import embedded as embedded_server
 from sluice.pipeline.broker.embedded import embedded_broker, find_server
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 
@@ -210,7 +211,7 @@ def test_data_that_take_too_long_to_load_are_named(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_restarted_broker_forgets_scripts_and_they_are_loaded_again(client: Any) -> None:
-    scripts = connection.Scripts(client)
+    scripts = Scripts(client)
     assert await scripts.run("own", ["t-forget:owner"], ["me", 1000, 0]) == 1
     await client.script_flush()
     assert await scripts.run("own", ["t-forget:owner"], ["other", 1000, 0]) == 0

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
-from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys

@@ -16,8 +16,8 @@ from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
 from sluice.consumers.training.trainer import train as train_role
-from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.streams import Entry
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause

@@ -13,8 +13,8 @@ from typing import Any
 from sluice.consumers.loop import Consumer
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Task, TaskContext
-from sluice.pipeline.broker.connection import Scripts
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatchingConfig
 from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.status.diagnosis import Why, look_twice

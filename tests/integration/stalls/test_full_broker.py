@@ -20,6 +20,7 @@ from sluice.consumers.training.trainer import Trainer
 from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.retry import FULL
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.streams import ack_batches, batch_reader
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.queue import JobQueue
@@ -129,7 +130,7 @@ async def test_a_full_broker_empties_itself(settings: BrokerConfig, small: Any, 
     [entry] = await reader.read(8, 10)
     await small.config_set("maxmemory", 1)
     assert await owner.try_acquire()
-    scripts = connection.Scripts(small)
+    scripts = Scripts(small)
     assert await ack_batches(scripts, keys, owner.key, owner.nonce, [(entry.entry_id, 2)]) == 2
     assert (await snapshot(small, keys)).waiting_batches == 0
 

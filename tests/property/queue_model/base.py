@@ -166,8 +166,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def renew(self, owner: Owner, held: dict[str, int]) -> None:
         """Renew, as the keeper's thread does, and compare."""
-        keys, args = owner.queue.renewal(LEASE_S, held)
-        lost = [job_id.decode() for job_id in self.system.script("renew", keys, args)]
+        lost = self.system.run(owner.queue.renew(LEASE_S, held))
         assert lost == self.model.renew(owner.queue.owner, held)
         for job_id in lost:
             owner.give_up(job_id)

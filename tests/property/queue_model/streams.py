@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from sluice.pipeline.broker.ownership import Ownership
+from sluice.pipeline.broker.scripts.streams import Read, StreamKeys
 from sluice.pipeline.broker.streams import Entry, ResultsLost, StreamReader, ack_batches, hand_off
 from sluice.pipeline.errors import LeaseLost
 from sluice.pipeline.wire.keys import BATCH_GROUP, RESULT_GROUP
@@ -55,10 +56,11 @@ class StreamRules(QueueMachine):
         reader = role.reader
         if lost_answer and role.taken == len(role.entries):
             last = role.entries[-1].entry_id if role.entries else reader._last
-            answer = self.system.script(
-                "read", [reader.stream, role.owner.key], [role.owner.nonce, reader.group, reader.name, count, last]
-            )
-            role.taken += len(answer[0])
+            names = StreamKeys(stream=reader.stream, owner=role.owner.key)
+            request = Read(nonce=role.owner.nonce, group=reader.group, reader=reader.name, count=count, last_seen=last)
+            answer = self.system.run(self.system.scripts.ask(names, request))
+            assert answer is not None
+            role.taken += len(answer.rows)
         unseen = role.taken - len(role.entries)
         found = self.system.run(reader.read(count, 1))
         assert len(found) <= count

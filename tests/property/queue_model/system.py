@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from sluice.pipeline.broker import connection
-from sluice.pipeline.broker.connection import Scripts
+from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys
@@ -17,7 +17,6 @@ from tests.property.queue_model.foreign import MAILBOX
 
 LEASE_S = 3600.0  # leases end when the machine says so
 PARTITIONS = 2
-_FAR_MS = 4e12  # blame.lua
 T = TypeVar("T")
 Fields = dict[bytes, bytes]
 
@@ -76,10 +75,6 @@ class System:
     def queue(self, worker: str) -> JobQueue:
         """A process that uses the queue."""
         return JobQueue(self.client, self.keys, partitions=PARTITIONS, worker=worker, keep_result_s=self._keep_s)
-
-    def script(self, name: str, keys: list[str], args: list[Any]) -> Any:
-        """Run one script."""
-        return self.run(self.scripts.run(name, keys, args))
 
     def close(self) -> None:
         """Delete every key of the run."""

@@ -5,7 +5,6 @@
 -- - Only a death over a job that ran alone counts against it; too many of those make it a dead letter.
 -- - A worker that was told to end, or killed by its own supervisor, blames nobody; one that turns out to be alive takes
 --   its blame back (acquit.lua).
-local FAR_MS = 4e12 -- in the year 2096: not ready by itself; the line of the suspects knows its place
 local SHARED_DEATHS, MOST_TOGETHER = 2, 32
 
 -- Waits in the line of the suspects. together: how many of them one worker may run, this one included.

@@ -1,6 +1,4 @@
 -- The newest weight version; -1 before the first, and where what stands there is no such number: the next one mends it.
-local MOST_VERSION = 2 ^ 31 - 1
-
 local function newest_version(key)
   local found = redis.pcall('GET', key) -- a table where it is of another type
   local number = type(found) == 'string' and string.match(found, '^%d+$') and tonumber(found)

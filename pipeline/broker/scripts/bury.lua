@@ -4,8 +4,6 @@
 -- caller is answered instead: dropped, it leaves the accounts as any call that was answered.
 -- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form,
 --       log = with the attempt that ended it}. Returns the number of sequences.
-local DROPPED_KEPT = 10000
-
 local function bury(id, how)
   local state = state_of .. id
   local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p', 'reply', 'log', 'owner', 'since',

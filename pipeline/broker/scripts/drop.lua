@@ -1,6 +1,4 @@
 -- Record one dropped sequence: its letter among the newest ones, and the counters.
-local DROPPED_KEPT = 10000
-
 local function drop(counts, dropped, reason, letter)
   redis.call('XADD', dropped, 'MAXLEN', '~', DROPPED_KEPT, '*', 'd', letter)
   redis.call('HINCRBY', counts, 'dropped', 1)

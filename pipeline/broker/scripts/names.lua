@@ -1,4 +1,4 @@
--- What every script of the job queue is given first (JobQueue in pipeline/queue/queue.py fills it in), and the clock.
+-- What every script of the job queue is given first (JobNames in jobs.py), and the clock.
 local jobs, alone, counts, dead, dropped = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local wake, aborts, latest, source, leases = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local watch, sweep = KEYS[11], KEYS[12]

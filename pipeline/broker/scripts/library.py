@@ -1,0 +1,160 @@
+"""How a script is found, called and answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from functools import cache
+from hashlib import sha1
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import msgspec
+import redis
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, ResponseError
+
+from sluice.pipeline.broker.retry import may_pass
+from sluice.pipeline.errors import BrokerError, BrokerRefused
+from sluice.pipeline.wire.keys import type_of
+from sluice.pipeline.wire.messages import MOST_VERSION
+
+A = TypeVar("A")
+FAR_MS = 4_000_000_000_000  # in the year 2096: the score of a suspect, whose place the line of the suspects knows
+DROPPED_KEPT = 10_000  # letters of dropped sequences
+_SHARED = {"FAR_MS": FAR_MS, "DROPPED_KEPT": DROPPED_KEPT, "MOST_VERSION": MOST_VERSION}
+_NEEDS = "-- needs:"
+
+
+class Names(msgspec.Struct, frozen=True, kw_only=True):
+    """KEYS of a script: its fields, in their order."""
+
+    def keys(self) -> list[str]:
+        """In the order of KEYS."""
+        return _flat(self)
+
+    def head(self) -> list[Any]:
+        """What stands first in ARGV."""
+        return []
+
+
+class Request(msgspec.Struct, Generic[A], frozen=True, kw_only=True):
+    """One call: its fields are ARGV, in their order. A list is written out row by row; None is '', True is 1."""
+
+    script: ClassVar[str]
+
+    def args(self) -> list[Any]:
+        """In the order of ARGV, after the head."""
+        return _flat(self)
+
+    def answer(self, raw: Any) -> A:
+        """What the script said, with names."""
+        raise NotImplementedError
+
+
+class IntRequest(Request[int], frozen=True, kw_only=True):
+    """A script that answers with a number."""
+
+    def answer(self, raw: Any) -> int:
+        """The number."""
+        return int(raw)
+
+
+class WordRequest(Request[str], frozen=True, kw_only=True):
+    """A script that answers with one word."""
+
+    def answer(self, raw: Any) -> str:
+        """The word."""
+        return cast("bytes", raw).decode()
+
+
+class WordsRequest(Request[list[str]], frozen=True, kw_only=True):
+    """A script that answers with a word for each row."""
+
+    def answer(self, raw: Any) -> list[str]:
+        """One for each row, in order."""
+        return words(raw)
+
+
+def words(raw: Sequence[bytes]) -> list[str]:
+    """Words of a script; ids may be of anybody."""
+    return [word.decode(errors="replace") for word in raw]
+
+
+def _flat(struct: msgspec.Struct) -> list[Any]:
+    found: list[Any] = []
+    for value in msgspec.structs.astuple(struct):
+        rows = cast("list[Any]", value) if isinstance(value, list) else [value]
+        for row in rows:
+            found += map(_plain, cast("tuple[Any, ...]", row) if isinstance(row, tuple) else (row,))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return "" if value is None else int(value) if value is True or value is False else value
+
+
+@cache
+def source(name: str) -> str:
+    """The text of one script: shared constants and shared functions in front."""
+    folder = Path(__file__).parent
+    text = (folder / f"{name}.lua").read_text()
+    first = text.partition("\n")[0]
+    needs = first.removeprefix(_NEEDS).split() if first.startswith(_NEEDS) else []
+    shared = f"local {', '.join(_SHARED)} = {', '.join(map(str, _SHARED.values()))}"
+    return "\n".join([shared, *((folder / f"{part}.lua").read_text() for part in needs), text])
+
+
+class Scripts:
+    """The scripts over one connection; a server that forgot them (a restart, a failover) is given them again."""
+
+    def __init__(self, client: Redis) -> None:
+        self.client: Any = client
+        self._digests: dict[str, str] = {}
+
+    async def ask(self, names: Names, request: Request[A]) -> A:
+        """The answer to one request; raises BrokerError when the server refuses it."""
+        return request.answer(await self.run(request.script, names.keys(), [*names.head(), *request.args()]))
+
+    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """As `ask`, without names."""
+        text = source(name)
+        digest = self._digests.get(name)
+        if digest is None:
+            digest = self._digests[name] = sha1(text.encode()).hexdigest()
+        try:
+            try:
+                return await cast("Awaitable[Any]", self.client.evalsha(digest, len(keys), *keys, *args))
+            except NoScriptError:  # EVAL runs and keeps it in one step: nothing can be forgotten in between
+                return await cast("Awaitable[Any]", self.client.eval(text, len(keys), *keys, *args))
+        except ResponseError as error:
+            if may_pass(error):
+                raise BrokerError(f"script {name} was refused: {error}") from error
+            raise BrokerRefused(f"script {name} was refused: {error}{await self._odd_types(keys)}") from error
+
+    async def _odd_types(self, keys: Sequence[str]) -> str:
+        """Redis does not say which key it was that has another type than ours."""
+        pipe = self.client.pipeline(transaction=False)
+        for key in keys:
+            pipe.type(key)
+        found = zip(keys, await pipe.execute(raise_on_error=False), strict=True)
+        odd = [
+            f"; {key} is a {kind.decode()} and must be a {ours}: delete or rename it"
+            for key, kind in found
+            if isinstance(kind, bytes) and (ours := type_of(key)) and kind.decode() not in (ours, "none")
+        ]
+        return "".join(odd)
+
+
+class BlockingScripts:
+    """The same from a thread, over a connection of its own."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client: Any = client
+        self._scripts: dict[str, Any] = {}
+
+    def ask(self, names: Names, request: Request[A]) -> A:
+        """The answer to one request."""
+        script = self._scripts.get(request.script)
+        if script is None:
+            script = self._scripts[request.script] = self._client.register_script(source(request.script))
+        return request.answer(script(keys=names.keys(), args=[*names.head(), *request.args()]))

@@ -1,0 +1,108 @@
+"""Requests of agent rollouts; what each script does stands in its file."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import msgspec
+
+from sluice.pipeline.broker.scripts.jobs import Enqueued, enqueued
+from sluice.pipeline.broker.scripts.library import IntRequest, Names, Request, WordRequest
+
+Added = Literal["ok", "dup", "closed", "unknown"]
+
+
+class RolloutNames(Names, frozen=True, kw_only=True):
+    """KEYS of every script of rollouts, then what stands first in ARGV: rollout_names.lua, in this order."""
+
+    counts: str
+    dropped: str
+    latest: str
+    source: str
+    open: str
+    rollout_of: str
+    ttl_ms: int
+    keep_ms: int
+
+    def keys(self) -> list[str]:
+        """The first five."""
+        return list(msgspec.structs.astuple(self)[:5])
+
+    def head(self) -> list[Any]:
+        """The others."""
+        return list(msgspec.structs.astuple(self)[5:])
+
+
+class NewRollout(NamedTuple):
+    """A row of rollout_open.lua."""
+
+    id: str
+    head: bytes
+    stream: str
+    group: str
+    index: int
+    size: int
+    cursor: str  # '' = none
+
+
+class Open(Request[Enqueued], frozen=True, kw_only=True):
+    """Open rollouts in order until the credit is used up."""
+
+    script: ClassVar[str] = "rollout_open"
+    max_in_flight: int
+    max_bytes: int
+    samples_per_version: int
+    max_staleness: int
+    cursor_before: str  # '' = none
+    rollouts: list[NewRollout]
+
+    def answer(self, raw: Any) -> Enqueued:
+        """As of enqueue.lua."""
+        return enqueued(raw)
+
+
+class AddedTurn(NamedTuple):
+    """`place`: the turn's number, -1 where there is no open rollout."""
+
+    word: Added
+    place: int
+
+
+class Add(Request[AddedTurn], frozen=True, kw_only=True):
+    """One more turn of an open rollout, each key once."""
+
+    script: ClassVar[str] = "rollout_add"
+    id: str
+    key: str
+    turn: bytes
+
+    def answer(self, raw: Any) -> AddedTurn:
+        """With names."""
+        word, place = raw
+        return AddedTurn(cast(Added, word.decode()), int(place))
+
+
+class PublishRollout(WordRequest, frozen=True, kw_only=True):
+    """Its trajectories become results: ok | closed | unknown | changed."""
+
+    script: ClassVar[str] = "rollout_publish"
+    id: str
+    turns: int
+    results: list[bytes]
+
+
+class DropRollout(WordRequest, frozen=True, kw_only=True):
+    """End a rollout that gives nothing to train on: ok | closed | unknown."""
+
+    script: ClassVar[str] = "rollout_drop"
+    id: str
+    reason: str
+    detail: str
+
+
+class SweepRollouts(IntRequest, frozen=True, kw_only=True):
+    """Drop the rollouts that nobody called for so long; how many."""
+
+    script: ClassVar[str] = "rollout_sweep"
+    most: int
+    detail: str

@@ -1,0 +1,198 @@
+"""Requests of what one process plays at a time: roles, streams, weight versions; and of the run's contract."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+from sluice.pipeline.broker.scripts.library import IntRequest, Names, Request, WordRequest, words
+
+
+class RoleKey(Names, frozen=True, kw_only=True):
+    """KEYS of own.lua and disown.lua."""
+
+    owner: str
+
+
+class Own(IntRequest, frozen=True, kw_only=True):
+    """Take or renew a role; 1 when it is ours."""
+
+    script: ClassVar[str] = "own"
+    nonce: str
+    ttl_ms: int
+    renew: bool  # it was ours before
+
+
+class Disown(IntRequest, frozen=True, kw_only=True):
+    """Give a role back."""
+
+    script: ClassVar[str] = "disown"
+    nonce: str
+
+
+class StreamKeys(Names, frozen=True, kw_only=True):
+    """KEYS of read.lua; without an owner nothing is fenced."""
+
+    stream: str
+    owner: str | None
+
+    def keys(self) -> list[str]:
+        """The owner where there is one."""
+        return [self.stream] if self.owner is None else [self.stream, self.owner]
+
+
+class Entries(NamedTuple):
+    """`rows`: entry ids and their fields; `pending`: how many the group's readers hold by now."""
+
+    rows: list[tuple[bytes, dict[bytes, bytes]]]
+    pending: int
+
+
+class Read(Request["Entries | None"], frozen=True, kw_only=True):
+    """The next entries of a stream; None when another reader took over."""
+
+    script: ClassVar[str] = "read"
+    nonce: str
+    group: str
+    reader: str
+    count: int
+    last_seen: str
+
+    def answer(self, raw: Any) -> Entries | None:
+        """With names."""
+        if raw == -1:
+            return None
+        rows, pending = raw
+        return Entries([(entry, dict(zip(flat[::2], flat[1::2], strict=True))) for entry, flat in rows], int(pending))
+
+
+class Drop(NamedTuple):
+    """A dropped sequence: its reason, and its letter encoded."""
+
+    reason: str
+    letter: bytes
+
+
+class HandoffKeys(Names, frozen=True, kw_only=True):
+    """KEYS of handoff.lua."""
+
+    results: str
+    batches: str
+    counts: str
+    owner: str
+    dropped: str
+
+
+class Handoff(WordRequest, frozen=True, kw_only=True):
+    """A consumer's effect, whole or not at all: ok | dup | fenced | lost."""
+
+    script: ClassVar[str] = "handoff"
+    nonce: str
+    group: str
+    reader: str
+    batch_id: str
+    batch: bytes
+    samples: int
+    result_bytes: int
+    result_ids: list[str]
+    drops: list[Drop]
+
+    def args(self) -> list[Any]:
+        """Both counts stand before the rows."""
+        head = [self.nonce, self.group, self.reader, self.batch_id, self.batch, self.samples, self.result_bytes]
+        rows = [part for drop in self.drops for part in drop]
+        return [*head, len(self.result_ids), len(self.drops), *self.result_ids, *rows]
+
+
+class AckKeys(Names, frozen=True, kw_only=True):
+    """KEYS of ack.lua."""
+
+    batches: str
+    counts: str
+    owner: str
+    dropped: str
+
+
+class AckedBatch(NamedTuple):
+    """One batch, and what the trainer dropped of it."""
+
+    stream_id: str
+    samples: int
+    drops: list[Drop]
+
+
+class Ack(IntRequest, frozen=True, kw_only=True):
+    """The trainer's ack; the samples counted as trained, -1 when another trainer took over."""
+
+    script: ClassVar[str] = "ack"
+    nonce: str
+    group: str
+    stepped: bool
+    batches: list[AckedBatch]
+
+    def args(self) -> list[Any]:
+        """Each batch is followed by its drops."""
+        found: list[Any] = [self.nonce, self.group, int(self.stepped)]
+        for batch in self.batches:
+            found += [batch.stream_id, batch.samples, len(batch.drops)]
+            found += [part for drop in batch.drops for part in drop]
+        return found
+
+
+class PublishKeys(Names, frozen=True, kw_only=True):
+    """KEYS of publish.lua."""
+
+    versions: str
+    latest: str
+    owner: str
+
+
+class Publish(WordRequest, frozen=True, kw_only=True):
+    """Register a weight version: ok | fenced | conflict | order."""
+
+    script: ClassVar[str] = "publish"
+    nonce: str
+    version: int
+    digest: str
+    manifest: bytes
+    retention: int
+
+
+class AgreeKeys(Names, frozen=True, kw_only=True):
+    """KEYS of agree.lua."""
+
+    contract: str
+    processes: str
+    rollouts: str
+
+
+class Agreed(NamedTuple):
+    """differs: `alive` take part under the contract `theirs`; unread: `count` of `what` would be left behind."""
+
+    word: Literal["ok", "differs", "unread"]
+    theirs: str = ""
+    alive: list[str] = []
+    what: str = ""
+    count: int = 0
+
+
+class Agree(Request[Agreed], frozen=True, kw_only=True):
+    """Take part in a run."""
+
+    script: ClassVar[str] = "agree"
+    contract: bytes
+    name: str
+    row: bytes
+    alive_ms: int
+    results_of: str
+    onlookers: str  # roles, one after the other, in commas
+
+    def answer(self, raw: Any) -> Agreed:
+        """With names."""
+        word = cast("Literal['ok', 'differs', 'unread']", raw[0].decode())
+        if word == "ok":
+            return Agreed(word)
+        theirs = raw[1].decode(errors="replace")
+        if word == "differs":
+            return Agreed(word, theirs, alive=words(raw[2:]))
+        what, count = raw[2:]
+        return Agreed(word, theirs, what=what.decode(), count=int(count))
