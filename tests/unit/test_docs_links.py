@@ -30,6 +30,16 @@ def test_every_link_leads_somewhere(page: str) -> None:
     assert not broken
 
 
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    named = {
+        path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path.rstrip("/") or path.endswith((".py", "/"))
+    }
+    named -= {"/docs", "cli.py"}  # a route; one in each package
+    assert len(named) > 40
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     reached: set[Path] = set()
     ahead = [DOCS / "README.md"]
