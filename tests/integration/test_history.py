@@ -168,7 +168,7 @@ async def test_the_trainer_records_the_step_of_each_once_wherever_it_was_cut_off
 ) -> None:
     config, source = training.config_of(broker_config, keys, run_dir), save_tiny_model(tmp_path / "model")
     await training.hand_on(client, keys, 0, 3)
-    await cut_off_at("sluice.consumers.training.trainer.ack_batches", 2, monkeypatch, training.train(config, source))
+    await cut_off_at("sluice.consumers.training.session.ack_batches", 2, monkeypatch, training.train(config, source))
     await training.train(config, source)
     files = Files(history_directory(config))
     steps = files.ask("trainer.sqlite", "select seq_id, step, state from trained order by step, seq_id")
