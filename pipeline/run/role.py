@@ -12,7 +12,8 @@
 
 The contract: a process whose configuration disagrees with the run's does not start.
 
-- The first process of a run writes the contract; whoever starts while no other takes part may change it.
+- The first process of a run writes the contract; whoever starts while no other takes part may change it. One whose
+  heartbeat is old and which has not said that it ended may come back with its broker: it is watched for some beats.
 - The number of partitions changes only when no result is left unread.
 - Onlookers (the dashboard) take no part.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -40,12 +42,13 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, SluiceError, first_cause
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.roles import ONLOOKERS
-from sluice.pipeline.status.heartbeat import ALIVE_S, StatusReporter
+from sluice.pipeline.status.heartbeat import ALIVE_S, BEAT_S, StatusReporter
 from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.keys import Keys
 
 _ASK_AGAIN_S = 0.25
+_STILL_BEATS = 3
 _SHOWN = 4
 
 
@@ -61,14 +64,22 @@ def contract_of(config: Config) -> dict[str, Any]:
     }
 
 
-async def take_part(client: Redis, config: Config, status: StatusReporter, wait_s: float = ALIVE_S + 1) -> None:
+async def take_part(
+    client: Redis,
+    config: Config,
+    status: StatusReporter,
+    wait_s: float = ALIVE_S + 1,
+    still_s: float = _STILL_BEATS * BEAT_S,
+) -> None:
     """Announce a process that agrees with the contract; raises ConfigError that names the keys and both values.
 
-    What a killed process has left of itself is waited for, for `wait_s`, until it no longer counts as alive.
+    What a killed process has left of itself is waited for, for `wait_s`, until it no longer counts as alive. Then it is
+    watched for `still_s`: a heartbeat that changes is that of a process whose broker was away.
     """
     keys, scripts, mine = Keys(config.run), Scripts(client), contract_of(config)
     await _refuse_old_names(client, keys)
     until, warned = time.monotonic() + wait_s, False
+    seen, since, still = b"", math.inf, b""  # what old rows say, from when on, and what the script is told of it
     while True:
         status.row.at = time.time()
         names = AgreeKeys(contract=keys.contract, processes=keys.processes, rollouts=keys.rollouts)
@@ -79,18 +90,25 @@ async def take_part(client: Redis, config: Config, status: StatusReporter, wait_
             alive_ms=int(ALIVE_S * 1000),
             results_of=keys.results,
             onlookers=f",{','.join(ONLOOKERS)},",
+            still=still,
         )
         said = await scripts.ask(names, request)
         if said.word == "ok":
             return
-        theirs = _read(said.theirs)
+        theirs, now = _read(said.theirs), time.monotonic()
         if said.word == "unread":
             old, new = theirs.get("consumer.count"), mine["consumer.count"]
             raise ConfigError(
                 f"run {config.run!r}: consumer.count changes from {old} to {new}, and {said.count} {said.what}; "
                 f"let the roles with consumer.count={old} end them first"
             )
-        if time.monotonic() >= until:
+        if said.word == "stale":
+            if since == math.inf:
+                until = max(until, now + still_s + 2 * _ASK_AGAIN_S)
+            if said.seen != seen:
+                seen, since = said.seen, now
+            still = seen if now - since >= still_s else b""
+        if now >= until and not still:
             raise ConfigError(_refusal(config.run, mine, theirs, said.alive))
         if not warned:
             get_logger().warning("waiting for processes of another configuration to end", alive=said.alive)

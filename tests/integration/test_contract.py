@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def made(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> Any:
 
 
 async def take_part(client: Any, config: Config, name: str, role: str = "worker") -> None:
-    await contract.take_part(client, config, StatusReporter(client, Keys(config.run), role, name), wait_s=0.3)
+    status = StatusReporter(client, Keys(config.run), role, name)
+    await contract.take_part(client, config, status, wait_s=0.3, still_s=0.5)
 
 
 async def test_a_process_that_says_otherwise_is_told_which_key_and_both_values(client: Any, made: Any) -> None:
@@ -43,6 +45,48 @@ async def test_who_is_alone_may_change_it(client: Any, keys: Keys, made: Any) ->
     await take_part(client, made(producer={"samples_per_version": 8}), "new")
     held = msgspec.json.decode(await client.get(keys.contract) or b"")
     assert held["producer.samples_per_version"] == 8
+
+
+async def left_behind(client: Any, keys: Keys, name: str, **fields: Any) -> dict[str, Any]:
+    """The row of a process that has not beaten for too long."""
+    row = msgspec.json.decode(await client.hget(keys.processes, name) or b"")
+    old = row | {"at": row["at"] - ALIVE_S - 1} | fields
+    await client.hset(keys.processes, name, msgspec.json.encode(old))
+    return old
+
+
+async def test_who_was_without_the_broker_for_long_comes_back_and_is_heard(client: Any, keys: Keys, made: Any) -> None:
+    """A wrongly configured process asks before the others beat again."""
+    await take_part(client, made(), "back")
+    old = await left_behind(client, keys, "back")
+    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong"))
+    await asyncio.sleep(0.1)
+    assert not asks.done()
+    await client.hset(keys.processes, "back", msgspec.json.encode(old | {"at": old["at"] + ALIVE_S + 1}))
+    with pytest.raises(ConfigError, match=r"consumer.count is 1 there and 2 here.*\(back\)"):
+        await asks
+    assert msgspec.json.decode(await client.get(keys.contract))["consumer.count"] == 1
+
+
+async def test_a_clock_that_is_late_makes_nobody_dead(client: Any, keys: Keys, made: Any) -> None:
+    """Its rows look old, and change all the time."""
+    await take_part(client, made(), "late")
+    old = await left_behind(client, keys, "late")
+    asks = asyncio.create_task(take_part(client, made(consumer={"count": 2}), "wrong"))
+    while not asks.done():
+        old["at"] += 0.01
+        await client.hset(keys.processes, "late", msgspec.json.encode(old))
+        await asyncio.sleep(0.02)
+    with pytest.raises(ConfigError, match=r"consumer.count is 1 there and 2 here.*\(late\)"):
+        await asks
+
+
+async def test_who_said_that_it_ended_is_not_waited_for(client: Any, keys: Keys, made: Any) -> None:
+    await take_part(client, made(), "ended")
+    await left_behind(client, keys, "ended", ended_at=1.7e9, error="x")
+    async with asyncio.timeout(5):
+        status = StatusReporter(client, keys, "worker", "new")
+        await contract.take_part(client, made(consumer={"count": 2}), status, wait_s=0, still_s=3600)
 
 
 async def test_an_onlooker_takes_no_part(client: Any, made: Any) -> None:

@@ -1,27 +1,39 @@
 -- A process takes part in its run if it agrees with the run's contract; then it is announced, in the same step. Where
 -- nobody else takes part, it makes the contract, or changes it. Results are read by as many partitions as they were
--- written to.
--- KEYS contract processes rollouts   ARGV contract name row alive_ms results_of onlookers (roles, one after the other, in commas)
--- Returns ok | {differs, contract, who takes part …} | {unread, contract, what, how many}
+-- written to. A process that has not beaten for a while, and has not said that it ended, may only have been without its
+-- broker: who asks gives what it saw of such rows some beats ago (`still`), and they count as dead if nothing changed.
+-- KEYS contract processes rollouts
+-- ARGV contract name row alive_ms results_of onlookers (roles, one after the other, in commas) still
+-- Returns ok | {differs, contract, who takes part …} | {stale, contract, what was seen}
+--         | {unread, contract, what, how many}
 local stored, t = redis.call('GET', KEYS[1]), redis.call('TIME')
 
 local function others()
-  local found, rows = {}, redis.call('HGETALL', KEYS[2])
+  local found, stale, rows = {}, {}, redis.call('HGETALL', KEYS[2])
   for i = 1, #rows, 2 do
     local readable, row = pcall(cjson.decode, rows[i + 1])
     if rows[i] ~= ARGV[2] and readable and type(row) == 'table' and type(row.at) == 'number' then
       local age_ms = (tonumber(t[1]) - row.at) * 1000 + tonumber(t[2]) / 1000
       local takes_part = not string.find(ARGV[6], ',' .. tostring(row.role) .. ',', 1, true)
       local has_ended = row.ended_at and row.ended_at ~= cjson.null
-      if takes_part and not has_ended and age_ms < tonumber(ARGV[4]) then found[#found + 1] = rows[i] end
+      if takes_part and not has_ended then
+        if age_ms < tonumber(ARGV[4]) then
+          found[#found + 1] = rows[i]
+        else
+          stale[#stale + 1] = rows[i] .. ' ' .. string.format('%.17g', row.at)
+        end
+      end
     end
   end
-  return found
+  table.sort(stale)
+  return found, stale
 end
 
 if stored and stored ~= ARGV[1] then
-  local who = others()
-  if #who > 0 then return { 'differs', stored, unpack(who) } end
+  local who, stale = others()
+  if #who > 0 then return { 'differs', stored, unpack(who, 1, 100) } end
+  local seen = table.concat(stale, '\n')
+  if seen ~= ARGV[7] then return { 'stale', stored, seen } end
   local readable, old = pcall(cjson.decode, stored)
   local count = readable and type(old) == 'table' and tonumber(old['consumer.count']) or 0
   if count > 65536 then count = 0 end -- no number of partitions

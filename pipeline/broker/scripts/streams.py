@@ -166,11 +166,15 @@ class AgreeKeys(Names, frozen=True, kw_only=True):
 
 
 class Agreed(NamedTuple):
-    """differs: `alive` take part under the contract `theirs`; unread: `count` of `what` would be left behind."""
+    """differs: `alive` take part under the contract `theirs`; unread: `count` of `what` would be left behind.
 
-    word: Literal["ok", "differs", "unread"]
+    stale: `alive` were heard of too long ago, `seen` is what was last heard of them.
+    """
+
+    word: Literal["ok", "differs", "stale", "unread"]
     theirs: str = ""
     alive: list[str] = []
+    seen: bytes = b""
     what: str = ""
     count: int = 0
 
@@ -185,14 +189,17 @@ class Agree(Request[Agreed], frozen=True, kw_only=True):
     alive_ms: int
     results_of: str
     onlookers: str  # roles, one after the other, in commas
+    still: bytes  # `seen` of some beats ago: who has not changed since counts as dead
 
     def answer(self, raw: Any) -> Agreed:
         """With names."""
-        word = cast("Literal['ok', 'differs', 'unread']", raw[0].decode())
+        word = cast("Literal['ok', 'differs', 'stale', 'unread']", raw[0].decode())
         if word == "ok":
             return Agreed(word)
         theirs = raw[1].decode(errors="replace")
         if word == "differs":
             return Agreed(word, theirs, alive=words(raw[2:]))
+        if word == "stale":
+            return Agreed(word, theirs, words([row.rpartition(b" ")[0] for row in raw[2].split(b"\n")]), raw[2])
         what, count = raw[2:]
         return Agreed(word, theirs, what=what.decode(), count=int(count))
