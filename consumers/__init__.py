@@ -1,13 +1,13 @@
 """What happens to a result after the worker: reward, group, pack, train, and look back.
 
-    results ─▶ loop ─▶ groups ─▶ tasks (parse · match · target) ─▶ samples ─▶ pack ─▶ batches ─▶ training | handoff
+    results ─▶ loop ─▶ groups ─▶ tasks (parse · match · target) ─▶ samples ─▶ pack ─▶ batches ─▶ training
                 │                                                                                  │
                 └──────────▶ history ◀─────────────────────────────────────────────────────────────┘
                                 └─▶ dashboard, export, audit
 
 - `loop`: the consumer process; `groups`, `samples`, `pack`: the steps that no task changes.
 - `tasks`: the contract of a task, the built-in ones, and how a config replaces their steps.
-- `training`, `handoff`: the built-in trainer, and what an outside one takes batches with.
+- `training`: one session for every trainer, the built-in one, and `handoff` for a training loop of your own.
 - `history`: what a run finished, on disk; `dashboard`, `export` and `audit` read it.
 """
 

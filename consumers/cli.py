@@ -1,4 +1,4 @@
-"""`sluice consume`, `audit`, `export` and `dashboard`."""
+"""`sluice consume`, `train`, `audit`, `export` and `dashboard`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ def consume(
     from sluice.pipeline.config import load_config
 
     asyncio.run(run(load_config(config, overrides), partition))
+
+
+def train(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
+    """Train on batches, checkpoint, and publish weight versions; resumes from its newest checkpoint.
+
+    Example: `sluice train -c configs/text.yaml`
+    """
+    import asyncio
+
+    from sluice.consumers.training.trainer import train as run
+    from sluice.pipeline.config import load_config
+
+    asyncio.run(run(load_config(config, overrides)))
 
 
 def audit(

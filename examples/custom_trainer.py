@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from sluice.consumers.training.handoff import Rollouts
+from sluice import Rollouts
 
 with Rollouts(sys.argv[1]) as rollouts:
     model = AutoModelForCausalLM.from_pretrained(rollouts.model_path, dtype=torch.float32)

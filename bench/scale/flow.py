@@ -216,7 +216,7 @@ async def _until_expired(client: Any) -> None:
 
 async def serve_trainer(_: Parent, settings: list[str]) -> None:
     """A trainer that only acks, to the end of the run."""
-    from sluice.consumers.training.handoff import SessionThread
+    from sluice.consumers.training.handoff import SessionThread, finish
     from sluice.consumers.training.session import Session
 
     def ack_all() -> None:
@@ -224,8 +224,8 @@ async def serve_trainer(_: Parent, settings: list[str]) -> None:
         thread.start()
         complete = False
         while not complete:
-            if thread.call(Session.next):
-                complete = thread.call(lambda session: session.done({}))
+            if thread.call(Session.take):
+                complete = thread.call(lambda session: finish(session, {}))
             else:
                 complete = thread.call(Session.complete)
         thread.stop(finished=True)

@@ -3,7 +3,7 @@
     started_sharded() ─▶ sharding() ─▶ load ─▶ TrainStep ─▶ shard(model, optimizer) ─▶ Trainer
 
 - State dicts of a sharded model and its optimiser are whole: plain tensors, under the names and numbers that they
-  have without FSDP. So checkpoints and versions are the same files, and either trainer goes on from the other's.
+  have without FSDP. So checkpoints and versions are the same files, and either trainer resumes from the other's.
 - accelerate is imported in a process that it launched, and in no other.
 - What a configuration asks for and this trainer does not do is an error, never left out silently.
 """

@@ -175,7 +175,7 @@ class Rollouts:
 
     @property
     def model_path(self) -> Path:
-        """The directory of the newest version, to start or go on from: it holds all that was finished by `publish`."""
+        """The directory of the newest version, to start or resume from: it holds all that `publish` finished."""
         return self._root / f"v{number:06d}" if (number := newest_number(self._root)) >= 0 else self._source
 
     def batches(self) -> Iterator[Batch]:
@@ -227,7 +227,7 @@ class Rollouts:
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
-        # From here on the session's: it goes on also when this call is interrupted.
+        # The session's from here on: an interrupted call does not end it.
         weights = Weights(staged, probe, score)
         complete = self._thread.call(lambda session: _publish(session, weights, record))
         self.version = newest_number(self._root)
@@ -280,7 +280,7 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Flags and scalars of torch and NumPy become numbers: whoever looks at the run reads nothing else."""
+    """Flags and scalars of torch and NumPy become numbers: logs and trackers take nothing else."""
     try:
         return {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:

@@ -59,10 +59,12 @@ def row_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None 
     pieces: a float32 copy of all logits would not fit.
     """
     flat, targets = logits.flatten(0, 1), token_ids.roll(-1, dims=1).flatten()
-    heats = None if temperatures is None else temperatures.roll(-1, dims=1).flatten()
+    shifted = None if temperatures is None else temperatures.roll(-1, dims=1).flatten()
     most = max(1, _SCORED_AT_ONCE // logits.shape[-1])
     pieces = [slice(start, start + most) for start in range(0, len(flat), most)]
-    found = [token_logprobs(flat[piece], targets[piece], None if heats is None else heats[piece]) for piece in pieces]
+    found = [
+        token_logprobs(flat[piece], targets[piece], None if shifted is None else shifted[piece]) for piece in pieces
+    ]
     scores = torch.cat(found).view(token_ids.shape).roll(1, dims=1)
     scores[:, :1] = 0.0
     return scores

@@ -169,10 +169,10 @@ def temperature_rows(samples: Sequence[TrainingSample], packed: PackedRows, devi
     """float32 [R, L]: that of each token's sample; None where all are 1."""
     if all(samples[place.sample].temperature == 1 for place in packed.places):
         return None
-    heats = torch.ones(packed.input_ids.shape, device=device)
+    temperatures = torch.ones(packed.input_ids.shape, device=device)
     for place in packed.places:
-        heats[place.row, place.start : place.start + place.length] = samples[place.sample].temperature
-    return heats
+        temperatures[place.row, place.start : place.start + place.length] = samples[place.sample].temperature
+    return temperatures
 
 
 class PolicyTerm:
@@ -190,8 +190,10 @@ class PolicyTerm:
         device = logits.device
         mask, proximal, behaviour, advantages, versions = (torch.from_numpy(part[:, 1:]).to(device) for part in rows)
         targets = torch.from_numpy(packed.input_ids[:, 1:]).to(device)
-        heats = temperature_rows(self._samples, packed, device)
-        picked = token_logprobs(logits[:, :-1][mask], targets[mask], None if heats is None else heats[:, 1:][mask])
+        temperatures = temperature_rows(self._samples, packed, device)
+        picked = token_logprobs(
+            logits[:, :-1][mask], targets[mask], None if temperatures is None else temperatures[:, 1:][mask]
+        )
         logp = picked.new_zeros(mask.shape).masked_scatter(mask, picked)
         sums = policy_loss(logp, proximal, behaviour, advantages, mask, self._options)
         values = torch.stack([value.detach().double() for value in sums]).tolist()

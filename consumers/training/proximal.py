@@ -200,7 +200,7 @@ def _left_out(plan: Plan, missing: Mask) -> Runs:
 
 
 def _known(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float]) -> tuple[NDArray[np.float64], Mask]:
-    """What the loss shall use at each token, and where that is a proximal logprob."""
+    """What the loss uses at each token, and where that is a proximal logprob."""
     length = len(plan.tokens)
     values, known = _floats(plan.sample.logprobs, length), plan.kept.copy()
     values[known] = proximal_of(plan.sample)[0][known]

@@ -91,8 +91,8 @@ class TrainStep:
             with torch.no_grad():
                 for packed in self._forward.micro_batches(samples):
                     token_ids = torch.from_numpy(packed.input_ids).to(self.model.device)
-                    heats = temperature_rows(samples, packed, self.model.device)
-                    logprobs = row_logprobs(self._forward.logits(packed), token_ids, heats).tolist()
+                    temperatures = temperature_rows(samples, packed, self.model.device)
+                    logprobs = row_logprobs(self._forward.logits(packed), token_ids, temperatures).tolist()
                     for place in packed.places:
                         found = logprobs[place.row][place.start : place.start + place.length]
                         scores[place.sample] = [0.0, *found[1:]] if found else []

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from sluice.consumers.training.checkpoint import TrainerState, write_state
 from sluice.consumers.training.handoff import RolloutDataset, Rollouts
 from sluice.consumers.training.session import Session
-from sluice.consumers.training.step_log import read_rollouts, read_steps
+from sluice.consumers.training.step_log import StepRecords, read_rollouts, read_steps
 from sluice.pipeline.broker import connection
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
@@ -116,7 +116,10 @@ def test_what_was_given_and_not_finished_comes_again(make_run: MakeRun) -> None:
     assert look(config).trained == 4
 
 
-@pytest.mark.parametrize("cut", ["before the version", "before its registration", "before the ack"])
+@pytest.mark.parametrize(
+    "cut",
+    ["before the log lines", "after the log lines", "before the version", "before its registration", "before the ack"],
+)
 def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
     make_run: MakeRun, cut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,8 @@ def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
         raise RuntimeError(cut)
 
     places: dict[str, tuple[Any, str, Any]] = {
+        "before the log lines": (StepRecords, "write", ends_at_once),
+        "after the log lines": (StepRecords, "show", ends),
         "before the version": (versions, "write_version", ends_at_once),
         "before its registration": (Session, "_register", ends),
         "before the ack": (Session, "_ack", ends),
@@ -142,7 +147,7 @@ def test_each_batch_is_in_the_weights_once_wherever_publishing_is_cut_off(
             with pytest.raises(RuntimeError, match=cut):
                 rollouts.publish(model)
     with Rollouts(config) as rollouts:
-        held = 0 if cut == "before the version" else 1
+        held = 1 if cut in ("before its registration", "before the ack") else 0
         assert rollouts.version == held
         assert look(config).latest_version == held
         given = [batch["seq_ids"] for batch in rollouts.batches()]
