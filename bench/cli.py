@@ -9,12 +9,14 @@ from cyclopts import App, Parameter
 
 app = App(
     name="bench",
-    help="Measure: queue, engines, pipeline, guard, weights, rollouts, scale, truth; progress goes to stderr.",
+    help="Measure queue, engines, pipeline, guard, weights, rollouts, scale and truth; progress goes to stderr.",
 )
 
 AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
-Quick = Annotated[bool, Parameter(negative="", help="Seconds instead of minutes; it proves nothing.")]
-Rounds = Annotated[int | None, Parameter(help="How often the sides take turns; without it, what the text above says.")]
+Quick = Annotated[bool, Parameter(negative="", help="Takes seconds instead of minutes, and proves nothing.")]
+Rounds = Annotated[int | None, Parameter(help="How often the sides take turns; the default depends on the part.")]
+Counts = Annotated[tuple[int, ...], Parameter(help="Sequences at once; may be repeated.")]
+Workers = Annotated[tuple[int, ...], Parameter(help="Worker processes of a measurement; may be repeated.")]
 Vllm = Annotated[bool, Parameter(help="Whether vLLM is measured too.")]
 
 
@@ -23,16 +25,16 @@ def pipeline(
     *,
     json: AsJson = False,
     sequences: Annotated[int, Parameter(help="Sequences of one round.")] = 512,
-    workers: Annotated[int, Parameter(help="Decode workers, and bare engines beside them.")] = 2,
-    model: Annotated[Path | None, Parameter(help="Model directory; without it, a tiny random one.")] = None,
+    workers: Annotated[int, Parameter(help="Decode workers, and as many bare engines.")] = 2,
+    model: Annotated[Path | None, Parameter(help="Model directory; a tiny random one by default.")] = None,
     rounds: Annotated[int, Parameter(help="How often the sides take turns.")] = 5,
-    max_batch: Annotated[int, Parameter(help="Sequences that an engine decodes at a time.")] = 32,
+    max_batch: Annotated[int, Parameter(help="Sequences an engine decodes at a time.")] = 32,
 ) -> None:
-    """Queue, workers, result stream and a null sink against the bare engine, side by side in one run.
+    """Queue, workers, result stream and a null sink beside the bare engine, in one run.
 
-    Rounds of both alternate over the same prompts, sampling and seeds, with as many processes on either side and
-    every engine loaded and warm; efficiency is the median of the rounds' ratios. Without --model, a tiny random
-    Qwen3 of the demo's size is made in .sluice/bench. Then latency (enqueue to result) under half the load.
+    Both sides decode the same prompts with the same sampling and seeds, with as many processes, loaded and warm, in
+    alternating rounds; efficiency is the median of the rounds' ratios. Without --model, a tiny random Qwen3 of the
+    demo's size is made in .sluice/bench. Then latency, from enqueue to result, under half the load.
 
     Example: `sluice bench pipeline --workers 2 --json`
     """
@@ -47,21 +49,15 @@ def pipeline(
 def queue(
     *,
     json: AsJson = False,
-    workers: Annotated[tuple[int, ...], Parameter(help="Worker processes of one measurement; may be repeated.")] = (
-        1,
-        2,
-        4,
-        8,
-    ),
-    jobs: Annotated[int | None, Parameter(help="Jobs of one of our rounds.")] = None,
+    workers: Workers = (1, 2, 4, 8),
+    jobs: Annotated[int | None, Parameter(help="Jobs in each of our rounds.")] = None,
     quick: Quick = False,
 ) -> None:
-    """No-op jobs per second of our queue at 1 to 8 worker processes, beside stock arq and SAQ, in one run.
+    """No-op jobs per second of our queue with 1 to 8 worker processes, beside stock arq and SAQ, in one run.
 
-    Ours on a broker with AOF everysec; arq (its defaults, and the best of a small grid) and SAQ on one of the same
-    program without. Then enqueue to start on an idle queue, bulk enqueue, commit by size, claim by queue length, and
-    what two SIGKILLs cost 64 jobs of a second.
-    About 6 minutes. --jobs is the number of jobs of one of our rounds; --quick takes seconds and proves nothing.
+    Ours runs on a broker with AOF everysec; arq (its defaults, and the best of a small grid) and SAQ run on the same
+    broker program without AOF. Then enqueue to start on an idle queue, bulk enqueue, commits by size, claims by queue
+    length, and what two SIGKILLs cost 64 jobs of one second each. About 6 minutes.
 
     Example: `sluice bench queue --workers 2 --workers 8 --json`
     """
@@ -75,20 +71,19 @@ def queue(
 def engine(
     *,
     json: AsJson = False,
-    counts: Annotated[tuple[int, ...], Parameter(help="Sequences at once; may be repeated.")] = (32, 128),
+    counts: Counts = (32, 128),
     rounds: Rounds = None,
     longest: Annotated[int, Parameter(help="Tokens of the longest sequence.")] = 512,
-    threads: Annotated[int, Parameter(help="torch's, the same for every engine.")] = 1,
+    threads: Annotated[int, Parameter(help="torch's threads, the same for every engine.")] = 1,
     vllm: Vllm = True,
     quick: Quick = False,
 ) -> None:
     """Our decode loop beside transformers' padded `generate` and continuous batching, and our vLLM backend beside vLLM.
 
-    Each engine in a process of its own, one at a time, on the same float32 model and the same greedy sequences of
-    8 to 512 new tokens, all at once; only useful tokens count, and they must be the same on every engine. Rounds
-    alternate, and a ratio is the median of the rounds' ratios. By default 3 rounds of 32 sequences and 1 of 128,
-    about 6 minutes. --rounds is for every count; --threads are torch's, the same for every engine; --quick takes one
-    round of at most 64 tokens a sequence and proves nothing.
+    Each engine has its own process, and one runs at a time, on the same float32 model and the same greedy sequences of
+    8 to 512 new tokens, all at once. Only useful tokens count, and they must be the same on every engine. Rounds
+    alternate, and a ratio is the median of the rounds' ratios. By default 3 rounds of 32 sequences and 1 of 128, about
+    6 minutes; --rounds applies to every count. --quick runs one round of at most 64 tokens a sequence.
 
     Example: `sluice bench engine --counts 32 --no-vllm --json`
     """
@@ -103,20 +98,19 @@ def engine(
 def guard(
     *,
     json: AsJson = False,
-    counts: Annotated[tuple[int, ...], Parameter(help="Sequences at once; may be repeated.")] = (1, 64, 256),
+    counts: Counts = (1, 64, 256),
     sequences: Annotated[int, Parameter(help="Sequences whose tail tokens are counted; half of them loop.")] = 192,
-    longest: Annotated[int, Parameter(help="New tokens that a looping sequence may have.")] = 2048,
-    run_sequences: Annotated[int, Parameter(help="Sequences of the two whole runs; 0 leaves them out.")] = 128,
+    longest: Annotated[int, Parameter(help="Most new tokens of a looping sequence.")] = 2048,
+    run_sequences: Annotated[int, Parameter(help="Sequences of each of the two whole runs; 0 skips them.")] = 128,
     vllm: Vllm = True,
     quick: Quick = False,
 ) -> None:
-    """The repeat guard with its default thresholds: its share of a step, its cost a token, and what it saves.
+    """The repeat guard with its default thresholds: its share of a step, its cost per token, and what it saves.
 
-    Guard time over step time inside the engine's process, by --counts of sequences, on both backends; the rule alone
-    beside a naive re-scan and vLLM's own check; tail tokens saved of --sequences, half of which loop, beside an
-    oracle, without `any_period` and with it; and --run-sequences of them through two whole runs, without the guard and
-    with it (0 leaves them out). About 5 minutes. --longest is the new tokens that a looping sequence may have, in the
-    runs at most 1024; --quick takes a minute and proves nothing.
+    Guard time over step time inside the engine's process, for --counts sequences, on both backends; the rule alone
+    beside a naive re-scan and vLLM's own check; tail tokens saved over --sequences, half of which loop, beside an
+    oracle, without and with `any_period`; and two whole runs of --run-sequences, without the guard and with it. About
+    5 minutes, with --quick one. In the runs a sequence has at most 1024 new tokens, whatever --longest says.
 
     Example: `sluice bench guard --no-vllm --json`
     """
@@ -133,16 +127,16 @@ def guard(
 def proximal(
     *,
     json: AsJson = False,
-    backends: Annotated[str, Parameter(help="Engines, with commas between them.")] = "hf,vllm",
+    backends: Annotated[str, Parameter(help="Engines, separated by commas.")] = "hf,vllm",
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
-    """New weights amid sequences: what they cost, and how many older tokens are trained with a valid proximal.
+    """Weight updates while sequences run: what they cost, and how many older tokens get a valid proximal logprob.
 
     From publish to the first token under the new version, with a broker and a decode worker; an update that scores
-    beside one that only re-prefills, and beside none; tokens a second at one update per 50, 200 and 1000 steps; the
-    share of older tokens with a valid proximal logprob, under a queue of 1 to 4 versions, with a scorer process.
-    About 5 minutes. --rounds is for the cost of scores; --quick takes seconds and proves nothing.
+    beside one that only re-prefills, and beside none; tokens per second at one update per 50, 200 and 1000 steps; the
+    share of older tokens with a valid proximal logprob behind a queue of 1 to 4 versions, with a scorer process.
+    About 5 minutes. --rounds applies to the cost of scores.
 
     Example: `sluice bench proximal --backends hf --json`
     """
@@ -153,19 +147,13 @@ def proximal(
 
 
 @app.command
-def rollout(
-    *,
-    json: AsJson = False,
-    rounds: Rounds = None,
-    vllm: Vllm = True,
-    quick: Quick = False,
-) -> None:
+def rollout(*, json: AsJson = False, rounds: Rounds = None, vllm: Vllm = True, quick: Quick = False) -> None:
     """Agent rollouts through rollout server, gateway and worker, and the gateway beside vLLM's own server.
 
-    What the gateway adds to one call of the engine, on an idle queue; 200 rollouts of 3 turns at once, with tools that
-    take 10 to 100 ms, beside the same turns on the engine alone; requests of a vLLM worker behind the gateway beside
-    the same ones of vLLM's OpenAI server. The sides of each take turns. About 5 minutes. --rounds is for rollouts and
-    requests; --quick takes seconds and proves nothing.
+    What the gateway adds to one engine call on an idle queue; 200 concurrent rollouts of 3 turns, with tools that take
+    10 to 100 ms, beside the same turns on the engine alone; requests to a vLLM worker behind the gateway beside the
+    same requests to vLLM's OpenAI server. The sides take turns. About 5 minutes. --rounds applies to rollouts and
+    requests.
 
     Example: `sluice bench rollout --no-vllm --json`
     """
@@ -179,15 +167,15 @@ def rollout(
 def operate(
     *,
     json: AsJson = False,
-    sequences: Annotated[int | None, Parameter(help="Finished ones in the history.")] = None,
+    sequences: Annotated[int | None, Parameter(help="Finished sequences in the history.")] = None,
     rounds: Rounds = None,
     quick: Quick = False,
 ) -> None:
     """The dashboard's pages with a long history, `sluice --help`, and what metrics cost the pipeline.
 
     Every page of a dashboard process 40 times, in turns, with --sequences finished ones in the history (100,000) and
-    512 jobs and dead letters in the broker; starts of `sluice --help`; --rounds of a pipeline with metrics that are
-    scraped every second beside one without, in turns. About 5 minutes. --quick takes seconds and proves nothing.
+    512 jobs and dead letters in the broker; starts of `sluice --help`; --rounds of a pipeline whose metrics are
+    scraped every second beside one without metrics, in turns. About 5 minutes.
 
     Example: `sluice bench operate --json`
     """
@@ -203,14 +191,14 @@ def scale(
     json: AsJson = False,
     count: Annotated[int, Parameter(help="Jobs in the queue, and sequences of the run; at least 1000.")] = 1_000_000,
     workers: Annotated[int, Parameter(help="Simulated workers that lease, and that wait.")] = 100,
-    idle_s: Annotated[float, Parameter(help="Seconds over which the idle workers are watched.")] = 20.0,
+    idle_s: Annotated[float, Parameter(help="Seconds for which the idle workers are watched.")] = 20.0,
 ) -> None:
     """A million queued jobs, a million sequences in one run, a hundred idle workers: what stays flat.
 
-    Bytes of a queued job with credit lifted; then one continuous run through producer, consumer, history and trainer's
-    session, with an engine that only answers and a trainer that only acks: the time of a sequence at three marks,
+    Bytes per queued job with credit lifted; then one continuous run through producer, consumer, history and the
+    trainer's session, with an engine that only answers and a trainer that only acks: time per sequence at three marks,
     memory of every role and of the broker; and the broker's share of a core while many workers wait. About half an
-    hour on two cores; --count 10000 takes half a minute, and its marks are at 100, 1,000 and 10,000.
+    hour on two cores; --count 10000 takes half a minute and puts the marks at 100, 1,000 and 10,000.
 
     Example: `sluice bench scale --count 100000 --json`
     """
@@ -222,19 +210,19 @@ def scale(
 
 @app.command
 def truth(
-    names: Annotated[tuple[str, ...], Parameter(help="Architectures; without any, all of the matrix.")] = (),
+    names: Annotated[tuple[str, ...], Parameter(help="Architectures; all of the matrix by default.")] = (),
     /,
     *,
     json: AsJson = False,
-    table: Annotated[bool, Parameter(negative="", help="The table of docs/engine.md instead.")] = False,
+    table: Annotated[bool, Parameter(negative="", help="Print the table of docs/engine.md instead.")] = False,
     quick: Quick = False,
 ) -> None:
     """Every number of every architecture in the matrix against transformers' own passes: how many tokens are wrong.
 
-    A tiny model of each is decoded greedily, one row alone and in a batch that rows join and leave, beyond its window:
-    against `generate` with transformers' own cache, and against plain passes. Then random sequences are scored in the
-    trainer's rows, against plain passes. Wrong is a logprob that is off by more than 1e-4 nats in float32, or a greedy
-    token that differs where the two best differ by more. About 3 minutes. --quick takes one and proves little.
+    A tiny model of each decodes greedily, one row alone and in a batch that rows join and leave, beyond its window,
+    and is compared with `generate` and its own cache, and with plain passes. Then random sequences are scored in the
+    trainer's rows and compared with plain passes. A token is wrong if its logprob is off by more than 1e-4 nats in
+    float32, or if a greedy token differs where the two best are further apart. About 3 minutes.
 
     Example: `sluice bench truth Gemma3 Qwen3.5 --json`
     """

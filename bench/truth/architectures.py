@@ -47,49 +47,54 @@ def _text(**own: Any) -> dict[str, Any]:
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _DELTA_NET = {
-    "num_hidden_layers": 4,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-}
+    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 _LLAMA4 = {
-    "head_dim": 32,
-    "num_hidden_layers": 4,
-    "intermediate_size_mlp": 96,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-    "attention_chunk_size": WINDOW,
-    "no_rope_layers": [1, 1, 1, 0],
-    "moe_layers": [1, 3],
-}
+    "head_dim": 32, "num_hidden_layers": 4, "intermediate_size_mlp": 96, "num_local_experts": 4,
+    "num_experts_per_tok": 1, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 1, 1, 0], "moe_layers": [1, 3],
+}  # fmt: skip
 _GEMMA3 = {"head_dim": 32, "sliding_window": WINDOW, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
 _MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_chunk_size": WINDOW}
+_GRANITE = {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "mamba_n_heads": 8,
+    "mamba_expand": 1, **_MAMBA,
+}  # fmt: skip
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_GLM4 = {
+    "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_GPT_2 = {
+    "vocab_size": _VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "bos_token_id": None,
+    "eos_token_id": _END, "pad_token_id": _PAD,
+}  # fmt: skip
 _QWEN_TOKENS = {
-    "image_token_id": _IMAGE,
-    "video_token_id": _VIDEO,
-    "vision_start_token_id": _VISION_START,
+    "image_token_id": _IMAGE, "video_token_id": _VIDEO, "vision_start_token_id": _VISION_START,
     "vision_end_token_id": _VISION_END,
-}
+}  # fmt: skip
 _QWEN_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
     "out_hidden_size": 128,
-}
+}  # fmt: skip
 _SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4,
-}
+}  # fmt: skip
+_LLAMA4_VISION = {
+    **_SIGLIP, "intermediate_size": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+    "vision_output_dim": 32, "pixel_shuffle_ratio": 0.5,
+}  # fmt: skip
+
+
+def _plain(kind: str, **own: Any) -> Callable[[], Config]:
+    """A text model of this configuration class."""
+    return lambda: getattr(hf, kind)(**_text(**own))
 
 
 def _llava() -> Config:
@@ -148,14 +153,7 @@ def _gemma_3_vl() -> Config:
 def _llama_4_vl() -> Config:
     return hf.Llama4Config(
         text_config=_text(**_LLAMA4),
-        vision_config={
-            **_SIGLIP,
-            "intermediate_size": 32,
-            "projector_input_dim": 32,
-            "projector_output_dim": 32,
-            "vision_output_dim": 32,
-            "pixel_shuffle_ratio": 0.5,
-        },
+        vision_config=_LLAMA4_VISION,
         image_token_index=_IMAGE,
         tie_word_embeddings=False,
     )
@@ -173,82 +171,32 @@ def _idefics_3() -> Config:
 
 
 ARCHITECTURES: dict[str, Callable[[], Config]] = {
-    "Qwen2": lambda: hf.Qwen2Config(**_text()),
-    "Qwen2 (window)": lambda: hf.Qwen2Config(
-        **_text(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3)
+    "Qwen2": _plain("Qwen2Config"),
+    "Qwen2 (window)": _plain(
+        "Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3
     ),
-    "Qwen3": lambda: hf.Qwen3Config(**_text(head_dim=32)),
-    "Qwen3-MoE": lambda: hf.Qwen3MoeConfig(**_text(head_dim=32, **_EXPERTS)),
-    "Qwen3-Next": lambda: hf.Qwen3NextConfig(**_text(shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA_NET)),
-    "Qwen3.5": lambda: hf.Qwen3_5TextConfig(**_text(**_DELTA_NET)),
-    "Qwen3.5-MoE": lambda: hf.Qwen3_5MoeTextConfig(
-        **_text(shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA_NET)
-    ),
-    "Llama": lambda: hf.LlamaConfig(**_text()),
-    "Llama4": lambda: hf.Llama4TextConfig(**_text(**_LLAMA4)),
-    "Mistral (window)": lambda: hf.MistralConfig(**_text(sliding_window=WINDOW)),
-    "Mixtral": lambda: hf.MixtralConfig(**_text(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
-    "Gemma2": lambda: hf.Gemma2Config(**_text(head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32)),
-    "Gemma3": lambda: hf.Gemma3TextConfig(**_text(**_GEMMA3)),
-    "Phi3": lambda: hf.Phi3Config(**_text(sliding_window=WINDOW)),
-    "OLMo3": lambda: hf.Olmo3Config(**_text(sliding_window=WINDOW, num_hidden_layers=4)),
-    "Cohere2": lambda: hf.Cohere2Config(**_text(sliding_window=WINDOW, num_hidden_layers=4)),
-    "GLM4-MoE": lambda: hf.Glm4MoeConfig(
-        **_text(
-            head_dim=32,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-        )
-    ),
-    "GPT-2": lambda: hf.GPT2Config(
-        vocab_size=_VOCABULARY,
-        n_embd=128,
-        n_layer=2,
-        n_head=4,
-        n_positions=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=_END,
-        pad_token_id=_PAD,
-    ),
-    "SmolLM3": lambda: hf.SmolLM3Config(**_text(num_hidden_layers=4)),
-    "LFM2": lambda: hf.Lfm2Config(**_text(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])),
-    "Falcon-H1": lambda: hf.FalconH1Config(
-        **_text(head_dim=32, mamba_d_ssm=64, mamba_n_heads=4, mamba_expand=1, **_MAMBA)
-    ),
-    "Granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
-        **_text(
-            num_hidden_layers=3,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=32,
-            mamba_n_heads=8,
-            mamba_expand=1,
-            **_MAMBA,
-        )
-    ),
-    "DeepSeek-V3": lambda: hf.DeepseekV3Config(
-        **_text(
-            num_key_value_heads=4,
-            q_lora_rank=32,
-            kv_lora_rank=32,
-            qk_rope_head_dim=16,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-        )
-    ),
-    "GPT-OSS": lambda: hf.GptOssConfig(
-        **_text(head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW)
-    ),
+    "Qwen3": _plain("Qwen3Config", head_dim=32),
+    "Qwen3-MoE": _plain("Qwen3MoeConfig", head_dim=32, **_EXPERTS),
+    "Qwen3-Next": _plain("Qwen3NextConfig", shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA_NET),
+    "Qwen3.5": _plain("Qwen3_5TextConfig", **_DELTA_NET),
+    "Qwen3.5-MoE": _plain("Qwen3_5MoeTextConfig", shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA_NET),
+    "Llama": _plain("LlamaConfig"),
+    "Llama4": _plain("Llama4TextConfig", **_LLAMA4),
+    "Mistral (window)": _plain("MistralConfig", sliding_window=WINDOW),
+    "Mixtral": _plain("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "Gemma2": _plain("Gemma2Config", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32),
+    "Gemma3": _plain("Gemma3TextConfig", **_GEMMA3),
+    "Phi3": _plain("Phi3Config", sliding_window=WINDOW),
+    "OLMo3": _plain("Olmo3Config", sliding_window=WINDOW, num_hidden_layers=4),
+    "Cohere2": _plain("Cohere2Config", sliding_window=WINDOW, num_hidden_layers=4),
+    "GLM4-MoE": _plain("Glm4MoeConfig", **_GLM4),
+    "GPT-2": lambda: hf.GPT2Config(**_GPT_2),
+    "SmolLM3": _plain("SmolLM3Config", num_hidden_layers=4),
+    "LFM2": _plain("Lfm2Config", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    "Falcon-H1": _plain("FalconH1Config", head_dim=32, mamba_d_ssm=64, mamba_n_heads=4, mamba_expand=1, **_MAMBA),
+    "Granite-hybrid": _plain("GraniteMoeHybridConfig", **_GRANITE),
+    "DeepSeek-V3": _plain("DeepseekV3Config", **_DEEPSEEK),
+    "GPT-OSS": _plain("GptOssConfig", head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
     "LLaVA": _llava,
     "Qwen2.5-VL": _qwen_2_5_vl,
     "Qwen3-VL": _qwen_3_vl,
