@@ -41,6 +41,7 @@ from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.wire.codec import integer
 from sluice.pipeline.wire.keys import ARQ_RESULT, run_of
 from sluice.pipeline.wire.messages import MAX_GROUP, DeadLetter, SequenceResult, TrainingBatch, TrainingSample, decode
+from sluice.pipeline.wire.waits import WaitKind
 
 _READ = 128
 
@@ -224,7 +225,7 @@ class Consumer:
     def _report(self) -> None:
         role = self._role
         role.status.fact(handed=self._handed, pending=len(self._samples), open_groups=len(self._groups))
-        role.status.waiting("results from the workers")
+        role.status.waiting(WaitKind.RESULTS)
 
 
 def _batch_id(parts: Sequence[str]) -> str:
@@ -258,6 +259,6 @@ async def _first_free(role: Role, partitions: list[int]) -> tuple[int, Ownership
             if await owner.try_acquire():
                 role.status.waiting(None)
                 return number, owner
-        role.status.waiting("a partition of results; others hold them all")
+        role.status.waiting(WaitKind.PARTITION)
         if not await role.nap(0.5):
             return None

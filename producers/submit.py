@@ -23,9 +23,9 @@ from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_
 from sluice.pipeline.queue.trained import trained_among
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.wire.messages import DecodeJob
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.source import BEFORE_FIRST, Malformed, Row, SourceProgress, count_rows, identity, read_rows
 
-_CREDIT = "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)"
 _PAGE = 100  # rows
 _OTHER_S = 60.0  # that another producer of the run may go on
 
@@ -95,7 +95,7 @@ class Submitter:
             chunk = chunk[taken:]
             if taken:
                 self._role.status.waiting(None)
-            self._role.status.waiting(_CREDIT if over else None)
+            self._role.status.waiting(WaitKind.CREDIT if over else None)
             if not await self._role.nap(self._role.config.producer.poll_s if over else 0):
                 return False
         return True

@@ -20,6 +20,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
@@ -31,6 +32,7 @@ from sluice.pipeline.config import Config
 from sluice.pipeline.config.load import ENVIRONMENT
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.files import write_atomic
+from sluice.pipeline.status import heartbeat
 from sluice.pipeline.telemetry.families import FAMILIES, Family
 from sluice.pipeline.telemetry.training_metrics import (
     METRICS,
@@ -43,7 +45,7 @@ from sluice.pipeline.telemetry.training_metrics import (
     Ratio,
     Sum,
 )
-from sluice.pipeline.wire import keys, messages
+from sluice.pipeline.wire import keys, messages, waits
 from sluice.pipeline.wire.codec import SCHEMA
 
 BEGIN = "<!-- made from the code by `python scripts/reference.py {page} --write docs/{page}.md` -->"
@@ -234,11 +236,12 @@ def wire_body() -> str:
 
 
 def kinds() -> list[type[msgspec.Struct]]:
-    """Every type of pipeline/wire/messages.py, in its order."""
+    """Every type of pipeline/wire/messages.py, in its order; then the heartbeat and its wait."""
     return [
         kind
-        for kind in vars(messages).values()
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == messages.__name__
+        for module in (messages, heartbeat, waits)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
     ]
 
 
@@ -252,7 +255,7 @@ def _message(kind: type[msgspec.Struct]) -> str:
         meaning = _MARK.sub(" ", comment).strip()
         rows.append((f"`{field.name}`", type_words(field.type), default_words(field), own or stamped, meaning))
     tag = kind.__struct_config__.tag
-    kind_words = f"`kind`: `{tag}`. " if tag else "Part of other messages. "
+    kind_words = f"`kind`: `{tag}`. " if tag else "" if kind is heartbeat.Heartbeat else "Part of other messages. "
     text = _MARKS.sub("", sentence(kind.__doc__)).strip()
     head = ("field", "type", "default", "stamped by", "meaning")
     return f"## {kind.__name__}\n\n{kind_words}{text}\n\n{table_of(head, rows)}"
@@ -342,6 +345,8 @@ def type_words(annotation: Any) -> str:
         return f"list of {type_words(inner[0])}"
     if origin is dict:
         return "mapping" if inner[1] is Any else f"mapping of {type_words(inner[0])} to {type_words(inner[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return ", ".join(f"`{each.value}`" for each in annotation)
     return f"`{getattr(annotation, '__name__', annotation)}`"
 
 

@@ -41,6 +41,7 @@ from sluice.pipeline.queue import (
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.wire.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
 from sluice.workers.guard.repeat import triggers
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
@@ -125,7 +126,7 @@ class DecodeWorker:
             self._looked = True
         newer = self._weights.newer()
         if newer is not None:
-            self._role.status.waiting(f"weights v{newer} to load, amid {self._slots.running} running sequences")
+            self._role.status.waiting(WaitKind.WEIGHTS, f"v{newer}", self._slots.running)
             await self._weights.pull(newer)
         await self._weights.prove()
 
@@ -134,13 +135,15 @@ class DecodeWorker:
         self._calls.end_overdue()
         running, status, facts = self._slots.running, self._role.status, self._backend.facts
         if self.leases.stop.is_set():
-            status.waiting(f"{running} running sequences to end (draining)")
+            status.waiting(WaitKind.DRAIN, "running sequences", running)
         elif self.leases.runs_apart() and running:
-            status.waiting(f"{running} running sequences to end: they, or the next ones, run apart from others")
+            status.waiting(WaitKind.ISOLATION, count=running)
+        elif running:
+            status.waiting(None)
+        elif fetching := self._slots.fetching():
+            status.waiting(WaitKind.PROMPTS, count=fetching)
         else:
-            fetching = self._slots.fetching()
-            cause = f"the prompts of {fetching} jobs" if fetching else "jobs (none is ready)"
-            status.waiting(None if running else cause)
+            status.waiting(WaitKind.JOBS)
         status.fact(
             version=self._backend.version,
             running=running,

@@ -10,6 +10,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.contracts import EngineFacts
 
 
@@ -18,7 +19,7 @@ async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     with contextlib.ExitStack() as gpu:  # given back last: the process holds its memory to the end
         async with role_process(config, "worker", default_name("worker"), stop) as role:
             gpu.enter_context(use_free_gpu(wanted=config.worker.claim_gpu))
-            role.status.waiting(f"the engine to load {config.model.path}")
+            role.status.waiting(WaitKind.ENGINE, config.model.path)
             await serve(role)
 
 

@@ -29,6 +29,7 @@ from sluice.pipeline.http.middleware import BodyLimit, HostGate
 from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
+from sluice.pipeline.wire.waits import WaitKind
 
 PAGES = (overview, jobs, sequences, workers, dead_letters, settings, live)
 _GRACE_S = 3.0
@@ -77,7 +78,7 @@ async def run_dashboard(
     def ready(port: int) -> None:
         host = f"[{config.host}]" if ":" in config.host else config.host
         role.status.fact(url=f"http://{host}:{port}")
-        role.status.waiting("requests")
+        role.status.waiting(WaitKind.REQUESTS)
         get_logger().info("dashboard ready", url=f"http://{host}:{port}")
         on_ready(port)
 

@@ -18,6 +18,7 @@ from sluice.consumers.dashboard.render import render
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.roles import position
 from sluice.pipeline.status.snapshot import Process
+from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.wire.messages import WeightVersion, decode
 
 router = APIRouter()
@@ -32,6 +33,7 @@ class Line(NamedTuple):
 
     row: Process
     state: str
+    wait: str  # what it waits for, empty where it does not
     css: str
     guard: str
     tokens_per_s: float | None
@@ -59,6 +61,7 @@ def _line(monitor: Monitor, row: Process) -> Line:
     return Line(
         row=row,
         state=state,
+        wait="" if row.wait is None else wait_text(row.wait),
         css=_CLASSES[state],
         guard="on" if "repeat_terminate" in row.facts else "off",
         tokens_per_s=monitor.process_rates.tokens_per_s(row),
@@ -71,7 +74,7 @@ def _state(row: Process) -> str:
         return "failed"
     if not row.is_alive:
         return "silent"
-    return "waiting" if row.waiting_for else "working"
+    return "working" if row.wait is None else "waiting"
 
 
 live.add("workers", "workers_live.html.j2", _parts)

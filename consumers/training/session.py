@@ -43,11 +43,13 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry import training_metrics
 from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, TrainingSample, WeightVersion, decode
 from sluice.pipeline.wire.tokens import TokenArray
+from sluice.pipeline.wire.waits import Wait, WaitKind
 
 T = TypeVar("T")
 _READ = 8  # entries in one call
@@ -100,7 +102,7 @@ class Session:
         `weights`: those of the state; None where the directory of its version is all there is.
         """
         client, keys = self._role.client, self._role.keys
-        self._role.status.waiting("the versions of this run")
+        self._role.status.waiting(WaitKind.VERSIONS)
         self.state = state
         if not await recognise(client, keys, self.run_dir):
             await begin_again(client, self._config, self.run_dir, state.version, f"step {state.step}")
@@ -125,7 +127,7 @@ class Session:
         until, dry = time.monotonic() + limit_s, False
         while sum(len(each.fresh) for each in self._next) < wanted and not self._role.stop.is_set():
             if not self._unread:
-                self._role.status.waiting(self._cause())
+                self._role.status.waiting(WaitKind.BATCHES, count=self.unfinished or None)
                 dry = await self._source_is_dry()  # asked first: what was handed on by then is read now
                 self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
             if self._unread:
@@ -242,10 +244,7 @@ class Session:
 
     def _cause(self) -> str:
         """What `take` waits for."""
-        held = self.unfinished
-        return "training batches from the consumers" + (
-            f"; {held} samples are given and not finished, and hold credit until `publish` or `done`" if held else ""
-        )
+        return wait_text(Wait(kind=WaitKind.BATCHES, count=self.unfinished or None))
 
     def _overdue(self, waited_s: float) -> str:
         if self.unfinished:

@@ -46,6 +46,7 @@ from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.messages import DeadLetter, ScoreJob, ScoreResult, TrainingSample
+from sluice.pipeline.wire.waits import WaitKind
 
 
 class Trainer:
@@ -86,7 +87,7 @@ class Trainer:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
             await self._session.open(TrainerState(), await asyncio.to_thread(self._weights, self._source))
             return
-        self._role.status.waiting(f"checkpoint {found.name} to load")
+        self._role.status.waiting(WaitKind.CHECKPOINT, found.name)
         model, optimizer = self._step.model, self._step.optimizer
         state = await asyncio.to_thread(checkpoint.load, found, model, optimizer, self._config.model)
         await self._session.open(state, await asyncio.to_thread(self._weights, found))
@@ -197,7 +198,8 @@ class Filler:
         jobs = [job for each in plans for job in score_jobs(each, self._role.config.run)]
         if not jobs or not self._role.config.scorer.count:
             return []
-        self._role.status.waiting(f"score jobs: {len(jobs)} of {len({job.seq_id for job in jobs})} samples")
+        samples = len({job.seq_id for job in jobs})
+        self._role.status.waiting(WaitKind.SCORES, f"{samples} samples", len(jobs))
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(self._asked.ask(jobs, self._options.score_wait_s))
             stopping = tasks.create_task(self._role.stop.wait())
@@ -258,7 +260,7 @@ async def _train(config: Config, shard: Shard | None) -> None:
         await owner.acquire(deadline_s=60, waiting=role.status.waiting)
         role.spawn(owner.keep())
         provenance.store(config, Path(config.run_dir) / config.run)
-        role.status.waiting(f"the model to load from {source}")
+        role.status.waiting(WaitKind.MODEL, str(source))
         model = await asyncio.to_thread(load_policy, source, config.model, dropout=config.trainer.dropout)
         codec = HFTextCodec(source)
         pad_id = codec.eos_token_ids[0] if codec.eos_token_ids else 0
@@ -272,7 +274,7 @@ async def _train(config: Config, shard: Shard | None) -> None:
         )
         if shard is not None:
             await asyncio.to_thread(shard, step.model, step.optimizer)
-        role.status.waiting("the proof of the forward pass")
+        role.status.waiting(WaitKind.FORWARD_PROOF)
         await asyncio.to_thread(step.prove)
         for warning in policy_warnings(config):
             get_logger().warning("policy loss", known=warning)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 
 from redis.asyncio import Redis
 
@@ -16,6 +15,7 @@ from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, LeaseLost, SluiceError
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.waits import Waiting, WaitKind
 
 TTL_S = 5.0
 _POLL_S = 0.2
@@ -42,14 +42,14 @@ class Ownership:
         self._held = self._released = False
         self.nonce = secrets.token_hex(8)
 
-    async def acquire(self, deadline_s: float, waiting: Callable[[str | None], None]) -> None:
+    async def acquire(self, deadline_s: float, waiting: Waiting) -> None:
         """Take the role, waiting for an earlier owner's claim to run out; DeadlineExceeded names it.
 
         Counts only the time between questions: an outage of the broker is not the other process's doing.
         """
         waited_s = 0.0
         while not await self.try_acquire():
-            waiting(f"the role {self.role}, which another process holds")
+            waiting(WaitKind.ROLE, self.role)
             if waited_s >= deadline_s:
                 raise DeadlineExceeded(f"{self.role}: another process has held this role for {deadline_s:.0f} s")
             began = time.monotonic()

@@ -229,7 +229,6 @@ FULL_REMEDY = (
     "give it more memory (`redis-cli config set maxmemory 4gb`, and in its configuration), or free some "
     "(`sluice dlq drop`, runs that are over); producer.max_in_flight_mb bounds what a run holds"
 )
-FULL = "room in the broker, which is full"
 _SAY_EVERY_S = 30.0
 
 

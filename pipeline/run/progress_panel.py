@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from sluice.pipeline.roles import colour
-from sluice.pipeline.status.descriptions import guard, guard_counts
+from sluice.pipeline.status.descriptions import guard, guard_counts, waits_for
 from sluice.pipeline.status.snapshot import Snapshot
 from sluice.pipeline.terminal import Console
 
@@ -100,8 +100,7 @@ class Progress:
             flow.add_row(*(f"[dim]{name}[/dim] [bold]{escape(value)}[/bold]" for name, value in chunk))
         rows = Table.grid(padding=(0, 2))
         for process in now.processes:
-            cause, style = process.waiting_for, colour(process.role)
-            waiting = "working" if cause is None else f"waits for {cause}"
+            style, waiting = colour(process.role), "working" if process.wait is None else waits_for(process)
             rows.add_row(f"[{style}]{escape(process.name)}[/{style}]", f"[dim]{escape(waiting)}[/dim]")
         outer = Table.grid()
         outer.add_row(flow)

@@ -43,9 +43,11 @@ from sluice.pipeline.errors import ConfigError, DeadlineExceeded, MessageError, 
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.roles import ONLOOKERS
 from sluice.pipeline.status.heartbeat import ALIVE_S, BEAT_S, StatusReporter
+from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
 from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.waits import Wait
 
 _ASK_AGAIN_S = 0.25
 _STILL_BEATS = 3
@@ -187,16 +189,16 @@ class Role:
                 await self.stop.wait()
         return not self.stop.is_set()
 
-    async def wait_until(self, holds: Callable[[], Coroutine[Any, Any, bool]], cause: str, deadline_s: float) -> bool:
-        """Poll until `holds()`; False when asked to stop, DeadlineExceeded names the cause.
+    async def wait_until(self, holds: Callable[[], Coroutine[Any, Any, bool]], wait: Wait, deadline_s: float) -> bool:
+        """Poll until `holds()`; False when asked to stop, DeadlineExceeded names what was waited for.
 
         The time that `holds` itself takes is not counted: a broker that is away is no reason to give up.
         """
         waited_s = 0.0
         while not await holds():
-            self.status.waiting(cause)
+            self.status.waiting(wait.kind, wait.subject, wait.count)
             if waited_s >= deadline_s:
-                raise DeadlineExceeded(f"{self.name}: waited {deadline_s:.0f} s for {cause}")
+                raise DeadlineExceeded(f"{self.name}: waited {deadline_s:.0f} s for {wait_text(wait)}")
             began = time.monotonic()
             if not await self.nap(_POLL_S):
                 return False

@@ -14,7 +14,7 @@ from sluice.pipeline.status.diagnosis import Verdict
 from sluice.pipeline.status.snapshot import CreditUse, Process, Snapshot, Stall, StallKind
 from sluice.pipeline.status.stages import Stage
 from sluice.pipeline.status.stalls import dead_rows, late_results, refuses_newest, work_for
-from sluice.pipeline.status.text import counted, length, waiting
+from sluice.pipeline.status.text import counted, length, wait_text, waiting
 
 _MIB = 1 << 20
 _SHOWN_ENTRIES = 3
@@ -123,12 +123,17 @@ def credit(use: CreditUse) -> str:
 
 def doing(row: Process) -> str:
     """What a live process does, or waits for and since when."""
-    return "is at work" if row.waiting_for is None else f"waits for {row.waiting_for}, {length(row.waiting_s or 0)}"
+    return "is at work" if row.wait is None else f"{waits_for(row)}, {length(row.waiting_s or 0)}"
+
+
+def waits_for(row: Process) -> str:
+    """What a process waits for, without since when; "works" where it does not wait."""
+    return "works" if row.wait is None else f"waits for {wait_text(row.wait)}"
 
 
 def waits(now: Snapshot) -> list[str]:
     """What keeps the run, and then what each live process waits for."""
-    said = [f"{row.name} {doing(row)}" for row in now.processes if row.is_alive and row.waiting_for]
+    said = [f"{row.name} {doing(row)}" for row in now.processes if row.is_alive and row.wait]
     return [stall_text(now, stall).says for stall in now.stalls] + said
 
 
@@ -214,7 +219,7 @@ def _old_versions(now: Snapshot, stall: Stall) -> StallText:
     elif refuses_newest(now, row):
         why, remedy = f"{row.name} refused it", f"the log of {row.name} says why; the next version may be taken"
     else:
-        why = f"{row.name} waits for {row.waiting_for}"
+        why = f"{row.name} {waits_for(row)}"
     who = "the one live worker decodes" if len(workers) == 1 else f"all {len(workers)} live workers decode"
     there = f"v{now.latest_version} has been there for {length(now.at - (stall.since or now.at))}"
     return StallText(f"{who} with weights v{newest} or older, and {there}: {why}", "", remedy)
@@ -316,7 +321,7 @@ def _role(now: Snapshot, stage: Stage) -> tuple[str, str, str]:
         return f"no {stage.name} is alive, and nothing waits for one", "", ""
     first = next(iter(stage.waiting), None)
     if stage.busy or first is None:
-        return f"{_names(stage.busy)} at work", f"{first.name} waits for {first.waiting_for}" if first else "", ""
+        return f"{_names(stage.busy)} at work", f"{first.name} {waits_for(first)}" if first else "", ""
     more = f" (and {counted(len(stage.waiting) - 1, 'other')})" if len(stage.waiting) > 1 else ""
     return f"{first.name}{more} {doing(first)}", "", ""
 

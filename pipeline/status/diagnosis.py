@@ -64,7 +64,7 @@ def _state(now: Snapshot, moved: dict[str, int], busy: str | None) -> VerdictSta
 
 
 def _works(row: Process) -> bool:
-    return row.is_alive and row.waiting_for is None and not row.is_onlooker
+    return row.is_alive and row.wait is None and not row.is_onlooker
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,11 @@ from redis.exceptions import RedisError, ResponseError
 from sluice.pipeline.broker import retry
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.status.text import wait_text
 from sluice.pipeline.thread_pool import lost_threads
 from sluice.pipeline.wire.codec import MOST, Unreadable, check_time, read_json
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.waits import Wait, WaitKind
 
 BEAT_S = 1.0
 ALIVE_S = 6.0  # a heartbeat older than this is that of a dead process
@@ -42,7 +44,7 @@ _RowT = TypeVar("_RowT", bound="Heartbeat")
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
-    """One process's row; times are Unix seconds."""
+    """What each process says of itself once a second, in the hash `processes`; times are Unix seconds."""
 
     role: str
     name: str
@@ -50,8 +52,9 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     host: str
     started: float
     at: float = 0.0
-    waiting_for: str | None = None
-    waiting_since: float | None = None
+    wait: Wait | None = None  # None while it works
+    waiting_for: str | None = None  # `wait` in words, for people and for earlier releases, which have no `wait`
+    waiting_since: float | None = None  # as in `wait`
     facts: dict[str, Any] = {}
     error: str | None = None  # the last words of a role that failed
     error_kind: str | None = None  # its class
@@ -60,6 +63,10 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("started", "at", "waiting_since", "ended_at"):
             check_time(getattr(self, name), name)
+        if self.waiting_for is not None and (self.wait is None or self.wait.kind == WaitKind.OTHER):
+            # Another release's: an earlier one has no `wait`, a later one may have a kind that is not known here.
+            since = self.wait.since if self.wait else self.waiting_since
+            self.wait = Wait(kind=WaitKind.OTHER, subject=self.waiting_for, since=since)
         for name, value in self.facts.items():
             if name in _NUMBERS and value is not None and not (type(value) is int and abs(value) <= MOST):
                 raise ValueError(f"its fact {name} is {value!r:.60}, and must be an integer")
@@ -78,7 +85,7 @@ def read_row(raw: bytes, kind: type[_RowT]) -> _RowT:
 
 
 class StatusReporter:
-    """Publishes this process's heartbeat; `waiting` is the named cause of every wait."""
+    """Publishes this process's heartbeat; `waiting` names the cause of every wait."""
 
     def __init__(self, client: Redis, keys: Keys, role: str, name: str) -> None:
         self._client, self._keys, self._unreadable = client, keys, Unreadable()
@@ -86,13 +93,15 @@ class StatusReporter:
             role=role, name=name, pid=os.getpid(), host=socket.gethostname(), started=time.time(), facts={}
         )
 
-    def waiting(self, cause: str | None) -> None:
-        """Say what this process waits for now; None when it works."""
-        if cause != self.row.waiting_for:
-            self.row.waiting_for = cause
-            self.row.waiting_since = None if cause is None else time.time()
-            if cause:
-                get_logger().debug("waiting", cause=cause)
+    def waiting(self, kind: WaitKind | None, subject: str = "", count: int | None = None) -> None:
+        """Say what this process waits for now; None when it works. A wait of the same kind and subject goes on."""
+        wait, before = None if kind is None else Wait(kind=kind, subject=subject, count=count), self.row.wait
+        if wait is not None and before is not None and before.is_same(wait):
+            wait = replace(wait, since=before.since)
+        elif wait is not None:
+            wait = replace(wait, since=time.time())
+            get_logger().debug("waiting", cause=wait_text(wait))
+        _set_wait(self.row, wait)
 
     def fact(self, **facts: Any) -> None:
         """Numbers for status pages: version, tokens, step, …"""
@@ -105,7 +114,8 @@ class StatusReporter:
             self.row.facts["lost_threads"] = lost
         row = self.row
         if (since := retry.waits_for_room()) is not None:
-            row = replace(row, waiting_for=retry.FULL, waiting_since=since)
+            row = replace(row)
+            _set_wait(row, Wait(kind=WaitKind.BROKER_MEMORY, since=since))
         arguments = (row.name, msgspec.json.encode(row))
         await cast("Awaitable[int]", cast(Any, self._client).eval(_PUT, 1, self._keys.processes, *arguments))
 
@@ -138,6 +148,11 @@ class StatusReporter:
         """Remove the row: this process ended in order."""
         with contextlib.suppress(ResponseError):  # the key is another one: there is no row
             await cast("Awaitable[int]", self._client.hdel(self._keys.processes, self.row.name))
+
+
+def _set_wait(row: Heartbeat, wait: Wait | None) -> None:
+    row.wait = wait
+    row.waiting_for, row.waiting_since = (None, None) if wait is None else (wait_text(wait), wait.since)
 
 
 async def forget_dead(client: Redis, keys: Keys) -> int:

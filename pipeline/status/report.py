@@ -155,7 +155,7 @@ def _process(row: Process) -> list[str]:
     elif not row.is_alive:
         state = f"NO HEARTBEAT for {length(row.age_s)}"
     else:
-        state = doing(row) if row.waiting_for else "working"
+        state = "working" if row.wait is None else doing(row)
     facts = ", ".join(f"{key} {value}" for key, value in row.facts.items() if key not in _HIDDEN)
     return [row.name, f"{row.host} {row.pid}", facts or "-", state]
 

@@ -299,7 +299,8 @@ class Reading:
                 self.skip(key, name, error)
                 continue
             row.age_s = round(max(0.0, now - row.at), 3)
-            row.waiting_s = None if row.waiting_since is None else round(max(0.0, now - row.waiting_since), 3)
+            since = None if row.wait is None else row.wait.since
+            row.waiting_s = None if since is None else round(max(0.0, now - since), 3)
             if row.age_s < FORGET_S:
                 rows.append(row)
         return sorted(rows, key=lambda row: row.name)

@@ -65,8 +65,8 @@ def _stage(now: Snapshot, rates: Rates, name: StageName) -> Stage:
 
 def _role(now: Snapshot, rates: Rates, name: RoleName) -> Stage:
     rows = [row for row in now.processes if row.role == name and row.is_alive]
-    busy = [row for row in rows if row.waiting_for is None]
-    waiting = sorted((row for row in rows if row.waiting_for), key=lambda row: -(row.waiting_s or 0))
+    busy = [row for row in rows if row.wait is None]
+    waiting = sorted((row for row in rows if row.wait is not None), key=lambda row: -(row.waiting_s or 0))
     found = [stall for stall in now.stalls if stall.role == name]
     found.sort(key=lambda stall: stall.kind == "process_failed")  # that nobody plays the role says more
     stall, rate = next(iter(found), None), ROLES[name].rate

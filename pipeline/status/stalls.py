@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, cast
 
-from sluice.pipeline.broker.retry import FULL
 from sluice.pipeline.roles import PARTICIPANTS, ROLES, RoleName, Source
 from sluice.pipeline.status.snapshot import Lag, Process, Snapshot, Stall, StallKind
+from sluice.pipeline.wire.waits import WaitKind
 
 __all__ = ["Stall", "StallKind", "dead_rows", "is_played", "late_results", "refuses_newest", "stalls", "work_for"]
 
@@ -83,7 +82,7 @@ def _broker_full(now: Snapshot) -> list[Stall]:
     """It refuses writes: every process waits for room in it."""
     if now.broker is None or not now.broker.is_full:
         return []
-    return [Stall(kind="broker_full", since=_first(row for row in now.processes if _waits_for_room(row)))]
+    return [Stall(kind="broker_full", since=_since(_waiting_for(now, WaitKind.BROKER_MEMORY)))]
 
 
 def _unreadable(now: Snapshot) -> list[Stall]:
@@ -143,7 +142,7 @@ def _old_versions(now: Snapshot) -> list[Stall]:
     if latest is None or since is None or not held or max(held) >= latest or now.at - since < OLD_S:
         return []
     refused = next((row.name for row in workers if refuses_newest(now, row)), None)
-    waits = next((row.name for row in workers if row.waiting_for), None)
+    waits = next((row.name for row in workers if row.wait is not None), None)
     blocks = refused is not None or now.at - since > _BLOCKS_S
     return [Stall(kind="old_versions", role="worker", process=refused or waits, since=since, blocks=blocks)]
 
@@ -158,12 +157,12 @@ def _consumer_lag(now: Snapshot) -> list[Stall]:
 
 def _credit_exhausted(now: Snapshot) -> list[Stall]:
     """The producer waits until sequences end."""
-    waits = [row for row in now.processes if row.role == "producer" and row.is_alive and _waits_for_credit(row)]
+    waits = [row for row in _waiting_for(now, WaitKind.CREDIT) if row.role == "producer"]
     if now.exhausted or not (now.credit.is_used_up or waits):
         return []
-    name = waits[0].name if waits else None
+    name, since = (waits[0].name, _since(waits)) if waits else (None, None)
     blocks = not is_played(now, "trainer")
-    return [Stall(kind="credit_exhausted", role="producer", process=name, since=_first(waits), blocks=blocks)]
+    return [Stall(kind="credit_exhausted", role="producer", process=name, since=since, blocks=blocks)]
 
 
 def _runs_alone(now: Snapshot) -> list[Stall]:
@@ -171,14 +170,10 @@ def _runs_alone(now: Snapshot) -> list[Stall]:
     return [Stall(kind="runs_alone", blocks=False)] if now.depth and now.depth.alone else []
 
 
-def _waits_for_room(row: Process) -> bool:
-    return row.is_alive and row.waiting_for == FULL
+def _waiting_for(now: Snapshot, kind: WaitKind) -> list[Process]:
+    return [row for row in now.processes if row.is_alive and row.wait is not None and row.wait.kind == kind]
 
 
-def _waits_for_credit(row: Process) -> bool:
-    return (row.waiting_for or "").startswith("credit")
-
-
-def _first(waiting: Iterable[Process]) -> float | None:
+def _since(waiting: list[Process]) -> float | None:
     """Since when the first of them waits."""
-    return min((row.waiting_since for row in waiting if row.waiting_since is not None), default=None)
+    return min((row.wait.since for row in waiting if row.wait and row.wait.since is not None), default=None)

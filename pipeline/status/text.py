@@ -1,6 +1,44 @@
-"""Numbers and lengths of time in words, for every view."""
+"""Numbers, lengths of time and waits in words, for every view."""
 
 from __future__ import annotations
+
+from sluice.pipeline.wire.waits import Wait, WaitKind
+
+_WAITS: dict[WaitKind, str] = {
+    WaitKind.CREDIT: "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)",
+    WaitKind.BROKER_MEMORY: "room in the broker, which is full",
+    WaitKind.ROLE: "the role {subject}, which another process holds",
+    WaitKind.PARTITION: "a partition of results; others hold them all",
+    WaitKind.ENGINE: "the engine to load {subject}",
+    WaitKind.MODEL: "the model to load from {subject}",
+    WaitKind.TOKENIZER: "the tokenizer of {subject}",
+    WaitKind.CHECKPOINT: "checkpoint {subject} to load",
+    WaitKind.FORWARD_PROOF: "the proof of the forward pass",
+    WaitKind.WEIGHTS: "weights {subject} to load",
+    WaitKind.VERSIONS: "the versions of this run",
+    WaitKind.JOBS: "jobs (none is ready)",
+    WaitKind.PROMPTS: "the prompts of {count} jobs",
+    WaitKind.RESULTS: "results from the workers",
+    WaitKind.BATCHES: "training batches from the consumers",
+    WaitKind.SCORE_JOBS: "score jobs (none is ready)",
+    WaitKind.SCORES: "score jobs: {count} of {subject}",
+    WaitKind.REQUESTS: "requests",
+    WaitKind.PEER: "{subject}",
+    WaitKind.ROLLOUTS: "the rollout server at {subject} ({count} rollouts)",
+    WaitKind.DRAIN: "{count} {subject} to end (draining)",
+    WaitKind.ISOLATION: "{count} running sequences to end: they, or the next ones, run apart from others",
+    WaitKind.OTHER: "{subject}",
+}
+_BESIDE: dict[WaitKind, str] = {  # added where there is a count
+    WaitKind.WEIGHTS: ", beside {count} running sequences",
+    WaitKind.BATCHES: "; {count} samples are given and not finished, and hold credit until `publish` or `done`",
+}
+
+
+def wait_text(wait: Wait) -> str:
+    """What is waited for, as in "waits for …"."""
+    text = _WAITS[wait.kind] + (_BESIDE.get(wait.kind, "") if wait.count else "")
+    return text.format(subject=wait.subject, count=wait.count)
 
 
 def length(seconds: float) -> str:

@@ -156,7 +156,7 @@ class _RoleCollector(Collector):
         row = self._row
         if row is None:
             return
-        since = row.waiting_since
+        since = row.wait and row.wait.since
         yield read("sluice_waiting_seconds", [((self._role,), 0.0 if since is None else max(0.0, time.time() - since))])
         facts = dict(row.facts)
         for family in self._facts:

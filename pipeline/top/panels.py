@@ -101,7 +101,7 @@ def _doing(row: Process) -> Text:
         return _text(f"failed {length(row.age_s)} ago: {row.error}", style="bold red")
     if not row.is_alive:
         return _text(f"no heartbeat for {length(row.age_s)}", style="red")
-    return _text("at work", style="green") if row.waiting_for is None else _text(doing(row))
+    return _text("at work", style="green") if row.wait is None else _text(doing(row))
 
 
 def _verdict(view: View) -> Text:

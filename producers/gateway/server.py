@@ -33,6 +33,7 @@ from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.thread_pool import lost_threads
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.gateway.metrics import Measured
 from sluice.producers.gateway.openapi import errors
 from sluice.producers.gateway.refusals import Refusal, of_schema, refusal_of
@@ -58,7 +59,7 @@ async def gateway(config: Config, index: int = 0, stop: asyncio.Event | None = N
 async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] | None = None) -> None:
     """The gateway inside a role."""
     config = role.config
-    role.status.waiting(f"the tokenizer of {config.model.path}")
+    role.status.waiting(WaitKind.TOKENIZER, config.model.path)
     renderer = await asyncio.to_thread(load_policy_tokenizer, config.model)
     service = make_service(config, role.client, role.keys, renderer, role.telemetry.registry)
     role.spawn(service.replies.run())
@@ -91,9 +92,9 @@ async def _report(role: Role, service: Service) -> None:
         busy = service.gate.in_hand
         role.status.fact(requests=busy)
         if role.stop.is_set():
-            role.status.waiting(f"{busy} requests to end (draining)")
+            role.status.waiting(WaitKind.DRAIN, "requests", busy)
         else:
-            role.status.waiting(None if busy else "requests")
+            role.status.waiting(None if busy else WaitKind.REQUESTS)
         await asyncio.sleep(_REPORT_S)
 
 

@@ -20,6 +20,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.wire.codec import read_json
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, PeerSilent, Refused, read_answer, tool_names
 
 _LOOK_S = 0.25  # between two looks whether a rollout is closed
@@ -60,7 +61,7 @@ class Dispatcher:
         asked = asyncio.ensure_future(self._role.stop.wait())
         try:
             while len(self._in_flight) >= count and not asked.done():
-                self._role.status.waiting(f"the rollout server at {self._server.url} ({len(self._in_flight)} rollouts)")
+                self._role.status.waiting(WaitKind.ROLLOUTS, self._server.url, len(self._in_flight))
                 await asyncio.wait({asked, *self._in_flight.values()}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             asked.cancel()
@@ -135,12 +136,13 @@ class Dispatcher:
             raise
 
     async def _wait_for(self, peer: Peer, path: str) -> bytes | None:
-        until = asyncio.get_running_loop().time() + self._config.timeout_s
+        until, said = asyncio.get_running_loop().time() + self._config.timeout_s, False
         cause = f"{peer.name} at {peer.url} (GET {path})"
         while (found := await peer.is_there(path)) is None:
-            if self._role.status.row.waiting_for != cause:
+            if not said:
                 get_logger().info(f"waiting for {peer.name}", url=peer.url, at_most_s=self._config.timeout_s)
-            self._role.status.waiting(cause)
+            said = True
+            self._role.status.waiting(WaitKind.PEER, cause)
             if asyncio.get_running_loop().time() > until:
                 raise DeadlineExceeded(f"{self._role.name}: waited {self._config.timeout_s:g} s for {cause}")
             if not await self._role.nap(_LOOK_S):

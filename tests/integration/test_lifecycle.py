@@ -17,6 +17,7 @@ from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
+from sluice.pipeline.wire.waits import Wait, WaitKind
 from tests.roles import role_of, run_config
 
 
@@ -24,24 +25,30 @@ async def test_a_role_is_on_the_status_page_while_it_lives(
     broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path
 ) -> None:
     async with role_of(run_config(broker_config, keys, run_dir), "worker", "w-7") as role:
-        role.status.waiting("the moon")
+        role.status.waiting(WaitKind.PEER, "the moon")
         role.status.fact(version=3)
         await role.status.beat()
         [row] = (await snapshot(client, keys)).alive("worker")
         assert (row.name, row.waiting_for, row.facts["version"]) == ("w-7", "the moon", 3)
         assert row.facts["metrics"].startswith("127.0.0.1:")
-        assert row.waiting_since is not None
+        assert row.wait is not None
+        assert (row.wait.kind, row.wait.subject) == (WaitKind.PEER, "the moon")
+        assert row.waiting_since == row.wait.since is not None
         role.status.waiting(None)
-        assert role.status.row.waiting_since is None
+        assert (role.status.row.wait, role.status.row.waiting_for, role.status.row.waiting_since) == (None, None, None)
     assert (await snapshot(client, keys)).processes == []
 
 
 async def test_a_wait_keeps_its_first_time_while_its_cause_is_the_same(client: Any, keys: Keys) -> None:
     status = StatusReporter(client, keys, "worker", "w")
-    status.waiting("jobs")
+    status.waiting(WaitKind.DRAIN, "requests", 5)
     since = status.row.waiting_since
-    status.waiting("jobs")
+    status.waiting(WaitKind.DRAIN, "requests", 4)
     assert status.row.waiting_since == since
+    assert status.row.waiting_for == "4 requests to end (draining)"
+    status.waiting(WaitKind.JOBS)
+    assert status.row.waiting_for == "jobs (none is ready)"
+    assert (status.row.waiting_since or 0) > (since or 0)
 
 
 async def test_a_nap_ends_at_once_when_asked_to_stop(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> None:
@@ -82,14 +89,14 @@ async def test_a_wait_names_its_cause_and_its_deadline(broker_config: BrokerConf
 
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - the scope raises, not one line of it
         async with role_of(run_config(broker_config, keys, run_dir), name="w-1") as role:
-            assert await role.wait_until(always, "nothing", 0)
-            await role.wait_until(never, "the first weights", 0.2)
+            assert await role.wait_until(always, Wait(kind=WaitKind.JOBS), 0)
+            await role.wait_until(never, Wait(kind=WaitKind.WEIGHTS, subject="v0"), 0.2)
     cause = first_cause(caught.value)
     assert isinstance(cause, DeadlineExceeded)
-    assert "w-1: waited 0 s for the first weights" in str(cause)
+    assert "w-1: waited 0 s for weights v0 to load" in str(cause)
     async with role_of(run_config(broker_config, keys, run_dir)) as role:
         role.stop.set()
-        assert not await role.wait_until(never, "nothing", 60)
+        assert not await role.wait_until(never, Wait(kind=WaitKind.JOBS), 60)
 
 
 async def test_an_outage_uses_up_nobodys_deadline(broker_config: BrokerConfig, keys: Keys, run_dir: Path) -> None:
@@ -102,7 +109,7 @@ async def test_an_outage_uses_up_nobodys_deadline(broker_config: BrokerConfig, k
         return asked > 2
 
     async with role_of(run_config(broker_config, keys, run_dir)) as role:
-        assert await role.wait_until(slow, "the broker", 0.3)
+        assert await role.wait_until(slow, Wait(kind=WaitKind.JOBS), 0.3)
 
 
 async def test_a_background_task_that_fails_ends_the_role_with_its_error(

@@ -17,6 +17,7 @@ from sluice.pipeline.status.heartbeat import FORGET_S, Heartbeat, StatusReporter
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import RESULT_GROUP, Keys
+from sluice.pipeline.wire.waits import WaitKind
 from tests.factories import decode_job, sequence_result
 from tests.roles import eventually, role_of, run_config
 
@@ -138,7 +139,7 @@ async def test_a_waiting_process_is_named_with_its_cause(
 ) -> None:
     await enqueue(JobQueue(client, keys), "a")
     async with role_of(run_config(broker_config, keys, run_dir), "trainer", "t-1") as role:
-        role.status.waiting("training batches from the consumers")
+        role.status.waiting(WaitKind.BATCHES)
         await role.status.beat()
         now = await inspect(client, keys, 1)
     [row] = now.processes

@@ -16,6 +16,7 @@ from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, TrainingBatch, decode, encode
+from sluice.pipeline.wire.waits import WaitKind
 from tests.factories import decode_job, sequence_result, training_sample
 
 
@@ -24,9 +25,13 @@ async def fill(client: Redis, keys: Keys, count: int) -> None:
         await client.xadd(keys.results + "0", {"r": encode(sequence_result(f"g{index}"))})
 
 
+def no_waiting(kind: WaitKind | None, subject: str = "", count: int | None = None) -> None:
+    """Nobody is told."""
+
+
 async def owner_of(client: Redis, keys: Keys, role: str = "consumer:0") -> Ownership:
     owner = Ownership(client, keys, role)
-    await owner.acquire(1, lambda cause: None)
+    await owner.acquire(1, no_waiting)
     return owner
 
 
@@ -181,14 +186,18 @@ async def test_drops_of_the_trainer_let_decoding_run_no_further_ahead(client: Re
 
 async def test_one_owner_at_a_time_and_the_wait_names_its_cause(client: Redis, keys: Keys) -> None:
     first = await owner_of(client, keys, "trainer")
-    causes: list[str | None] = []
+    causes: list[tuple[WaitKind | None, str]] = []
+
+    def waiting(kind: WaitKind | None, subject: str = "", count: int | None = None) -> None:
+        causes.append((kind, subject))
+
     second = Ownership(client, keys, "trainer")
     with pytest.raises(DeadlineExceeded, match="trainer"):
-        await second.acquire(0.3, causes.append)
-    assert "trainer" in str(causes[0])
+        await second.acquire(0.3, waiting)
+    assert causes[0] == (WaitKind.ROLE, "trainer")
     await first.release()
-    await second.acquire(1, causes.append)
-    assert causes[-1] is None
+    await second.acquire(1, waiting)
+    assert causes[-1] == (None, "")
 
 
 async def test_an_owner_that_was_replaced_learns_of_it(client: Redis, keys: Keys) -> None:

@@ -25,6 +25,7 @@ from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from sluice.pipeline.wire.waits import WaitKind
 
 _TAKE = 16  # jobs at a time: what a scorer that dies holds up for a lease
 _BLOCK_S = 0.5
@@ -57,7 +58,7 @@ async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> Non
 
 async def _serve(config: Config, name: str, stop: asyncio.Event | None) -> None:
     async with role_process(config, "scorer", name, stop) as role:
-        role.status.waiting(f"the model to load from {config.model.path}")
+        role.status.waiting(WaitKind.MODEL, config.model.path)
         from sluice.workers.scorer.model import VersionedModel  # torch: after the GPU was chosen
 
         model = await asyncio.to_thread(VersionedModel, config)
@@ -80,7 +81,7 @@ class Scorer:
         """Serve until asked to stop."""
         self._role.spawn(self._jobs.keep())
         while not self._role.stop.is_set():
-            self._role.status.waiting("score jobs (none is ready)")
+            self._role.status.waiting(WaitKind.SCORE_JOBS)
             taken = await self._jobs.take(_TAKE, self._block_ms)
             for version, group in _by_version(taken, self._model.version):
                 if self._role.stop.is_set():
@@ -106,7 +107,7 @@ class Scorer:
         """Load a version; why it cannot be had, or nothing."""
         if self._model.version == version:
             return ""
-        self._role.status.waiting(f"weights v{version} to load")
+        self._role.status.waiting(WaitKind.WEIGHTS, f"v{version}")
         try:
             manifest = await self._registry.get(version)
             if manifest is None:

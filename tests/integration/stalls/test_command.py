@@ -19,6 +19,7 @@ from sluice.pipeline.status.diagnosis import look_twice
 from sluice.pipeline.status.heartbeat import Heartbeat
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.submit import produce
 from tests.command import call
 from tests.integration.stalls.looking import config_of
@@ -85,7 +86,7 @@ async def test_a_role_that_fails_leaves_its_last_words_and_its_successor_takes_t
     config = run_config(broker_config, keys, run_dir)
     with pytest.raises(ExceptionGroup):  # noqa: PT012 - the scope raises, not one line of it
         async with role_of(config, "worker", "w-1") as role:
-            role.status.waiting("the engine to load")
+            role.status.waiting(WaitKind.ENGINE, "m")
             raise EngineError("the engine broke: x" + "y" * 5000)
     [row] = (await snapshot(client, keys)).processes
     assert (row.error_kind, row.waiting_for, row.is_alive) == ("EngineError", None, False)

@@ -20,6 +20,7 @@ from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import write_version
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import WeightVersion
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.submit import produce
 from sluice.workers.engine.hf import HfBackend
 from tests.decode_workers import working
@@ -73,7 +74,7 @@ async def test_credit_that_is_used_up(limit: str, broker_config: BrokerConfig, k
     running = asyncio.create_task(produce(config))
     try:
         async with role_of(config, "trainer", "trainer") as trainer:
-            trainer.status.waiting("training batches from the consumers")
+            trainer.status.waiting(WaitKind.BATCHES)
             look, stall = await stalled(config, "credit_exhausted")
     finally:
         running.cancel()

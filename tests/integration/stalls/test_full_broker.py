@@ -19,7 +19,6 @@ from sluice.consumers.tasks.task import Task
 from sluice.consumers.training.trainer import Trainer
 from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.broker.retry import FULL
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.streams import ack_batches, batch_reader
 from sluice.pipeline.config.types import BrokerConfig, Config
@@ -29,6 +28,7 @@ from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.submit import produce
 from sluice.workers.engine.hf import HfBackend
 from tests.decode_workers import working
@@ -94,7 +94,8 @@ async def test_every_process_waits_for_room_and_goes_on(
         rows = {row.name: row for row in (await why(config)).now.processes}
         assert {"trainer", "consumer-0", "worker-0"} <= set(rows)
         assert all(row.is_alive for row in rows.values())
-        assert {row.waiting_for for row in rows.values()} == {FULL}
+        assert {row.wait and row.wait.kind for row in rows.values()} == {WaitKind.BROKER_MEMORY}
+        assert {row.waiting_for for row in rows.values()} == {"room in the broker, which is full"}
         assert not (await snapshot(small, keys)).complete
         await small.config_set("maxmemory", 0)
         await eventually(all_ended, "the run to go on to its end", 60)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast, get_args
 
+import msgspec
 import pytest
 
-from sluice.pipeline.broker.retry import FULL
+from sluice.pipeline.errors import MessageError
 from sluice.pipeline.status.descriptions import StallText, stall_text, verdict_text
 from sluice.pipeline.status.diagnosis import Why, verdict
+from sluice.pipeline.status.heartbeat import Heartbeat, read_row
+from sluice.pipeline.status.rates import Rates
 from sluice.pipeline.status.report import why_json, why_text
-from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot
+from sluice.pipeline.status.snapshot import BrokerUse, CreditUse, Depth, Lag, Process, Snapshot, StallKind
+from sluice.pipeline.status.stages import stages
 from sluice.pipeline.status.stalls import Stall, stalls
+from sluice.pipeline.status.text import wait_text
+from sluice.pipeline.wire.waits import Wait, WaitKind
 
 NOW = time.time()
 ROLES = ("producer", "worker", "consumer", "trainer")
@@ -179,7 +185,7 @@ def test_results_that_are_late_beside_a_consumer() -> None:
 
 def test_a_full_broker_comes_first_and_names_since_when() -> None:
     use = BrokerUse(used_bytes=995, max_bytes=1000, refused=3)
-    rows = [process(role, cause=FULL) for role in ROLES]
+    rows = [process(role, wait=Wait(kind=WaitKind.BROKER_MEMORY, since=NOW - 30)) for role in ROLES]
     stall, text = only(now := state(*rows, broker=use)), text_of(now)
     assert (stall.kind, stall.since) == ("broker_full", NOW - 30)
     assert "it has refused 3 writes so far" in text.says
@@ -188,7 +194,7 @@ def test_a_full_broker_comes_first_and_names_since_when() -> None:
 
 
 def test_credit_says_which_limit_and_who_holds_it() -> None:
-    rows = others("producer", process("producer", cause="credit (…)"))
+    rows = others("producer", process("producer", wait=Wait(kind=WaitKind.CREDIT, since=NOW - 30)))
     held = CreditUse(sequences=3, max_sequences=4, group=2, bytes=2048, max_bytes=1 << 30)
     stall, text = only(now := state(*rows, credit=held, queued_jobs=2, waiting_batches=1)), text_of(now)
     assert (stall.kind, stall.since, stall.blocks) == ("credit_exhausted", NOW - 30, False)
@@ -249,3 +255,58 @@ def test_why_as_text_fits_its_width_and_as_json_has_the_same() -> None:
     shown: Any = why_json(why)
     assert (shown["schema_version"], shown["verdict"]["state"]) == (3, "stalled")
     assert [stall["kind"] for stall in shown["stalls"]] == ["process_failed", "no_worker"]
+
+
+def test_reworded_messages_change_no_stall_and_no_stage() -> None:
+    """A process's own words are for people: what is judged is the kind of its wait."""
+    full, used_up = BrokerUse(used_bytes=999, max_bytes=1000), CreditUse(sequences=16, max_sequences=16)
+
+    def judged(words: str) -> tuple[object, ...]:
+        def row(role: str, kind: WaitKind, **changes: Any) -> Process:
+            return process(role, cause=words, wait=Wait(kind=kind, since=NOW - 30), **changes)
+
+        now = state(
+            row("producer", WaitKind.CREDIT),
+            row("worker", WaitKind.WEIGHTS, facts={"version": 1}),
+            row("consumer", WaitKind.BROKER_MEMORY),
+            failed("trainer", "ModelError", words),
+            queued_jobs=3,
+            broker=full,
+            credit=used_up,
+            latest_version=2,
+            latest_at=NOW - 90,
+            unreadable=[words],
+        )
+        now.stalls = stalls(now)
+        found = [(stage.name, stage.state, stage.stall) for stage in stages(now, Rates())]
+        return now.stalls, found, verdict(now, now)
+
+    assert judged("room in the broker, which is full; credit") == judged("xyzzy") == judged("")
+    kinds = [stall.kind for stall in cast("list[Stall]", judged("xyzzy")[0])]
+    assert kinds == ["broker_full", "unreadable", "process_failed", "trainer_dead", "old_versions", "credit_exhausted"]
+
+
+def test_every_kind_of_wait_and_of_stall_has_words() -> None:
+    for kind in WaitKind:
+        text = wait_text(Wait(kind=kind, subject="the subject", count=7))
+        assert text
+        assert "{" not in text
+    now = state()
+    for kind in get_args(StallKind):
+        text = stall_text(now, Stall(kind=kind, role="worker", process="worker-0", since=NOW - 5))
+        assert text.says
+        assert text.remedy
+
+
+def test_a_wait_of_another_release_is_shown_in_its_own_words() -> None:
+    """A row of an earlier one has no `wait`, one of a later one may have a kind that is not known here."""
+    row: dict[str, Any] = {"role": "worker", "name": "w", "pid": 1, "host": "h", "started": 1.0}
+    old = read_row(msgspec.json.encode({**row, "waiting_for": "the moon", "waiting_since": 5.0}), Heartbeat)
+    assert old.wait == Wait(kind=WaitKind.OTHER, subject="the moon", since=5.0)
+    newer = {"kind": "tides", "subject": "x", "since": 5.0}
+    new = read_row(msgspec.json.encode({**row, "waiting_for": "the moon", "wait": newer}), Heartbeat)
+    assert new.wait is not None
+    assert (new.wait.kind, wait_text(new.wait)) == (WaitKind.OTHER, "the moon")
+    assert read_row(msgspec.json.encode(row), Heartbeat).wait is None
+    with pytest.raises(MessageError):
+        read_row(msgspec.json.encode({**row, "wait": {"kind": "jobs", "since": -1e30}}), Heartbeat)

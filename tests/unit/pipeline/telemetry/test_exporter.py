@@ -15,6 +15,7 @@ from sluice.pipeline.config.types import MetricsConfig
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.status.heartbeat import Heartbeat
 from sluice.pipeline.telemetry.exporter import Telemetry, metrics_server
+from sluice.pipeline.wire.waits import Wait, WaitKind
 
 
 def row(**fields: object) -> Heartbeat:
@@ -42,7 +43,7 @@ def test_values_are_read_from_the_heartbeat_at_the_scrape() -> None:
         assert "sluice_running_sequences" not in first, "not known yet is not 0"
         assert first["sluice_waiting_seconds"] == 0
         beat.facts.update(tokens=12, running=3, version=2, owner="x")
-        beat.waiting_for, beat.waiting_since = "jobs", time.time() - 60
+        beat.wait = Wait(kind=WaitKind.JOBS, since=time.time() - 60)
         telemetry.observe(sluice_queue_seconds=0.3, sluice_decode_seconds=70)
         second = samples(get(address))
     assert (second["sluice_decoded_tokens_total"], second["sluice_running_sequences"]) == (12, 3)
