@@ -8,11 +8,11 @@
 | room (slots.py)  | a sequence that ends          |
 | new weights      | their files, the engine's step |
 
-- A sequence that cannot be decoded, or whose prompt cannot be made, ends its job as dead letters; its neighbours go on.
+- A sequence that cannot be decoded, or whose prompt cannot be rendered, ends its job as dead letters; others continue.
 - A little more is claimed than the engine decodes at once, so that it never waits for the queue. What was not
   started is put back at once on stop.
-- New weights are loaded between two tokens; running sequences go on under them.
-- What a running sequence has so far is stored every `checkpoint_tokens`; the next attempt is given it.
+- New weights are loaded between two tokens; running sequences continue under them.
+- A running sequence's progress is stored every `checkpoint_tokens`; the next attempt starts from it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.slots import HeldJob, Slots
 from sluice.workers.weights_watch import WeightsWatch
 
-_TOO_EARLY_S = 0.5  # a job that wants newer weights than these comes again after it
+_TOO_EARLY_S = 0.5  # delay of a job that needs newer weights than these
 
 
 class DecodeWorker:
@@ -66,9 +66,9 @@ class DecodeWorker:
         role.status.fact(owner=self.leases.queue.owner)
 
     async def run(self) -> None:
-        """Serve until asked to stop; raises EngineError when the engine cannot go on."""
+        """Serve until asked to stop; raises EngineError when the engine fails."""
         self._role.spawn(self._wake_on_stop())
-        await self._role.status.beat()  # from now on a supervisor can tell whose leases end with this process
+        await self._role.status.beat()  # from now on a supervisor knows which leases to end if this process dies
         hooks = Hooks(
             progress=self._backend.progress,
             is_busy=self._slots.full,
@@ -115,7 +115,7 @@ class DecodeWorker:
         return self._slots.lose(job_id, attempt) or self._calls.lose(job_id, attempt)
 
     def take_back(self, *, started: bool) -> list[Claim]:
-        """The claims of the jobs that are given up here."""
+        """The claims of the jobs given up here."""
         slots = [held.claim for held in self._slots.take_back(started=started)]
         return slots + self._calls.take_back(started=started)
 
@@ -171,12 +171,12 @@ class DecodeWorker:
         await self._fail(claim, "invalid_request", str(error), trace)
 
     async def _fail(self, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
-        called = claim.job is not None and claim.job.reply_to  # whoever asked is told, and needs no dead letter
+        called = claim.job is not None and claim.job.reply_to  # the caller gets the answer, so there is no dead letter
         await self.leases.fail(claim, reason, detail, trace, "dropped" if called else "dead")
         self._slots.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence that this may run in
 
     def _prompt(self, job: DecodeJob) -> JobPrompt | asyncio.Task[JobPrompt]:
-        """Rendered, and its image fetched, beside what else goes on, once for all sequences of the job."""
+        """Rendered in the background, image included, once for all sequences of the job."""
         if not job.messages and not job.images:
             return self._prompts.text(job, self._backend.facts)
         return asyncio.get_running_loop().create_task(self._prompts.make(job, self._backend.facts))
@@ -231,7 +231,7 @@ OnProgress = Callable[[Claim, int, Progress], None]
 def request_for(
     claim: Claim, job: DecodeJob, prompt: JobPrompt, index: int, *, seed: int, every: int, on_progress: OnProgress
 ) -> SequenceRequest:
-    """What an earlier attempt had decoded is where this one goes on.
+    """It continues after what an earlier attempt had decoded.
 
     `seed` is the run's, for jobs that name none; progress is reported every `every` tokens (0 = never), and as often
     as the job's caller wants to see some.
@@ -264,12 +264,12 @@ def request_for(
 
 
 def is_streamed(job: DecodeJob) -> bool:
-    """Whether its caller is told of each piece that is stored."""
+    """Whether its caller gets each stored piece as a delta."""
     return bool(job.reply_to) and job.stream_every > 0
 
 
 def delta_of(claim: Claim, index: int, progress: Progress) -> bytes:
-    """What the job's caller sees of a piece, encoded; nothing when it does not want it."""
+    """A piece as the job's caller sees it, encoded; empty unless it asked for deltas."""
     if claim.job is None or not is_streamed(claim.job):
         return b""
     delta = TokenDelta(

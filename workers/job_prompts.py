@@ -1,8 +1,8 @@
 """A job's prompt as the engine takes it: rendered or as sent, cut if the job allows it, with its image fetched.
 
-- Everything that is wrong with it is a RequestError: the job's own, never that of its neighbours. That holds for what a
-  template or tokenizer throws, a Rust panic included, and for a rendering that does not end.
-- Messages are rendered beside the event loop: leases are renewed and sequences end meanwhile.
+- Anything wrong with it is a RequestError, which fails this job alone. That includes whatever a template or tokenizer
+  throws (a Rust panic too) and a rendering that never ends.
+- Messages are rendered off the event loop, so leases and running sequences are not held up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class JobPrompts:
         """The prompt of a job without images. Raises RequestError, or whatever a template or tokenizer throws."""
         if not len(job.prompt_token_ids):
             prompt = self._prompts.text(job.messages)
-        elif job.turn:  # they hold what the policy sampled; the gateway has looked at the others
+        elif job.turn:  # they hold what the policy sampled; the gateway has checked the others
             prompt = list(job.prompt_token_ids)
         else:
             prompt = self._prompts.without_image(job.prompt_token_ids)
@@ -73,7 +73,7 @@ class JobPrompts:
             return JobPrompt(prompt, image=await self._images.get(job.images[0]))
         except (RequestError, EngineError):
             raise
-        except Exception as error:  # whatever a file system or a codec throws: it is this job's
+        except Exception as error:  # whatever a file system or a codec throws fails this job alone
             raise RequestError(f"{job.job_id}: the image cannot be had: {error!r}") from error
 
     async def _beside(self, job: DecodeJob, work: Callable[[], Any]) -> Any:

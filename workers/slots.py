@@ -1,11 +1,11 @@
-"""The jobs that a worker holds: which sequences run in the engine, which wait for their place.
+"""The slots of a decode worker: which sequences run in the engine, and which wait for a free row.
 
     claim ──▶ waiting ──start (room in the engine)──▶ running ──ended──▶ gone with the job's last sequence
 
 - The engine is given a few sequences more than its batch, so that a free row is filled within the same step;
   some more wait here, so that nothing has to be fetched when a sequence ends.
-- A job whose prompt is still made takes no row of the engine; the next ones go before it.
-- A job of which nothing was started can be put back at any time; one that has started goes on.
+- A job whose prompt is still being rendered takes no row; later jobs overtake it.
+- A job that has not started can be put back at any time; one that has started stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldJob:
 
     @property
     def ready(self) -> bool:
-        """The prompt is there, or why there is none."""
+        """The prompt, or the error that prevented it, is there."""
         return isinstance(self.prompt, JobPrompt) or self.prompt.done()
 
 
@@ -62,7 +62,7 @@ class Slots:
         return self.capacity - held if held <= self.engine_limit and self.capacity > self.max_batch else 0
 
     def fetching(self) -> int:
-        """Jobs whose prompt is not there yet."""
+        """Jobs whose prompt is not ready."""
         return sum(not held.ready for held in self._jobs.values())
 
     def full(self) -> bool:

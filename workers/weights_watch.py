@@ -76,7 +76,7 @@ class WeightsWatch:
             )
 
     async def pull(self, version: int) -> bool:
-        """Load a version; False if it was refused and the old one serves on. Raises TornWeights if neither serves."""
+        """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither serves."""
         limit_s = self._config.weights.load_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -116,7 +116,7 @@ _CHANGE = 2e-5  # nats a token in fp32: what is left of rounding in the differen
 
 
 def probe_of(manifest: WeightVersion, dtype: str, tolerance: float, loaded: int | None = None) -> WeightsProbe | None:
-    """What a model of this dtype must give, within `tolerance` nats a token in fp32; None if nothing was measured.
+    """What a model of this dtype must score, within `tolerance` nats a token in fp32; None if nothing was measured.
 
     `loaded`: the version that the model has now; None if that is not known.
     """

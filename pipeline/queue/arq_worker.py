@@ -40,7 +40,7 @@ from sluice.pipeline.queue.types import Called, Claim, Claimed
 from sluice.pipeline.wire.keys import Keys
 
 _BACKOFF_S, _BACKOFF_CAP_S = 0.5, 30.0
-_CRON_KEPT_MS = 60_000  # a cron job's own id blocks the next call for no longer, as in arq
+_CRON_KEPT_MS = 60_000  # a cron job's own id blocks the next call no longer than that, as in arq
 FOR_EVER = -1
 
 
@@ -58,7 +58,7 @@ def backoff_s(attempt: int) -> float:
 
 
 def arq_settings(functions: Sequence[Any], client: Redis, keys: Keys, config: Config, **options: Any) -> Worker:
-    """arq's Worker over our connections, to read its options from; the configuration fills in what they leave open."""
+    """An `arq.Worker` over our connections, to read options from; the configuration supplies the defaults."""
     options.setdefault("poll_delay", config.worker.poll_s)
     options.setdefault("keep_result", config.worker.keep_result_s)
     return Worker(
@@ -82,7 +82,7 @@ class ArqFunctions:
         self._running: dict[str, Claim] = {}
         self._limits: dict[str, float] = {}  # job id → monotonic seconds
         self._overdue: set[str] = set()
-        self._told: set[str] = set()  # the function has ended, and its ending is being recorded
+        self._told: set[str] = set()  # the function has ended; its result is being recorded
 
     def room(self) -> int:
         """Calls that may start now."""
@@ -101,7 +101,7 @@ class ArqFunctions:
         return [*self._others, *sorted(self._arq.functions)]
 
     def num_done(self) -> int:
-        """Calls that have ended in any way."""
+        """Calls that ended, however they ended."""
         return self._arq.jobs_complete + self._arq.jobs_failed + self._arq.jobs_retried
 
     async def accept(self, claim: Claim) -> None:
@@ -127,7 +127,7 @@ class ArqFunctions:
         if claim is None or attempt not in (None, claim.attempt):
             return False
         del self._running[job_id]
-        if job_id in self._told:  # it is ready again already; the answer to that is still on its way
+        if job_id in self._told:  # it is back in the queue already; only the script's answer is outstanding
             return False
         self._arq.tasks[job_id].cancel()
         self._arq.jobs_failed += 1
@@ -148,7 +148,7 @@ class ArqFunctions:
         await self._arq.heart_beat()
 
     def end_overdue(self) -> None:
-        """Cancel those that are out of time."""
+        """Cancel the calls that exceeded their time limit."""
         now = time.monotonic()
         for job_id in [job_id for job_id, limit in self._limits.items() if limit < now]:
             del self._limits[job_id]
@@ -172,7 +172,7 @@ class ArqFunctions:
                 late = TimeoutError(f"not done in {self._limit_of(claim)} s")
                 late.__cause__ = cut
                 ending = Ending(failure=("failed", repr(late), "".join(traceback.format_exception(late))))
-        # The function has ended: what records its ending takes the time it takes.
+        # The function has ended: recording its result is not subject to the limit.
         self._limits.pop(claim.job_id, None)
         self._told.add(claim.job_id)
         if arq.on_job_end:
@@ -271,12 +271,12 @@ class ArqFunctions:
 
 
 def _job_try(claim: Claim) -> int:
-    """The number that arq tells the function; a caller may begin at a later one."""
+    """arq's `job_try`; a caller may start it at a later number."""
     return claim.first_try + claim.attempt - 1
 
 
 def _facts(claim: Claim) -> dict[str, Any]:
-    """What arq tells a function of its job."""
+    """What arq puts into the context of a call."""
     enqueued_ms = int(claim.enqueued_at * 1000)
     return {
         "job_id": claim.job_id,

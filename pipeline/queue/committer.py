@@ -1,4 +1,4 @@
-"""Commits what has ended: everything of a tick goes out in one script call.
+"""Commits results: everything that ended within a tick goes out in one script call.
 
 While the engine's batch is full a tick lasts `TICK_S`: every call to the broker takes time from the decode thread. It
 is shorter where a caller waits. Otherwise a result goes out at once. Progress of running sequences goes out after the
@@ -31,7 +31,7 @@ class Committer:
         self._pieces: list[Piece] = []
         self._after: list[Callable[[], None]] = []
         self._ready = asyncio.Event()
-        self._asked = asyncio.Event()  # a caller waits for something that is pending
+        self._asked = asyncio.Event()  # a caller waits for a pending result
         self._one_flush = asyncio.Lock()
         self.sequences = 0
         self.tokens = 0
@@ -52,7 +52,7 @@ class Committer:
         self._ready.set()
 
     def when_flushed(self, call: Callable[[], None]) -> None:
-        """Call once everything that was put before is committed."""
+        """Call this once everything put before it is committed."""
         self._after.append(call)
         self._ready.set()
 

@@ -1,4 +1,4 @@
-"""Dead letters: look at them, send them back to the queue, throw them away.
+"""Dead letters: list them, replay them, drop them.
 
 - A job's rows stand together in the stream (a burial), its payload with the first; see bury.lua and unbury.lua.
 - A replay is a new job under a new id: the old group was completed by tombstones.
@@ -57,7 +57,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[bytes, int, float]:
-        """Stays the same when the row moves."""
+        """Identifies the row; the same after it is rewritten."""
         return self.job, self.index, self.letter.at
 
 
@@ -80,7 +80,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one job's selected rows; `problem` says why nothing was done."""
+    """The outcome for one job's selected rows; `problem` says why nothing was done."""
 
     job_id: str
     sequences: list[str]
@@ -182,7 +182,7 @@ class DeadLetters:
         return await self._each(selection, self._drop)
 
     async def _each(self, selection: Selection, act: Act) -> list[Done]:
-        """Act on every burial with selected rows; one that changed under our hands is looked up again."""
+        """Act on every burial with selected rows; one that changed concurrently is looked up again."""
         done: list[Done] = []
         missing: dict[tuple[bytes, int, float], Row] = {}
         for again in range(_PASSES):
@@ -220,7 +220,7 @@ class DeadLetters:
                 return Done(job_id=job_id, sequences=_names(chosen), new_job_id=new_id.decode(errors="replace"))
 
     async def _new_id(self, job: bytes) -> bytes:
-        """One number for the whole run: no id comes twice, however long its tombstone is gone."""
+        """Numbered across the run: no id is used twice, even after its tombstone expired."""
         number = int(await self._client.hincrby(self.keys.counts, _REPLAYS, 1))
         return _REPLAY_MARK.sub(b"", job) + b"~r%d" % number
 
@@ -230,7 +230,7 @@ class DeadLetters:
 
 
 def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
-    """Never raises: what cannot be read can still be dropped."""
+    """Never raises: an unreadable row can still be dropped."""
     job, index = fields.get(b"g", b""), integer_or(fields.get(b"i"), 0)
     try:
         letter = decode(DeadLetter, fields.get(b"d", b""))

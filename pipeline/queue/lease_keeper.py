@@ -1,8 +1,8 @@
-"""Keeps this worker's leases from a thread of its own, so that a busy event loop or a long engine step loses none.
+"""Renews this worker's leases from its own thread, so that a busy event loop or a long engine step loses none.
 
-- Renewal stops while there was no progress for `stall_timeout_s`: a hung engine, or a hung event loop, loses its jobs.
+- Renewal stops after `stall_timeout_s` without progress: a hung engine, or a hung event loop, loses its jobs.
 - A lease that is lost (or a job that was aborted) cancels the local attempt through `on_lost(job_id, attempt)`.
-- A process that hangs on for another lease is ended: its successor can do better.
+- A process that is still stalled one lease later is killed, so that its successor can take over.
 """
 
 from __future__ import annotations

@@ -38,13 +38,13 @@ from sluice.pipeline.wire.keys import Keys
 _FULL_POLL_S = 0.1  # between looks at the queue while there is no room
 _BEAT_S = 0.5
 _SWEEP_S = 5.0
-_WATCH_POLLS = 40  # a worker that looks for what rings no bell answers for it for so many polls
+_WATCH_POLLS = 40  # how long, in polls, the watcher's claim to poll for jobs without a signal lasts (watch.lua)
 _STAND_DOWN_S = 1.0
 _BLOCK_S = 5.0
 
 
 class Holder(Protocol):
-    """What does the work: decode sequences (workers/decode_worker.py), plain functions (arq_functions.py).
+    """Does the work of claimed jobs: decode sequences (workers/decode_worker.py) or plain functions (arq_worker.py).
 
     It reports to its LeasedWorker: results through `committer`, then `ended`; or `fail`, `give_back`, `broke`.
     """
@@ -62,11 +62,11 @@ class Holder(Protocol):
         ...
 
     def lose(self, job_id: str, attempt: int | None) -> bool:
-        """Cancel a job that is not ours any more; False if it (in that attempt) is not held."""
+        """Cancel a job whose lease is lost; False if that attempt is not held."""
         ...
 
     def take_back(self, *, started: bool) -> list[Claim]:
-        """Stop holding the jobs of which nothing was started, or all of them."""
+        """Give up the jobs that have not started, or all of them; their claims."""
         ...
 
 
@@ -80,14 +80,14 @@ async def _nothing_to_await() -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the role does beside the loop."""
+    """What the role does around the loop."""
 
     progress: Callable[[], float] = time.monotonic  # monotonic seconds of the last sign of life of what does the work
-    is_busy: Callable[[], bool] = lambda: False  # whether commits may wait for a tick
+    is_busy: Callable[[], bool] = lambda: False  # commits may wait for a tick
     beat: Callable[[], Awaitable[None]] = _nothing_to_await  # every half second
     before_claim: Callable[[], Awaitable[None]] = _nothing_to_await
     after_claim: Callable[[Claimed], None] = _nothing
-    each_turn: Callable[[], None] = _nothing  # say what is going on; also while it drains
+    each_turn: Callable[[], None] = _nothing  # update the status; also while draining
     is_done: Callable[[], bool] = lambda: False  # in burst mode: enough was done
 
 
@@ -157,7 +157,7 @@ class LeasedWorker:
             self.wake.set()
 
     def freed(self) -> None:
-        """A sequence has ended, and its job goes on: more may be taken."""
+        """A sequence ended and its job continues: there may be room for more."""
         if self.more and self._holder.room() > 0:
             self.wake.set()
 
@@ -166,30 +166,30 @@ class LeasedWorker:
         self._loop.call_soon_threadsafe(self.committer.store, piece)
 
     def broke(self, error: BaseException) -> None:
-        """What does the work failed: the worker ends, and what is held is handed back with blame."""
+        """The engine failed: the worker ends and hands its jobs back with blame."""
         self.broken = error
         self.wake.set()
 
     async def fail(
         self, claim: Claim, reason: str, detail: str, trace: str = "", ending: Literal["dead", "dropped"] = "dead"
     ) -> None:
-        """A job that cannot be done: what is missing of it ends, as dead letters or dropped."""
+        """End a job that cannot be done: its uncommitted sequences become dead letters, or are dropped."""
         self.keeper.drop(claim.job_id, claim.attempt)
         await self.queue.fail(claim, reason, detail, trace, ending)
 
     async def give_back(self, claim: Claim, delay_s: float, *, excused: bool = True) -> None:
-        """A job that is to come again after a delay; an excused attempt is no try."""
+        """Return a job to the queue after a delay; an excused attempt does not count as a try."""
         self.keeper.drop(claim.job_id, claim.attempt)
         await self.queue.release([claim], delay_s, excused=excused)
 
     def runs_apart(self) -> bool:
-        """Nothing else is taken: suspects are to run apart, or do."""
+        """Claim nothing else: suspects must run apart, or are running apart."""
         if self._suspects:
             self._suspects &= set(self._holder.held())
         return self._must_drain or bool(self._suspects)
 
     async def _turn(self) -> bool:
-        """One claim, if one is due; True when it brought something or another one is worth while at once."""
+        """One claim, if one is due; True if the next one should follow at once."""
         self._check_health()
         if time.monotonic() - self._beaten >= _BEAT_S:
             self._beaten = time.monotonic()
@@ -216,7 +216,7 @@ class LeasedWorker:
         self._hooks.after_claim(got)
         self.more = got.more
         self._must_drain = got.must_drain
-        # It is empty for the suspects that it holds.
+        # Where it holds suspects, it was emptied for them already.
         if got.must_drain and self._suspects.isdisjoint(holder.held()):
             await self._put_back()
         for job_id in got.cancelled:
@@ -231,7 +231,7 @@ class LeasedWorker:
         return got
 
     def _cleared(self, job_id: str) -> None:
-        """It has got on, so it is not what ended its last worker."""
+        """A suspect that makes progress is not what ended its last worker."""
         if job_id in self._suspects:
             self._suspects.discard(job_id)
             self.wake.set()
@@ -240,7 +240,7 @@ class LeasedWorker:
         return self._holder.room() > 0 and not self.runs_apart()
 
     async def _pause(self) -> None:
-        """Until something ends, a job comes, or a look or a beat is due."""
+        """Wait for a job, an ending, the next poll or the next beat."""
         self._waker.listen(self._has_room())
         due = min(self._look_at, self._beaten + _BEAT_S)
         with contextlib.suppress(TimeoutError):
@@ -280,7 +280,7 @@ class LeasedWorker:
             get_logger().warning("lease lost; its attempt is cancelled", job=job_id, attempt=attempt)
 
     async def _put_back(self) -> None:
-        """Return the jobs of which nothing was started: nobody is to blame for it."""
+        """Return the jobs that have not started, without blame."""
         back = self._holder.take_back(started=False)
         for claim in back:
             self.keeper.drop(claim.job_id)
@@ -288,7 +288,7 @@ class LeasedWorker:
 
     async def _drain(self) -> None:
         leaving_s = self.settings.drain_s + self.settings.lease_s if self._holder.held() else 0.0
-        with contextlib.suppress(TimeoutError, RedisError, OSError):  # its time as watcher runs out by itself
+        with contextlib.suppress(TimeoutError, RedisError, OSError):  # its claim as watcher expires by itself
             async with asyncio.timeout(_STAND_DOWN_S):
                 await self.queue.stand_down(leaving_s)
         await self._put_back()
@@ -302,13 +302,13 @@ class LeasedWorker:
         await self.committer.flush()
 
     async def _hand_back(self) -> None:
-        """Return all that is still ours: without blame, or with it when the engine failed."""
+        """Return every job that is still ours, with blame if the engine failed."""
         unstarted = self._holder.take_back(started=False)
         running = self._holder.take_back(started=True)
-        await self.committer.flush()  # what ended since the drain; a job with a commit in hand is not held
+        await self.committer.flush()  # what ended since the drain; a job whose commit is pending is no longer held
         await self.queue.release(unstarted)
         error = self.broken
-        if error is None or isinstance(error, RedisError | OSError | WeightsError):  # no job's failure
+        if error is None or isinstance(error, RedisError | OSError | WeightsError):  # not a job's fault
             await self.queue.release(running)
             return
         trace = "".join(traceback.format_exception(error))
@@ -351,8 +351,8 @@ class Pulse:
 class Waker:
     """Wakes an idle worker the moment a job comes: a blocking pop on the run's wake list sets `rang`.
 
-    It listens only while its worker is idle: a busy one would take the signal from one that sleeps. Jobs of arq's own
-    enqueue_job, deferred ones and leases that run out ring no bell: one worker polls for them, and the others find out
+    It listens only while its worker is idle: a busy worker would steal the signal from a sleeping one. Jobs of arq's
+    own enqueue_job, deferred jobs and expired leases send no signal: one worker polls for them, and the others notice
     within `_WATCH_POLLS` polls when it is gone (watch.lua).
     """
 

@@ -44,12 +44,12 @@ class LiveJobs(msgspec.Struct, frozen=True, kw_only=True):
     """`rows`: running ones first, then in the order in which they will be taken."""
 
     rows: list[LiveRow]
-    total: dict[JobState, int]  # whatever was searched for
+    total: dict[JobState, int]  # of all jobs, whatever was searched for
     seen_all: bool = True  # False: there may be more that fit
 
 
 class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One job as a whole."""
+    """One job with its log."""
 
     row: LiveRow
     events: list[JobEvent]

@@ -1,4 +1,4 @@
-"""The queue of one run: every call of a script that moves jobs.
+"""The queue of one run: every script that moves jobs.
 
 - A claim carries an attempt number and the owner's nonce; commit, renew, release and fail are refused without them.
 - A redelivered job names the indices that are committed, and brings the stored progress of the others.
@@ -105,7 +105,7 @@ class JobQueue:
     ) -> Claimed:
         """Lease ready jobs worth about `capacity` sequences (the last one may go over); `held` jobs are ours now.
 
-        `watch_s`: how long this worker answers for what rings no bell, if nobody else does; 0 = never.
+        `watch_s`: how long this worker polls for jobs that send no signal, if no other does; 0 = never.
         """
         self._num_claims += 1
         answer = await self._ask(
@@ -139,7 +139,7 @@ class JobQueue:
         )
 
     async def _settle(self, foreign: Sequence[Claim]) -> set[str]:
-        """Tell the broker what foreign jobs are; the ids of those that are over already."""
+        """Tell the broker what foreign jobs contain; the ids of those that have ended already."""
         if not foreign:
             return set()
         rows = [
@@ -276,7 +276,7 @@ class JobQueue:
     async def reap(self, owner: str, max_attempts: int = 3, *, killed: bool = False) -> int:
         """End the leases of a process that is known to be dead; returns how many jobs it held.
 
-        `killed`: from outside, as far as is known, so that no job is to blame.
+        `killed`: from outside, so that no job is to blame.
         """
         return await self._ask(scripts.Reap(owner=owner, max_deaths=max_attempts, killed=killed))
 
@@ -391,7 +391,7 @@ def _claim_from(row: scripts.LeasedJob) -> Claim:
 
 
 def _progress_of(job_id: str, stored: dict[int, bytes]) -> dict[int, Progress]:
-    """What cannot be read is decoded again: it is only a shortcut."""
+    """Unreadable progress is skipped: those tokens are decoded again."""
     found: dict[int, Progress] = {}
     for index, pieces in stored.items():
         try:

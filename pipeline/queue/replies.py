@@ -1,4 +1,4 @@
-"""Answers to jobs that name a mailbox (`reply_to`): whoever asked waits for its own results here.
+"""Answers to jobs that name a mailbox (`reply_to`): the caller waits here for its own results.
 
     enqueue(reply_to) ──▶ worker ──commit.lua, bury.lua──▶ stored replies ──┐
                             └──────checkpoint.lua──▶ mailbox: deltas, ids of what ended ──▶ Expected
@@ -8,9 +8,9 @@
 | an answer (Expected)              | it; ResultsLost; the end of `run`; the caller's own deadline |
 | words in the mailbox, in `run`    | the next one, or the next look                              |
 
-- The stored reply is the truth, and stored progress that of deltas. A look at them every second finds what the mailbox
-  lost, and what was told to another process that had asked for the same job.
-- A job of which the broker knows nothing was lost with its newest part: ResultsLost, and it can be enqueued again.
+- The stored reply is authoritative, and for deltas the stored progress. Both are polled every second, which finds what
+  the mailbox lost and what went to another process that asked for the same job.
+- A job that the broker no longer knows was lost with its newest writes: ResultsLost, and it can be enqueued again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Replies:
         self._block_s = min(_BLOCK_S, timeout_s / 2) if timeout_s else _BLOCK_S
 
     async def run(self) -> None:
-        """Hand out what comes, until cancelled; then, and when the broker is away for too long, every wait fails."""
+        """Deliver answers until cancelled; then, and when the broker is away for too long, every wait fails."""
         due = time.monotonic()
         try:
             while True:
@@ -123,12 +123,12 @@ class Replies:
         for (expected, missing), alive, stored in zip(looks, answers[::2], answers[1::2], strict=True):
             for one, raw in zip(missing, stored, strict=True):
                 _finish(expected, one, raw)
-            if not alive and expected.missing():  # what is left of it would keep it from being enqueued again
+            if not alive and expected.missing():  # its remains would keep it from being enqueued again
                 await self.forget(expected.job_id, len(expected.sequences))
                 expected.fail(ResultsLost(f"job {expected.job_id}: the broker has neither the job nor all its replies"))
 
     async def _look_at_progress(self, page: Sequence[Expected]) -> None:
-        """Of streams of which nothing came since the last look."""
+        """For streams without news since the last poll."""
         missing = [(expected, one) for expected in page for one in expected.missing()]
         quiet = [(expected, one) for expected, one in missing if one.is_quiet]
         for _, one in missing:
@@ -165,12 +165,12 @@ End = SequenceResult | DeadLetter
 
 
 class Awaited:
-    """What is known of one sequence, and how much of it was shown."""
+    """One sequence: what has arrived, and how much of it was delivered."""
 
     def __init__(self, seq_id: str) -> None:
         self.seq_id = seq_id
         self.end: End | None = None
-        self.is_over = False  # its end was shown
+        self.is_over = False  # its end was delivered
         self.is_quiet = True  # nothing came since the last look
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -178,7 +178,7 @@ class Awaited:
         self._is_torn = False
 
     def add(self, offset: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Tokens from `offset` on; those that are known already are left out, those after a gap come again."""
+        """Tokens from `offset` on; known ones are skipped, those after a gap are sent again later."""
         have = len(self._tokens)
         if offset > have or self._is_torn or self.end is not None:
             return
@@ -198,7 +198,7 @@ class Awaited:
             self.end = end
 
     def unseen(self) -> Iterator[TokenDelta | End]:
-        """What was not shown yet."""
+        """What has not been delivered yet."""
         at = self._num_shown
         if at < len(self._tokens) and not self._is_torn:
             self._num_shown = len(self._tokens)
@@ -231,7 +231,7 @@ class Expected:
     async def events(self) -> AsyncGenerator[TokenDelta | End]:
         """Deltas without gaps or repeats, and after its last one each sequence's end. Raises as `ended`.
 
-        After ResultsLost a new call goes on where this one was.
+        After ResultsLost a new call continues where this one stopped.
         """
         self.is_streamed = True
         while not all(one.is_over for one in self.sequences):
@@ -264,7 +264,7 @@ class Expected:
         done.set()
 
     async def _ask(self) -> None:
-        """At first: the answer may have been there for long."""
+        """On the first wait: the answer may already be there."""
         if not self.is_asked:
             self.is_asked = True
             await self._look([self])

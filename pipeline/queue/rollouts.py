@@ -4,10 +4,10 @@
                                drop ────▶ tombstone, dropped(reason)
 
 - A rollout counts as enqueued from its opening, so an open one keeps the run from ending.
-- All that it holds counts in `bytes`; at its end that leaves, and what its results hold comes.
-- Whoever comes after the end is told `closed` for `keep_s` seconds.
+- What it holds counts in `bytes`; at its end that is subtracted, and the bytes of its results are added.
+- Calls that come after the end get `closed` for `keep_s` seconds.
 - Every call may be repeated: a lost answer changes nothing twice.
-- A process reads a turn once: what it has seen of an open rollout it keeps, and asks only for what came since.
+- A process reads each turn once: it caches open rollouts and asks only for newer turns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(NamedTuple):
-    """An open rollout as of the last look; it has at least one turn."""
+    """An open rollout as of the last read; it has at least one turn."""
 
     rollout: Rollout
     newest: bytes  # its last turn, encoded
@@ -68,7 +68,7 @@ class Seen(NamedTuple):
 
 
 class SeenRollouts:
-    """Those that were looked at last, up to `most` bytes."""
+    """The most recently read ones, up to `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
@@ -88,7 +88,7 @@ class SeenRollouts:
             self.forget(next(iter(self._seen)))
 
     def forget(self, rollout_id: str) -> None:
-        """It has ended, or has another history."""
+        """It has ended, or its history changed."""
         if seen := self._seen.pop(rollout_id, None):
             self._size -= seen.size
 
@@ -175,7 +175,7 @@ class Rollouts:
         return rollout
 
     async def _grown(self, key: str, seen: Seen) -> Rollout | None:
-        """What was seen, with the turns that came since; None where the broker has another history.
+        """The cached rollout plus newer turns; None where the broker has another history.
 
         The broker may have lost its newest part, and the rollout grew anew: its last turn tells, bytes for bytes, as it
         says when it was decoded. The head changes with the group alone (rollout_open.lua).
@@ -222,7 +222,7 @@ class Rollouts:
         return cast(Word, await self._scripts.ask(self._names, request))
 
     async def drop(self, rollout_id: str, reason: str, detail: str = "") -> Word:
-        """End it as dropped, with a tombstone, so that its group completes."""
+        """Drop it, with a tombstone, so that its group completes."""
         request = DropRollout(id=rollout_id, reason=reason, detail=detail[:_DETAIL_CHARS])
         return cast(Word, await self._scripts.ask(self._names, request))
 
@@ -232,7 +232,7 @@ class Rollouts:
         return await self._scripts.ask(self._names, SweepRollouts(most=_SWEPT, detail=detail))
 
     async def still_open(self) -> list[RolloutHead]:
-        """Those that have not ended, the longest silent ones first."""
+        """The open ones, longest silent first."""
         ids = cast("list[bytes]", await self._client.zrange(self._keys.rollouts, 0, -1))
         heads: list[RolloutHead] = []
         for start in range(0, len(ids), _PAGE):

@@ -6,15 +6,15 @@
 |--------------------------|-----------------------------------------------------|
 | the answers, in `ask`    | the last of them; `wait_s`; a cancellation          |
 
-- A job without an answer is no error: its tokens stay marked as not scored.
-- Answers are read, not popped: one whose reply got lost on the way is read again. What does not belong to an open job
-  (an earlier ask's, a second answer) is discarded.
+- A missing answer is not an error: its tokens stay marked as not scored.
+- Answers are read, not popped, so a lost reply is read again. What does not belong to an open job (from an earlier ask,
+  or a second answer) is discarded.
 - A job is in the stream or its answer is in the list, as one step moves it; jobs that are in neither were lost with the
   broker's newest part, and are put out again.
 - A job is held by one scorer at a time. One that is silent for `lease_s` loses it to another; a second answer to the
   same job changes nothing. A job that cannot be read, or whose scorers died over it, is answered with an error.
-- Nothing stays behind: unanswered jobs leave the stream with the ask, those of a dead trainer expire, and so do
-  answers that nobody reads.
+- Nothing is left behind: unanswered jobs leave the stream with the ask; those of a dead trainer expire, as do unread
+  answers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Scores:
         putting = asyncio.create_task(self._put(waiting.jobs(), wait_s))
         try:
             found = await self._collect(waiting, await asyncio.shield(putting), until)
-        finally:  # also when nobody waits any more, and the jobs are just on their way
+        finally:  # also after a cancellation while the jobs are being put out
             await self._clear(await putting)
         if waiting:
             get_logger().warning("scores are missing", jobs=len(waiting), waited_s=wait_s)
@@ -175,7 +175,7 @@ _Answer = tuple[str, str, ScoreResult | None]
 
 
 class _Head(msgspec.Struct):
-    """What can be read of a job that cannot be read whole."""
+    """The fields that an unreadable job may still have."""
 
     seq_id: str
     version: int
@@ -183,7 +183,7 @@ class _Head(msgspec.Struct):
 
 
 def refusal(seq_id: str, version: int, error: str) -> ScoreResult:
-    """The answer that there are no scores, and why."""
+    """An answer without scores: why there are none."""
     return ScoreResult(
         seq_id=seq_id, scored_version=version, positions=TokenArray(), logprobs=FloatArray(), error=error
     )
@@ -223,13 +223,13 @@ class ScoreJobs:
         return put
 
     async def keep(self) -> None:
-        """Renew what is held until cancelled, so that long work is not taken for silence."""
+        """Renew the held jobs until cancelled, so that long work does not look like silence."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
             await self._renew(idle_ms=0)
 
     async def release(self) -> None:
-        """Give what is held to the others at once."""
+        """Hand the held jobs to other scorers at once."""
         await self._renew(idle_ms=self._lease_ms)
         self._held.clear()
 
@@ -252,7 +252,7 @@ class ScoreJobs:
         ]
 
     def _open(self, row: GivenJob) -> TakenJob | _Answer | None:
-        """The job; or how it ends here; or None for one that is in hand already."""
+        """The job; or the answer that ends it here; or None if this scorer already holds it."""
         if row.entry_id in self._held:
             return None
         try:

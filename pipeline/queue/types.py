@@ -1,4 +1,4 @@
-"""What the callers of the queue see."""
+"""Types that callers of the queue see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SourceRewound(SluiceError):
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """How far enqueueing may run ahead; sequences, versions, bytes. A job alone in the system is always admitted."""
+    """How far enqueueing may run ahead: sequences, versions, bytes. A job alone in the system is always admitted."""
 
     max_in_flight: int
     samples_per_version: int
@@ -77,12 +77,12 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one claim."""
 
     claims: list[Claim]
-    cancelled: list[str]  # jobs of ours that their caller aborted; they are over
+    cancelled: list[str]  # our jobs that their caller aborted; they have ended
     more: bool  # more jobs are ready
-    must_drain: bool  # suspects wait, and an empty worker is wanted for them: finish what is held first
+    must_drain: bool  # suspects wait for an empty worker: finish what is held first
     latest: int | None  # newest weight version
-    again_s: float = 0.0  # until then another worker looks for what rings no bell; 0 = nobody else does
-    over: int = 0  # jobs that ended without being started: expired, cancelled, without payload
+    again_s: float = 0.0  # another worker polls for jobs without a signal until then; 0 = none does
+    over: int = 0  # jobs that ended without starting: expired, cancelled, payload missing
 
 
 class Finished(msgspec.Struct, frozen=True):

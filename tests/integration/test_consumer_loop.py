@@ -14,6 +14,7 @@ from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig, Config, RolloutMatchingConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
@@ -62,7 +63,7 @@ async def consume(config: Config, until: Callable[[], Awaitable[bool]], cause: s
         await eventually(until, cause)
         role.stop.set()
         await running
-        await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
+        await Scripts(role.client).ask(RoleKey(owner=owner.key), Disown(nonce=owner.nonce))
 
 
 def ended(client: Any, keys: Keys, count: int) -> Callable[[], Awaitable[bool]]:

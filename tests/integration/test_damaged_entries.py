@@ -15,6 +15,7 @@ from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Publish, PublishKeys
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerRefused
 from sluice.pipeline.queue import Credit, JobQueue
@@ -110,9 +111,9 @@ async def test_the_newest_version_is_mended_by_the_next(config: Config, client: 
     await owner.try_acquire()
     for value in (b"x", b"9" * 30):
         await client.set(keys.latest, value)
-        args = [owner.nonce, 4, "d", "m", 2]
-        answer = await Scripts(client).run("publish", [keys.versions, keys.latest, owner.key], args)
-        assert (answer, await client.get(keys.latest)) == (b"ok", b"4")
+        names = PublishKeys(versions=keys.versions, latest=keys.latest, owner=owner.key)
+        request = Publish(nonce=owner.nonce, version=4, digest="d", manifest=b"m", retention=2)
+        assert (await Scripts(client).ask(names, request), await client.get(keys.latest)) == ("ok", b"4")
         await client.delete(keys.versions)
 
 

@@ -22,6 +22,7 @@ from sluice.pipeline.broker import connection, embedded
 from sluice.pipeline.broker import embedded as embedded_server
 from sluice.pipeline.broker.embedded import embedded_broker, find_server
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 
@@ -212,10 +213,10 @@ def test_data_that_take_too_long_to_load_are_named(tmp_path: Path, monkeypatch: 
 
 async def test_a_restarted_broker_forgets_scripts_and_they_are_loaded_again(client: Any) -> None:
     scripts = Scripts(client)
-    assert await scripts.run("own", ["t-forget:owner"], ["me", 1000, 0]) == 1
+    assert await scripts.ask(RoleKey(owner="t-forget:owner"), Own(nonce="me", ttl_ms=1000, renew=False)) == 1
     await client.script_flush()
-    assert await scripts.run("own", ["t-forget:owner"], ["other", 1000, 0]) == 0
-    await asyncio.gather(*(scripts.run("disown", ["t-forget:owner"], ["me"]) for _ in range(2)))
+    assert await scripts.ask(RoleKey(owner="t-forget:owner"), Own(nonce="other", ttl_ms=1000, renew=False)) == 0
+    await asyncio.gather(*(scripts.ask(RoleKey(owner="t-forget:owner"), Disown(nonce="me")) for _ in range(2)))
 
 
 def test_its_files_are_their_owners_alone(tmp_path: Path) -> None:

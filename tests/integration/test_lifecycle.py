@@ -10,6 +10,7 @@ import pytest
 
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError, DeadlineExceeded, LeaseLost, WeightsError, first_cause
 from sluice.pipeline.status.heartbeat import StatusReporter
@@ -193,7 +194,7 @@ async def test_the_next_number_is_one_that_nobody_has_used(client: Any, keys: Ke
 async def test_a_trainer_that_was_replaced_publishes_nothing(client: Any, keys: Keys) -> None:
     old, new = Publisher(client, keys), Publisher(client, keys)
     assert await old.owner.try_acquire()
-    await Scripts(client).run("disown", [old.owner.key], [old.owner.nonce])
+    await Scripts(client).ask(RoleKey(owner=old.owner.key), Disown(nonce=old.owner.nonce))
     assert await new.owner.try_acquire()
     with pytest.raises(LeaseLost):
         await old.publish(0)

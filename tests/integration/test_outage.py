@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.wire.keys import Keys
@@ -40,7 +41,7 @@ async def test_commands_outlast_an_outage_and_a_start_that_is_late(server: Killa
     pipe = client.pipeline(transaction=False)
     pipe.get("a")
     waiting.append(asyncio.create_task(pipe.execute()))
-    script = asyncio.create_task(Scripts(client).run("disown", ["k"], ["nonce"]))
+    script = asyncio.create_task(Scripts(client).ask(RoleKey(owner="k"), Disown(nonce="nonce")))
     await asyncio.sleep(0.5)
     assert not any(task.done() for task in [*waiting, script])
     server.start()
@@ -105,7 +106,7 @@ async def test_a_broker_that_refuses_for_now_is_asked_again(server: KillableBrok
     client = await started(server)
     await client.execute_command(*refuse.split())
     plain = asyncio.create_task(client.set("a", 1))
-    script = asyncio.create_task(Scripts(client).run("own", ["owner"], ["me", 1000, 0]))
+    script = asyncio.create_task(Scripts(client).ask(RoleKey(owner="owner"), Own(nonce="me", ttl_ms=1000, renew=False)))
     pipe = client.pipeline(transaction=False)
     pipe.incr("n")
     piped = asyncio.create_task(pipe.execute())

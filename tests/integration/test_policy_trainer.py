@@ -16,6 +16,7 @@ from sluice.consumers.training.step_log import read_rollouts, read_steps
 from sluice.consumers.training.trainer import Trainer
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig, Config, PolicyConfig, ScorerConfig, WeightsConfig
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
@@ -93,7 +94,7 @@ async def train(config: Config, source: Path, *, stop_at: str = "") -> None:
         try:
             await Trainer(role, owner, step, source).run()
         finally:
-            await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
+            await Scripts(role.client).ask(RoleKey(owner=owner.key), Disown(nonce=owner.nonce))
 
 
 async def scorer_is_ready(client: Any, keys: Keys) -> bool:

@@ -17,6 +17,7 @@ import redis
 from sluice.pipeline.broker import connection
 from sluice.pipeline.broker.embedded import find_server
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Own, RoleKey
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
 from tests.killable_broker import free_ports
@@ -124,7 +125,9 @@ async def test_connections_follow_the_primary(failover: Failover, end: int) -> N
         assert blocking.get("a") == b"1"
     failover.signal(failover.primary, end)
     writes = [asyncio.create_task(client.incr("a")) for _ in range(3)]
-    script = asyncio.create_task(Scripts(client).run("own", ["owner"], ["me", 60_000, 0]))
+    script = asyncio.create_task(
+        Scripts(client).ask(RoleKey(owner="owner"), Own(nonce="me", ttl_ms=60_000, renew=False))
+    )
     await asyncio.wait_for(asyncio.gather(*writes, script), 80)
     assert failover.role_of(failover.replica) == "master"
     with connection.connect_sync(config) as blocking:

@@ -18,6 +18,7 @@ from sluice.consumers.training.trainer import Trainer
 from sluice.consumers.training.trainer import train as train_role
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.broker.streams import Entry
 from sluice.pipeline.config.types import BrokerConfig, Config
 from sluice.pipeline.errors import BrokerDataGone, DeadlineExceeded, ModelError, first_cause
@@ -61,7 +62,7 @@ async def train(config: Config, source: Path) -> None:
         try:
             await Trainer(role, owner, train_step(source, learning_rate=1e-3), source).run()
         finally:
-            await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
+            await Scripts(role.client).ask(RoleKey(owner=owner.key), Disown(nonce=owner.nonce))
 
 
 def trained(config: Config) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""One model in memory, whose weights are those of the version that was loaded last.
+"""One model in memory, with the weights of the version loaded last.
 
 - `version` is None whenever the weights are not known to be those of one version: before the first load, and after
   one that failed halfway.

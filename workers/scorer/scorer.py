@@ -6,8 +6,8 @@
 | weights, a pass| the model's thread; the leases are renewed on   |
 
 - Every job is answered: with scores under exactly the version it names, or with the reason why there are none.
-- A version that cannot be had ends no scorer. A device that fails does; its jobs go to another scorer.
-- On a stop the jobs in work are answered, the others are given back.
+- A missing or broken version does not end the scorer. A failing device does; its jobs go to another scorer.
+- On a stop the jobs being scored are answered; the others are given back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.waits import WaitKind
 
-_TAKE = 16  # jobs at a time: what a scorer that dies holds up for a lease
+_TAKE = 16  # jobs at a time: a scorer that dies delays them by a lease
 _BLOCK_S = 0.5
 
 
@@ -104,7 +104,7 @@ class Scorer:
         self._role.status.fact(version=self._model.version, scored=self._scored)
 
     async def _switch_to(self, version: int) -> str:
-        """Load a version; why it cannot be had, or nothing."""
+        """Load a version; the reason if that fails, or nothing."""
         if self._model.version == version:
             return ""
         self._role.status.waiting(WaitKind.WEIGHTS, f"v{version}")

@@ -113,10 +113,9 @@ class Scripts:
 
     async def ask(self, names: Names, request: Request[A]) -> A:
         """The answer to one request; raises BrokerError when the server refuses it."""
-        return request.answer(await self.run(request.script, names.keys(), [*names.head(), *request.args()]))
+        return request.answer(await self._run(request.script, names.keys(), [*names.head(), *request.args()]))
 
-    async def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """As `ask`, without names."""
+    async def _run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         text = source(name)
         digest = self._digests.get(name)
         if digest is None:

@@ -15,6 +15,7 @@ from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
+from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutMatchingConfig
 from sluice.pipeline.status.descriptions import stall_text
 from sluice.pipeline.status.diagnosis import Why, look_twice
@@ -77,7 +78,7 @@ async def consuming(config: Config, task: Task = TASK, name: str = "consumer-0")
         finally:
             role.stop.set()
             await running
-            await Scripts(role.client).run("disown", [owner.key], [owner.nonce])
+            await Scripts(role.client).ask(RoleKey(owner=owner.key), Disown(nonce=owner.nonce))
 
 
 async def put_result(client: Any, keys: Keys, name: str, at_s: float) -> None:
