@@ -37,7 +37,7 @@ def configure(role: str, level: int = logging.INFO) -> None:
 
 
 def get_logger() -> structlog.stdlib.BoundLogger:
-    """The logger of this process; where nobody has set it up, it warns, on stderr: stdout is the caller's."""
+    """The logger of this process. Unconfigured, it logs warnings to stderr: stdout belongs to the caller."""
     if not structlog.is_configured():
         configure("", logging.WARNING)
     return structlog.get_logger()

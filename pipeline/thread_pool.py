@@ -44,7 +44,7 @@ class _Call:
 
 
 class ThreadPool:
-    """At most `size` calls at a time that somebody waits for."""
+    """At most `size` awaited calls at a time."""
 
     def __init__(self, name: str, size: int, *, max_lost: int = 16) -> None:
         """No thread is started before it is needed."""
@@ -56,12 +56,12 @@ class ThreadPool:
 
     @property
     def lost(self) -> int:
-        """Calls that still run and that nobody waits for."""
+        """Calls that still run and that nothing awaits."""
         return self._lost
 
     @property
     def busy(self) -> int:
-        """Calls that run and that somebody waits for."""
+        """Calls that run and are awaited."""
         return self._threads - self._idle
 
     async def run(self, work: Callable[[], Made], *, timeout_s: float, what: str) -> Made:
@@ -145,7 +145,7 @@ class ThreadPool:
             pass  # between two calls nothing of the last one is held
 
     def _serve_one(self) -> bool:
-        """Whether this thread goes on."""
+        """Whether this thread continues."""
         if (call := self._next()) is None:
             return False
         result, error = _done(call.work)

@@ -67,7 +67,7 @@ def connect(config: BrokerConfig, run: str = "") -> Redis:
 
 
 def connection_pool(config: BrokerConfig, run: str = "") -> ConnectionPool:
-    """What `connect` uses, for clients of another class; whoever asks for it disconnects it."""
+    """What `connect` uses, for clients of another class; the caller disconnects it."""
     patience: dict[str, Any] = {"retry": UntilRetry(config.retry_for_s), "retry_on_error": TRANSIENT}
     # redis-py 8 would refuse the hundred-and-first connection of a process; nothing here waits for a free one.
     settings: dict[str, Any] = {"max_connections": 1 << 31, **_timeouts(config), **patience}

@@ -70,7 +70,7 @@ class Ownership:
             raise await why_fenced(self._scripts, self.key)
 
     async def release(self) -> None:
-        """Give the role back at once; a renewal that is on its way does not take it again."""
+        """Give the role up immediately; a renewal in flight doesn't take it again."""
         self._released = True
         await self._scripts.ask(RoleKey(owner=self.key), Disown(nonce=self.nonce))
 

@@ -3,7 +3,7 @@
 - A retry inside a retry (a command connects, a connection asks for its health) tries once: the outer one begins anew,
   so that a client of Sentinel asks again where the primary is.
 - A cancellation is never lost: redis-py 5 sends through `asyncio.wait_for`, which before Python 3.12 drops one that
-  comes in the moment of success; the caller would wait on for ever.
+  comes in the moment of success; the caller would wait forever.
 - A task that was cancelled can still use a connection: before Python 3.11.3 a time limit of 0 inside such a task, as in
   redis-py's look at a connection of the pool, is taken for another cancellation. The look is a task of its own there.
 - Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
@@ -125,7 +125,7 @@ class _Heedful(AbstractConnection):
     """Ends a command whose task was cancelled while it was sent."""
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """As redis-py's; a command that was sent for nobody takes its connection with it, so its answer is not read."""
+        """As redis-py's; a command whose caller has gone closes its connection: nobody reads its answer."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         asked = task.cancelling()
         if not self.is_connected:  # redis-py 8 would open the socket to the old address, without asking a Sentinel

@@ -87,8 +87,8 @@ def replay(
 ) -> int:
     """Send dead sequences back to the queue, those of one job as one new job (its id ends with ~r and a number).
 
-    Works while the run goes on and after its end. Somebody has to decode it: `sluice up` or `sluice run` must be
-    running, or be started again. Exit code 1 when nothing was replayed.
+    Works during the run and after it. A worker has to decode them: `sluice up` or `sluice run` must be running, or be
+    started again. Exit code 1 when nothing was replayed.
 
     Example: `sluice dlq replay -c configs/text.yaml --reason worker_deaths`
     """

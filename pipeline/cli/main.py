@@ -1,6 +1,6 @@
 """The one `sluice` command, `help` and `completion`. Sub-commands come from the entry-point group that packages fill.
 
-- Loading a command imports no engine, so that `sluice --help` is there at once.
+- Loading a command imports no engine, so that `sluice --help` is fast.
 - An error ends in one line on stderr and an exit code of pipeline/errors.py; a bug ends in its traceback.
 """
 
@@ -31,7 +31,7 @@ def complaint(error: CycloptsError) -> str:
 
 
 def _unknown(error: UnknownCommandError) -> str:
-    """cyclopts' own sentence goes on with the first eight of all commands."""
+    """cyclopts' own sentence ends with the first eight of all commands."""
     word = (error.unused_tokens or [""])[0]
     known = [name for name in error.app or () if not name.startswith("-")]
     near = get_close_matches(word, known, n=1, cutoff=0.6)
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         say("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # `sluice status | head`: nobody reads on, and that is no error
+    except BrokenPipeError:  # `sluice status | head`: the reader has left, and that is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
@@ -162,7 +162,7 @@ def _version() -> str:
 
 
 def _ours(cause: BaseException) -> BaseException:
-    """What the broker's client raises once its patience is over, as our error; `--help` never imports the client."""
+    """What the broker's client raises once its retries are used up, as our error; `--help` never imports the client."""
     client: Any = sys.modules.get("redis")
     if client is not None and isinstance(cause, client.RedisError):
         return BrokerError(f"the broker fails us ({cause}); is it running? `sluice doctor` looks")

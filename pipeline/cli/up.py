@@ -25,7 +25,7 @@ def up(
     Without REDIS_URL and broker.url an embedded broker is started too. Gateways and rollout servers are started
     where `gateway.count` and `rollout_server.count` say so. It says first where its files, logs and servers are.
 
-    Exit code 130 after Ctrl-C or SIGTERM; the same command goes on from there.
+    Exit code 130 after Ctrl-C or SIGTERM; run the same command again to continue.
 
     Example: `sluice up -c configs/text.yaml --workers 4`
     Example: `sluice up -c configs/text.yaml --dry-run`
@@ -45,10 +45,10 @@ def run(
 ) -> int:
     """Decode, match and train on your own prompts, from first row to last.
 
-    It starts what `sluice up` starts, with a model and data named on the command line. Run it again to go on where it
-    stopped.
+    It starts what `sluice up` starts, with a model and data named on the command line. Run it again to continue
+    where it stopped.
 
-    Exit code 130 after Ctrl-C or SIGTERM; the same command goes on from there.
+    Exit code 130 after Ctrl-C or SIGTERM; run the same command again to continue.
 
     Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl`
     Example: `sluice run -c configs/text.yaml --model ./my-model --data prompts.jsonl --dry-run`

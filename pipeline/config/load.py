@@ -224,7 +224,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _measure(node: Any, above: set[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """(values, levels) of a node once its aliases are written out, which is what whoever reads the tree meets."""
+    """(values, levels) of a node with its aliases written out, as a reader of the tree meets them."""
     if (found := known.get(id(node))) is not None:
         return found
     line = node.start_mark.line + 1

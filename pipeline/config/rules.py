@@ -16,7 +16,7 @@ def check(config: Config, origin: str) -> None:
         _identity, _numbers, _images, _flow, _policy_numbers, _scorer_counts, _policy_and_others, _rollouts,
         _what_a_rollout_server_takes, _history_and_servers,
     ):  # fmt: skip
-        for holds, complaint in checks(config):  # the later ones reckon with what the earlier ones admit
+        for holds, complaint in checks(config):  # later rules rely on earlier ones
             if not holds:
                 raise ConfigError(f"{origin}: {complaint}")
     check_guard(config.rollout_matching.repeat_terminate, origin, "rollout_matching.repeat_terminate")

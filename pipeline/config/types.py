@@ -45,7 +45,7 @@ class VllmEngineOptions(Section, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory
     kv_cache_gb: float | None = None  # on CPU; None: 1, or VLLM_CPU_KVCACHE_SPACE
     max_model_len: int | None = None  # tokens; None: the model's context
-    enforce_eager: bool = False  # no CUDA graphs, no compilation: slower, starts at once
+    enforce_eager: bool = False  # no CUDA graphs, no compilation: slower, but starts immediately
     tensor_parallel_size: int = 1  # GPUs of one engine
     extra: dict[str, Any] = {}
 
@@ -73,7 +73,7 @@ class HistoryConfig(Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     max_sequences: int = 200_000  # of one consumer; the trainer keeps as many as all of them; the oldest go first
-    max_mb: int = 2048  # of one consumer's file; the trainer's may be as large as all of theirs
+    max_mb: int = 2048  # of one consumer's file; the trainer's may be as large as all of these together
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):
@@ -208,7 +208,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     format: Literal["auto", "jsonl", "parquet", "datasets"] = "auto"  # auto: by the path
     epochs: int = 1  # how often the rows are read
     limit: int | None = None  # rows per epoch
-    on_malformed: Literal["stop", "skip"] = "stop"  # skip: counted, and the run goes on
+    on_malformed: Literal["stop", "skip"] = "stop"  # skip: counted, and the run continues
 
 
 class ProducerConfig(Section, frozen=True, kw_only=True):

@@ -282,7 +282,7 @@ async def serve(
 ) -> None:
     """Serve until `stop`. Port 0 takes a free one; `on_ready` is called with the port once requests are taken.
 
-    Raises ConfigError where the port cannot be had, SluiceError where the application does not start, and
+    Raises ConfigError where the port is taken or not ours, SluiceError where the application does not start, and
     DeadlineExceeded where a cancelled request does not end.
     """
     with contextlib.closing(_bind(host, port)) as listener:
@@ -400,7 +400,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str, wanted: int) -> int:
-    """`wanted` if it can be had now, else any free one; `wanted` too where the host is none of this machine."""
+    """`wanted` if it's free now, else any free port; `wanted` too where the host isn't one of this machine's."""
     for port in (wanted, 0):
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -1,4 +1,4 @@
-"""What a prompt may cost, before anybody pays for it: one table for every way in.
+"""What a prompt may cost, checked before any of it is paid: one table of limits for every entry point.
 
     bytes ─ admit_json ─▶ plain JSON ─ admit_prompt ─▶ objects, rendering, tokens
 

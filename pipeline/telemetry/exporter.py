@@ -89,7 +89,7 @@ def _metrics_app(telemetry: Telemetry) -> ASGIApp:
 def metrics_server(config: MetricsConfig, telemetry: Telemetry) -> Generator[str | None]:
     """The address ("host:port") by which others reach `/metrics` of this process; None where it has none.
 
-    Raises ConfigError for an address that was chosen and cannot be had.
+    Raises ConfigError for a chosen address that is not available.
     """
     server = _open(config, telemetry) if config.enabled else None
     try:

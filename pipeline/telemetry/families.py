@@ -97,7 +97,7 @@ _PROCESS = [
     _fact("pending_samples", "samples that wait for a full batch", "pending", "consumer"),
     _fact("open_groups", "groups that wait for their other sequences", "open_groups", "consumer"),
     _timed("hand_off_samples", "samples of one batch handed on", "consumer", _SAMPLES),
-    _fact("train_steps_total", "optimiser steps of the run; a resumed trainer goes on", "step", "trainer"),
+    _fact("train_steps_total", "optimiser steps of the run; a resumed trainer continues", "step", "trainer"),
     _fact("trained_samples_total", "samples trained in the run", "samples", "trainer"),
     _timed("train_step_seconds", "one optimiser step, its checkpoint left out", "trainer"),
     _fact("scored_sequences_total", "sequences scored", "scored", "scorer"),
@@ -188,7 +188,7 @@ def series(family: Family) -> list[str]:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Each counter would come with a second series, `_created`, that no table names and nobody asks for.
+# Each counter would come with a second series, `_created`, that no table names and nothing reads.
 disable_created_metrics()
 
 

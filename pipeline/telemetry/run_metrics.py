@@ -1,7 +1,7 @@
 """What a snapshot of a run tells Prometheus, and where its processes tell theirs. Served by the dashboard.
 
 - Pure: numbers of one snapshot, the newest that there is. Parts that only a close look has are left out of others.
-- A stall that has gone is 0, not absent, so that alerts end at once. A wait that ends by itself is none.
+- A stall that has gone is 0, not absent, so that alerts end immediately. A wait that ends by itself is no stall.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ RECORDED_ONLY = {
     "rollout/rewards": "summed reward",
     "rollout/rewarded_samples": "1 per sequence with a reward",
 }
-"""Keys that samples record and nobody publishes: the parts of ratios, and observations."""
+"""Keys that samples record and no page publishes: the parts of ratios, and observations."""
 
 
 def _counter(name: str, unit: str, doc: str) -> Metric:

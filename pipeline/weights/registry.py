@@ -42,7 +42,7 @@ class WeightsRegistry:
             return None
 
     async def next_number(self, after: int, root: Path) -> int:
-        """A number above `after` that nobody has used, here or in the registry.
+        """A number above `after` that is unused, both here and in the registry.
 
         They differ when the newest checkpoint was damaged and deleted, and when the broker lost its last seconds.
         """

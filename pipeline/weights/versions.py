@@ -137,7 +137,7 @@ def newest_number(root: Path) -> int:
 
 
 def numbered_directories(root: Path) -> list[tuple[int, Path]]:
-    """Those of versions, oldest first; what else lies there is nobody's version."""
+    """The directories of versions, oldest first; anything else in `root` is ignored."""
     found = ((numbered(path.name, "v"), path) for path in root.glob("v[0-9]*") if path.is_dir())
     return sorted((number, path) for number, path in found if number is not None and number <= MOST_VERSION)
 

@@ -168,7 +168,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
 
 
 class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
-    """[W] A piece of a running sequence, from token `offset` on; what a redelivered job can go on from."""
+    """[W] A piece of a running sequence, from token `offset` on; from which a redelivered job can continue."""
 
     offset: int
     token_ids: TokenArray
@@ -294,7 +294,7 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> (dtype, shape)
     probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
     probe_score: float | None = None  # summed logprob (nats) of the probe tokens after the first
-    previous: int | None = None  # the version before, as far as the trainer knows it
+    previous: int | None = None  # the version before, if the trainer knows it
     previous_score: float | None = None  # that one's
     step: int = 0
     published_at: float = 0.0
@@ -357,5 +357,5 @@ class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
 
     @classmethod
     def alone(cls, rollout_id: str, task: str) -> RolloutHead:
-        """Of a caller that nobody announced: a group of one."""
+        """The head of a rollout that no producer announced: a group of one."""
         return cls(rollout_id=rollout_id, group_id=rollout_id, task=task)

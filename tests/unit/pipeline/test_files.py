@@ -45,7 +45,7 @@ def test_a_write_that_dies_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "f"
     write_atomic(target, "old")
     script = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom pipeline import files\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sluice.pipeline import files\n"
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "files.write_atomic(Path(sys.argv[1]), 'new')\n"
     )
