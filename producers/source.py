@@ -74,27 +74,24 @@ def fingerprint(config: DataConfig) -> str:
 
 def count_rows(config: DataConfig) -> int:
     """Rows of one epoch, malformed ones included."""
-    total = count_dataset(config.path) if _is_dataset(config) else _count_in_file(config)
+    if _is_dataset(config):
+        total = count_dataset(config.path)
+    else:
+        total = rows.count_rows(_existing(config), parquet=_is_parquet(config))
     return total if config.limit is None else min(total, config.limit)
 
 
 def read_rows(config: DataConfig, limits: Limits | None = None) -> Iterator[Row | Malformed]:
     """The rows of one epoch in file order; `limits` are those of the model."""
-    found = read_dataset(config.path, Row, limits) if _is_dataset(config) else _read_file(config, limits)
+    if _is_dataset(config):
+        found = read_dataset(config.path, Row, limits)
+    else:
+        is_parquet = _is_parquet(config)
+        found = rows.read_rows(_existing(config), Row, parquet=is_parquet, max_row_bytes=MAX_ROW_BYTES, limits=limits)
     for position, row in enumerate(found):
         if config.limit is not None and position >= config.limit:
             return
         yield row
-
-
-def _count_in_file(config: DataConfig) -> int:
-    return rows.count_rows(_existing(config), parquet=_is_parquet(config))
-
-
-def _read_file(config: DataConfig, limits: Limits | None) -> Iterator[Row | Malformed]:
-    return rows.read_rows(
-        _existing(config), Row, parquet=_is_parquet(config), max_row_bytes=MAX_ROW_BYTES, limits=limits
-    )
 
 
 def _is_dataset(config: DataConfig) -> bool:
@@ -214,7 +211,7 @@ BEFORE_FIRST = "-1:-1"  # the cursor before the first row
 
 
 class SourceProgress:
-    """Owned by the one producer of a run."""
+    """Which data a run reads, how far it got, what it skipped: kept in Redis, owned by the one producer of the run."""
 
     def __init__(self, role: Role) -> None:
         self._client: Any = role.client

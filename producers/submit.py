@@ -41,32 +41,32 @@ async def produce(config: Config) -> None:
         owner = Ownership(role.client, role.keys, "producer")
         await owner.acquire(deadline_s=_OTHER_S, waiting=role.status.waiting)
         role.spawn(owner.keep())
-        place = SourceProgress(role)
-        cursor = await place.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
+        progress = SourceProgress(role)
+        cursor = await progress.open(rows * config.data.epochs * config.producer.group_size, _credit(config))
         async with _intake(role) as intake:
             submitter = Submitter(role, intake, cursor)
             while not role.stop.is_set():
                 try:
-                    if await _read_all(config, place, intake, submitter):
-                        await place.finish()
+                    if await _read_all(config, progress, intake, submitter):
+                        await progress.finish()
                     break
                 except SourceRewound as back:
                     get_logger().warning("reading again: the broker lost its newest part", behind=back.cursor)
                     submitter.cursor = back.cursor
-                    place.rewind()
+                    progress.rewind()
         await owner.release()
 
 
-async def _read_all(config: Config, place: SourceProgress, intake: Intake, submitter: Submitter) -> bool:
+async def _read_all(config: Config, progress: SourceProgress, intake: Intake, submitter: Submitter) -> bool:
     """Enqueue everything behind the submitter's cursor; False when asked to stop. Raises SourceRewound."""
-    rows = _rows(config, submitter.cursor, place, intake)
+    rows = _rows(config, submitter.cursor, progress, intake)
     if submitter.cursor == BEFORE_FIRST:  # at the first start nothing is trained; later the broker's data are gone
         rows = _not_trained(config, rows, intake)
     for chunk in _chunks(_placed(rows), intake.chunk):
-        await place.store_skipped()
+        await progress.store_skipped()
         if not (await intake.room() and await submitter.submit(chunk)):
             return False
-    await place.store_skipped()
+    await progress.store_skipped()
     await submitter.confirm()
     if not await intake.settled():
         return False
@@ -159,13 +159,13 @@ def _not_trained(config: Config, rows: Iterator[RowItems], intake: Intake) -> It
         get_logger().warning("rows that are trained are not enqueued again", rows=skipped)
 
 
-def _rows(config: Config, cursor: str, place: SourceProgress, intake: Intake) -> Iterator[RowItems]:
+def _rows(config: Config, cursor: str, progress: SourceProgress, intake: Intake) -> Iterator[RowItems]:
     limits = Limits.of_model(config.model.path)
     done_epoch, done_row = (int(part) for part in cursor.split(":"))
     for epoch in range(config.data.epochs):
         for number, row in enumerate(read_rows(config.data, limits)):
             if isinstance(row, Malformed):
-                place.skip(row)
+                progress.skip(row)
             elif (epoch, number) > (done_epoch, done_row):
                 yield intake.items(row, epoch), f"{epoch}:{number}"
 

@@ -163,10 +163,17 @@ async def test_who_does_not_go_on_is_cut_off(pieces: Iterator[bytes], pause_s: f
 
 
 async def test_who_does_not_read_is_cut_off() -> None:
-    async with served(application(), connection=Hasty) as site, asyncio.timeout(10):
+    lost = asyncio.Event()
+
+    class Told(Hasty):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            lost.set()
+
+    async with served(application(), connection=Told) as site, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
         writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.sleep(0.4)
+        await lost.wait()
         assert len(await reader.read()) < 30_000_000
         writer.close()
 
