@@ -108,6 +108,16 @@ def test_no_text_contains(pattern: str, what: str) -> None:
     assert_none([f"{p}:{n}: {what}: {line.strip()[:90]}" for p, n, line in lines if found.search(line)])
 
 
+def test_every_module_of_ours_that_is_imported_is_there() -> None:
+    """pyright only warns of a module that is missing, as those of optional packages may be."""
+    offenders = []
+    for path, module in imported_modules():
+        file = ROOT / module.replace(".", "/")
+        if module.startswith("sluice.") and not (file.with_suffix(".py").is_file() or (file / "__init__.py").is_file()):
+            offenders.append(f"{path}: imports {module}")
+    assert_none(offenders)
+
+
 IMPORTED_EXTRAS = ("data", "accelerate", "wandb", "vllm")
 
 
