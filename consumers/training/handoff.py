@@ -65,7 +65,7 @@ _ONE = (
 T = TypeVar("T")
 _ACQUIRE_S = 20.0  # the claim of a trainer that was killed runs out after 5
 _RELEASE_S = 5.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _REASON = re.compile("[a-z][a-z0-9_]{0,39}")
 _Request = tuple[Callable[[Session], Awaitable[Any]], "Future[Any]"]
 
@@ -391,7 +391,7 @@ class SessionThread:
             raise self._why() from error
 
     def _await(self, answer: Future[Any]) -> Any:
-        while not wait([answer], _LOOK_S).done:
+        while not wait([answer], _POLL_S).done:
             if not self._thread.is_alive() and not answer.done():
                 raise self._why()
         if answer.cancelled():

@@ -2,6 +2,7 @@
 
 - loss = Σ w·CE / Σ w + Σ geometry / boxes + Σ m·pg·w / max(1, Σ m), the sums over the whole optimiser batch, so
   that the split into micro-batches does not change it. A sample may have any of the three.
+- It needs no broker and no session: benchmarks and tests train with it alone.
 """
 
 from __future__ import annotations
