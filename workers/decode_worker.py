@@ -40,9 +40,9 @@ from sluice.pipeline.queue import (
 )
 from sluice.pipeline.run.role import Role
 from sluice.pipeline.wire.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
-from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import WaitKind
-from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
 from sluice.workers.guard.repeat import triggers
 from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.slots import HeldJob, Slots
@@ -239,26 +239,17 @@ def request_for(
     if is_streamed(job):
         every = min(every or job.stream_every, job.stream_every)
 
-    def report(so_far: SequenceSoFar) -> None:
-        piece = Progress(
-            offset=so_far.offset,
-            token_ids=TokenArray(so_far.token_ids),
-            logprobs=FloatArray(so_far.logprobs),
-            versions=Runs.of(so_far.versions),
-        )
-        on_progress(claim, index, piece)
-
-    sampling = job.sampling
+    sampling, stored = job.sampling, claim.progress.get(index)
     return SequenceRequest(
         seq_key=f"{claim.job_id}:{index}",
         prompt_token_ids=tuple(prompt.token_ids),
         sampling=sampling,
         seed=seed_for(seed if sampling.seed is None else sampling.seed, claim.job_id, index),
         image=prompt.image,
-        so_far=_so_far(claim.progress.get(index)),
+        so_far=None if stored is None else stored.sampled,
         deadline_at=claim.deadline_at,
         report_every=every,
-        report=report if every else None,
+        report=(lambda piece: on_progress(claim, index, piece)) if every else None,
         asked_at=time.time(),
     )
 
@@ -279,12 +270,6 @@ def delta_of(claim: Claim, index: int, progress: Progress) -> bytes:
         logprobs=progress.logprobs,
     )
     return encode(delta)
-
-
-def _so_far(stored: Progress | None) -> SequenceSoFar | None:
-    if stored is None:
-        return None
-    return SequenceSoFar(0, list(stored.token_ids), list(stored.logprobs), list(stored.versions))
 
 
 def result_of(
@@ -313,18 +298,13 @@ def result_of(
         engine_version=output.fallback.get("version", facts.engine_version),
         prompt_token_ids=TokenArray(output.prompt_token_ids),
         prompt_truncated=truncated,
-        token_ids=TokenArray(output.token_ids),
-        resumed_tokens=min(len(request.so_far.token_ids), len(output.token_ids)) if request.so_far else 0,
-        logprobs=FloatArray(output.logprobs),
-        versions=Runs.of(output.versions),
+        **output.sampled.columns(),
+        resumed_tokens=min(len(request.so_far), len(output.sampled)) if request.so_far else 0,
         text=output.text,
         raw_text=output.raw_text,
         logprobs_mode=facts.logprobs_mode,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
-        proximal_logprobs=FloatArray(output.proximal_logprobs),
-        proximal_versions=Runs.of(output.proximal_versions),
-        response_mask=Runs.of(output.response_mask) if output.trigger else Runs(),
         triggers=triggers(output.trigger, active=facts.repeat_terminate),
         sampling=job.sampling,
         timings=_timings(claim, request.asked_at),

@@ -35,11 +35,11 @@ from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.queue import JobQueue
 from sluice.pipeline.run.role import role_process
 from sluice.pipeline.wire.keys import Keys, tagged
-from sluice.pipeline.wire.messages import DecodeJob, SamplingParams
+from sluice.pipeline.wire.messages import DecodeJob, Progress, SamplingParams
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.decode_worker import DecodeWorker
 from sluice.workers.engine.backends import make_backend
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from sluice.workers.job_prompts import JobPrompts
 
 THREADS = 1
@@ -228,9 +228,9 @@ class Observed:
         finally:
             self._sequences -= 1
 
-    def _saw(self, so_far: SequenceSoFar) -> None:
+    def _saw(self, so_far: Progress) -> None:
         """In the engine's thread."""
-        version = so_far.versions[-1]
+        version = so_far.versions.runs[-1][0]
         if version > self._newest:
             self._newest = version
             self._loop.call_soon_threadsafe(self._tell, Seen(version, time.time(), self._sequences))

@@ -41,8 +41,9 @@ from sluice.bench.models import ENDLESS_CONTEXT
 from sluice.bench.proximal.versions import COUNT, Variants
 from sluice.pipeline.errors import DeadlineExceeded, SluiceError
 from sluice.pipeline.weights.versions import verify, write_version
-from sluice.pipeline.wire.messages import SamplingParams, WeightVersion
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.pipeline.wire.messages import Progress, SamplingParams, WeightVersion
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from sluice.workers.weights_watch import probe_of
 
 WAIT_S = 120.0
@@ -147,8 +148,8 @@ def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
     """Raises SluiceError unless exactly the tokens that should be are scored."""
     expected = newer if newer == version + 1 else -1
     for output in outputs:
-        marks = output.proximal_versions or [-1] * len(output.token_ids)
-        proximal = output.proximal_logprobs or output.logprobs
+        marks = output.sampled.proximal_versions or [-1] * len(output.token_ids)
+        proximal = output.sampled.proximal_logprobs or output.logprobs
         wrong = [at for at, of in enumerate(output.versions) if marks[at] != (expected if of == version else -1)]
         if wrong or version not in output.versions or not all(map(math.isfinite, proximal)):
             raise SluiceError(f"{output.seq_key}: {len(wrong)} tokens are not scored as v{version} -> v{newer} does it")
@@ -224,7 +225,7 @@ def requests(version: int, prompt: int, generated: Sequence[int], room: int, see
             tuple(ids(prompt)),
             SamplingParams(temperature=1.0, max_new_tokens=count + room),
             seed=index,
-            so_far=SequenceSoFar(0, ids(count), [0.0] * count, [version] * count),
+            so_far=SampledTokens(ids(count), [0.0] * count, [version] * count),
             eos_token_ids=(),
         )
         for index, count in enumerate(generated)
@@ -267,9 +268,9 @@ class Running:
         """Every row has a token of this version."""
         return version in self.turns and len(self.turns[version].rows) == self.count
 
-    def saw(self, row: int, so_far: SequenceSoFar) -> None:
+    def saw(self, row: int, so_far: Progress) -> None:
         """New tokens of one row."""
-        now, version = time.perf_counter(), so_far.versions[-1]
+        now, version = time.perf_counter(), so_far.versions.runs[-1][0]
         if version not in self.turns:
             self.turns[version] = Turn(self.times[-1] if self.times else now)
         self.turns[version].rows.setdefault(row, now)

@@ -38,10 +38,10 @@ from sluice.pipeline.queue import Claim
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.run.role import Role, role_process
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, TrainingSample
+from sluice.pipeline.wire.messages import DecodeJob, Progress, SamplingParams, SequenceResult, TrainingSample
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.decode_worker import request_for, result_of
-from sluice.workers.engine.contracts import Backend, SequenceSoFar
+from sluice.workers.engine.contracts import Backend
 from sluice.workers.job_prompts import JobPrompt
 
 _TOLERANCE = 1e-2  # nats; engine, scorer and trainer pack their fp32 passes differently
@@ -172,7 +172,7 @@ class _Turn:
         self._loop = asyncio.get_running_loop()
         self._load: asyncio.Future[asyncio.Task[None]] = self._loop.create_future()
 
-    def saw(self, so_far: SequenceSoFar) -> None:
+    def saw(self, so_far: Progress) -> None:
         """In the engine's thread, one token at a time."""
         if so_far.offset + len(so_far.token_ids) == self._at:
             asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(WAIT_S)

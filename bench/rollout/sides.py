@@ -36,9 +36,9 @@ from sluice.pipeline.config.types import GatewayConfig
 from sluice.pipeline.errors import SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
-from sluice.pipeline.wire.messages import SamplingParams
+from sluice.pipeline.wire.messages import Progress, SamplingParams
 from sluice.workers.engine.backends import make_backend
-from sluice.workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.contracts import Backend, SequenceRequest
 
 MODEL_NAME = "policy"
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": "multiply"}}]
@@ -83,7 +83,7 @@ class Direct:
         """Seconds to its first `every` tokens; it is decoded to its end."""
         began, reports = time.perf_counter(), list[float]()
 
-        def report(_: SequenceSoFar) -> None:
+        def report(_: Progress) -> None:
             reports.append(time.perf_counter() - began)
 
         request = self._request(prompt, num_tokens)

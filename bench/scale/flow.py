@@ -27,6 +27,7 @@ from sluice.pipeline.errors import DeadlineExceeded, EngineError, SluiceError
 from sluice.pipeline.run.role import default_name, role_process
 from sluice.pipeline.run.supervisor import sluice_command
 from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 
 ANSWER = "7"
@@ -268,9 +269,13 @@ class AnsweringBackend:
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         count = len(self._token_ids)
         return SequenceOutput(
-            seq_key=request.seq_key, prompt_token_ids=request.prompt_token_ids, token_ids=list(self._token_ids),
-            logprobs=[-0.5] * count, versions=[0] * count, text=ANSWER, raw_text=ANSWER, finish_reason="stop",
-        )  # fmt: skip
+            seq_key=request.seq_key,
+            prompt_token_ids=request.prompt_token_ids,
+            sampled=SampledTokens(list(self._token_ids), [-0.5] * count, [0] * count),
+            text=ANSWER,
+            raw_text=ANSWER,
+            finish_reason="stop",
+        )
 
     def abort(self, seq_key: str) -> None:
         """Nothing runs."""

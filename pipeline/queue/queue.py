@@ -36,7 +36,7 @@ from sluice.pipeline.queue.types import (
 )
 from sluice.pipeline.wire.keys import ARQ_ABORT, ARQ_JOB, ARQ_RESULT, ARQ_RUNNING, Keys, tagged
 from sluice.pipeline.wire.messages import DecodeJob, Progress, decode, encode
-from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 
 A = TypeVar("A")
 _DETAIL_CHARS = 2000
@@ -412,15 +412,13 @@ def packed(piece: Progress) -> bytes:
 
 def joined(stored: bytes) -> Progress:
     """All pieces as one, from token 0. Raises MessageError when they do not fit together."""
-    tokens, logprobs, versions = TokenArray(), FloatArray(), list[int]()
+    whole = SampledTokens()
     at = 0
     while at < len(stored):
         size = int.from_bytes(stored[at : at + _PREFIX], "little")
         piece = decode(Progress, stored[at + _PREFIX : at + _PREFIX + size])
-        if piece.offset != len(tokens):
-            raise MessageError(f"progress: a piece starts at token {piece.offset}, {len(tokens)} were stored before")
-        tokens.extend(piece.token_ids)
-        logprobs.extend(piece.logprobs)
-        versions += list(piece.versions)
+        if piece.offset != len(whole):
+            raise MessageError(f"progress: a piece starts at token {piece.offset}, {len(whole)} were stored before")
+        whole += piece.sampled
         at += _PREFIX + size
-    return Progress(offset=0, token_ids=tokens, logprobs=logprobs, versions=Runs.of(versions))
+    return Progress.of(0, whole)

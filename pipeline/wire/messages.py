@@ -15,6 +15,7 @@ import msgspec
 
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.codec import SCHEMA, Wire, check_time, decode, encode, lone_surrogate
+from sluice.pipeline.wire.sampled_tokens import SampledTokens, check_columns
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray, check_lengths
 
 __all__ = ["SCHEMA", "Wire", "decode", "encode"]
@@ -155,15 +156,18 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     metadata: dict[str, Any] = {}  # [P] carried through
 
     def __post_init__(self) -> None:
-        tokens = len(self.token_ids)
-        check_lengths(self.seq_id, tokens, logprobs=self.logprobs, versions=self.versions)
-        check_lengths(
-            self.seq_id,
-            tokens,
-            optional=True,
-            response_mask=self.response_mask,
-            proximal_logprobs=self.proximal_logprobs,
-            proximal_versions=self.proximal_versions,
+        check_columns(self.seq_id, self)
+
+    @property
+    def sampled(self) -> SampledTokens:
+        """Its per-token arrays as lists."""
+        return SampledTokens(
+            list(self.token_ids),
+            list(self.logprobs),
+            list(self.versions),
+            list(self.response_mask),
+            list(self.proximal_logprobs),
+            list(self.proximal_versions),
         )
 
 
@@ -177,6 +181,17 @@ class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
 
     def __post_init__(self) -> None:
         check_lengths("progress", len(self.token_ids), logprobs=self.logprobs, versions=self.versions)
+
+    @classmethod
+    def of(cls, offset: int, tokens: SampledTokens) -> Progress:
+        """Mask and proximal logprobs stay behind: whoever continues the sequence scores it again."""
+        columns = tokens.columns()
+        return cls(offset=offset, **{name: columns[name] for name in ("token_ids", "logprobs", "versions")})
+
+    @property
+    def sampled(self) -> SampledTokens:
+        """Its per-token arrays as lists."""
+        return SampledTokens(list(self.token_ids), list(self.logprobs), list(self.versions))
 
 
 class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
@@ -261,17 +276,8 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)
         check_lengths(self.seq_id, tokens, labels=self.labels, weights=self.weights, segments=self.segments)
-        check_lengths(
-            self.seq_id,
-            tokens,
-            optional=True,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            proximal_logprobs=self.proximal_logprobs,
-            proximal_versions=self.proximal_versions,
-            response_mask=self.response_mask,
-            left_out=self.left_out,
-        )
+        check_columns(self.seq_id, self, stamped=False)
+        check_lengths(self.seq_id, tokens, optional=True, left_out=self.left_out)
         if not 0 <= self.prompt_len <= tokens:
             raise MessageError(f"{self.seq_id}: prompt_len {self.prompt_len} outside 0..{tokens}")
 

@@ -65,13 +65,13 @@ def ending(output: SequenceOutput) -> Ending:
     """To compare; what belongs to a forced end is looked at here."""
     if output.trigger is None:
         assert output.finish_reason != "repeat_terminated"
-        assert output.response_mask == [1] * len(output.token_ids)
+        assert output.sampled.mask == [1] * len(output.token_ids)
         assert -1 not in output.versions
     else:
         at = output.trigger.at_token
         assert (output.finish_reason, output.stop_reason) == ("repeat_terminated", None)
         assert len(output.token_ids) == at + 1
-        assert output.response_mask == [1] * at + [0]
+        assert output.sampled.mask == [1] * at + [0]
         assert (output.logprobs[at], output.versions) == (0.0, [0] * at + [-1])
     return output.token_ids, output.trigger
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
+from sluice.pipeline.wire.messages import Progress
+from sluice.workers.engine.contracts import Backend, SequenceOutput
 from tests.contract.engine_fixtures import request
 
 PROMPT = list(b"the abc of it")
@@ -17,7 +18,7 @@ async def test_an_aborted_sequence_returns_its_tokens_and_logprobs(backend: Back
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def report(piece: SequenceSoFar) -> None:
+    def report(piece: Progress) -> None:
         loop.call_soon_threadsafe(begun.set)
 
     task = asyncio.create_task(backend.decode(replace(asked, seq_key="doomed", report_every=4, report=report)))
@@ -40,7 +41,7 @@ async def test_what_was_aborted_can_be_gone_on_with(backend: Backend) -> None:
     await asyncio.sleep(0.05)
     backend.abort("later")
     partial = await asyncio.wait_for(task, 60)
-    old = SequenceSoFar(0, partial.token_ids, partial.logprobs, partial.versions)
+    old = partial.sampled
     resumed = await backend.decode(replace(asked, so_far=old))
     assert resumed.token_ids == (await backend.decode(asked)).token_ids
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.errors import EngineError, RequestError
+from sluice.pipeline.wire.messages import Progress
 from sluice.workers.engine import GenerationOptions, TextGenerationRequest
-from sluice.workers.engine.contracts import Backend, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.contracts import Backend, SequenceRequest
 from tests.contract.engine_fixtures import request
 
 PROMPT = list(b"the abc of it")
 
 
-def fail(_piece: SequenceSoFar) -> None:
+def fail(_piece: Progress) -> None:
     raise KeyError("nobody listens")
 
 
@@ -47,7 +48,7 @@ async def test_the_context_is_padded_with_any_token_of_the_vocabulary(backend: B
 
 async def test_aborting_what_is_whole_already_gives_the_whole(backend: Backend) -> None:
     whole = await backend.decode(request(PROMPT, max_new_tokens=5))
-    so_far = SequenceSoFar(0, whole.token_ids, whole.logprobs, whole.versions)
+    so_far = whole.sampled
     asked = replace(request(PROMPT, max_new_tokens=5), seq_key="whole", so_far=so_far)
     task = asyncio.create_task(backend.decode(asked))
     await asyncio.sleep(0)

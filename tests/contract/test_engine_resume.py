@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.errors import RequestError
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceSoFar
+from sluice.pipeline.wire.messages import Progress
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.workers.engine.contracts import Backend, SequenceOutput
 from tests.contract.engine_fixtures import request, run
 
 PROMPT = list(b"the abc of it")
@@ -21,8 +23,8 @@ SAMPLINGS = {
 }
 
 
-def so_far(output: SequenceOutput, count: int) -> SequenceSoFar:
-    return SequenceSoFar(0, output.token_ids[:count], output.logprobs[:count], output.versions[:count])
+def so_far(output: SequenceOutput, count: int) -> SampledTokens:
+    return output.sampled[:count]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -58,27 +60,20 @@ def test_a_stop_string_that_began_before_the_cut_is_found(backend: Backend) -> N
 
 def test_what_had_ended_already_is_the_result(backend: Backend) -> None:
     whole = run(backend, request(PROMPT, max_new_tokens=9))[0]
-    past = SequenceSoFar(0, [*whole.token_ids, 5], [*whole.logprobs, -1.0], [*whole.versions, 0])
+    past = SampledTokens([*whole.token_ids, 5], [*whole.logprobs, -1.0], [*whole.versions, 0])
     for old in (so_far(whole, 9), past):
         assert run(backend, replace(request(PROMPT, max_new_tokens=9), so_far=old))[0] == whole
 
 
-@pytest.mark.parametrize(
-    ("old", "says"),
-    [
-        (SequenceSoFar(3, [1], [0.0], [0]), "offset 3"),
-        (SequenceSoFar(0, [1, 2], [0.0], [0]), r"\(2, 1, 1\)"),
-        (SequenceSoFar(0, [99_999], [0.0], [0]), "so_far: token id 99999"),
-    ],
-)
-def test_a_broken_beginning_is_refused(backend: Backend, old: SequenceSoFar, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_a_broken_beginning_is_refused(backend: Backend) -> None:
+    old = SampledTokens([99_999], [0.0], [0])
+    with pytest.raises(RequestError, match="so_far: token id 99999"):
         run(backend, replace(request(PROMPT), so_far=old))
 
 
 def test_reports_go_on_behind_what_there_was(backend: Backend) -> None:
     whole = run(backend, request(PROMPT, max_new_tokens=30))[0]
-    pieces: list[SequenceSoFar] = []
+    pieces: list[Progress] = []
     asked = replace(request(PROMPT, max_new_tokens=30), so_far=so_far(whole, 10), report_every=6, report=pieces.append)
     assert run(backend, asked)[0].token_ids == whole.token_ids
     assert pieces[0].offset == 10

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from sluice.pipeline.wire.messages import Progress
 from sluice.pipeline.wire.tokens import Runs
-from sluice.workers.engine.contracts import Backend, SequenceSoFar
+from sluice.workers.engine.contracts import Backend
 from tests.contract.engine_fixtures import request, run
 
 PROMPT = list(b"the abc of it")
@@ -19,7 +20,7 @@ def test_a_sequence_out_of_time_ends_with_what_it_has(backend: Backend) -> None:
 
 
 def test_reports_make_up_the_sequence_without_gap_or_overlap(backend: Backend) -> None:
-    pieces: list[SequenceSoFar] = []
+    pieces: list[Progress] = []
     asked = replace(request(PROMPT, 3, temperature=1.0, max_new_tokens=41), report_every=8, report=pieces.append)
     [output] = run(backend, asked)
     reported = len(output.token_ids) - (len(output.token_ids) - 1) % 8 - 1

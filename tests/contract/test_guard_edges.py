@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from sluice.pipeline.errors import RequestError
-from sluice.workers.engine.contracts import Backend, SequenceSoFar
+from sluice.pipeline.wire.messages import Progress
+from sluice.workers.engine.contracts import Backend
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
@@ -34,7 +35,7 @@ def test_the_model_ends_by_id_0(guarded: Backend, loops: LoopModel) -> None:
     one, chosen = looping(loops, 1), loops.healthy[-3]
     ended, healthy = decoded(guarded, request([one]), request([chosen]))
     assert ending(ended) == ([one] * ARMED + [0], RepeatTrigger("consecutive", ARMED))
-    assert (healthy.finish_reason, healthy.trigger, healthy.response_mask[-1]) == ("stop", None, 1)
+    assert (healthy.finish_reason, healthy.trigger, healthy.sampled.mask[-1]) == ("stop", None, 1)
 
 
 def test_a_trigger_on_the_last_allowed_token_is_length(guarded: Backend, loops: LoopModel) -> None:
@@ -166,14 +167,14 @@ def test_stop_strings_end_before_the_guard_or_not_at_all(guarded: Backend, loops
 def test_a_deadline_ends_beside_the_guard(guarded: Backend, loops: LoopModel) -> None:
     late = replace(request([looping(loops, 1)]), deadline_at=time.monotonic() - 1)
     output, loop = decoded(guarded, late, request([looping(loops, 1)]))
-    assert (output.finish_reason, output.trigger, output.response_mask) == ("deadline", None, [1])
+    assert (output.finish_reason, output.trigger, output.sampled.mask) == ("deadline", None, [1])
     assert loop.trigger == RepeatTrigger("consecutive", ARMED)
 
 
 async def test_an_abort_ends_beside_the_guard(guarded: Backend, loops: LoopModel) -> None:
     begun, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def report(piece: SequenceSoFar) -> None:
+    def report(piece: Progress) -> None:
         loop.call_soon_threadsafe(begun.set)
 
     five, one = looping(loops, 5), looping(loops, 1)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from sluice.pipeline.config.types import RepeatTerminateConfig
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.backends import RoutedBackend
-from sluice.workers.engine.contracts import SequenceSoFar
 from sluice.workers.engine.guard_proof import breaking_tokens
 from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
@@ -67,10 +67,7 @@ def test_a_sequence_that_is_cut_inside_a_key_goes_on_counting(engine: RoutedBack
     cuts = range(1, len(wanted), 5)
     outputs = decoded(
         engine,
-        *(
-            replace(asked, seq_key=f"cut{at}", so_far=SequenceSoFar(0, wanted[:at], [0.0] * at, [0] * at))
-            for at in cuts
-        ),
+        *(replace(asked, seq_key=f"cut{at}", so_far=SampledTokens(wanted[:at], [0.0] * at, [0] * at)) for at in cuts),
     )
     assert {output.trigger for output in outputs} == {RepeatTrigger("object_keys", len(wanted))}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.guard.repeat import RepeatTrigger
 from tests.contract.engine_fixtures import request
@@ -26,7 +26,7 @@ LIMIT = 70
 
 
 def _cut(asked: SequenceRequest, whole: SequenceOutput, at: int) -> SequenceRequest:
-    so_far = SequenceSoFar(0, whole.token_ids[:at], whole.logprobs[:at], whole.versions[:at])
+    so_far = whole.sampled[:at]
     return replace(asked, seq_key=f"cut{at}", so_far=so_far)
 
 

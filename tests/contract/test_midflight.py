@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import SamplingParams
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from tests.contract.engine_fixtures import request, run, started
 from tests.contract.versions import Updates, Versions, assert_right, decode_amid, own_weights_again, random_prompt
 
@@ -34,15 +35,15 @@ def endless(prompt: Sequence[int], tokens: int, seed: int = 0, **options: object
 
 def test_the_timeline_of_the_source(backend: Backend, versions: Versions) -> None:
     """One token under v0, two under v1, one under v2: (seed 002)."""
-    held = SequenceSoFar(0, [97], versions.logprobs(0, PROMPT, [97]), [0])
+    held = SampledTokens([97], versions.logprobs(0, PROMPT, [97]), [0])
     asyncio.run(backend.load_weights(versions.directories[1], 1))
     two = run(backend, endless(PROMPT, 3, so_far=held))[0]
     assert two.versions == [0, 1, 1]
-    assert two.proximal_versions == [1, -1, -1]
+    assert two.sampled.proximal_versions == [1, -1, -1]
     output = decode_amid(backend, versions, [(1, 1), (3, 2)], [endless(PROMPT, 200)])[0]
     assert_right(output, versions)
     assert set(output.versions) == {0, 1, 2}
-    assert output.proximal_versions == [v + 1 if v < 2 else -1 for v in output.versions]
+    assert output.sampled.proximal_versions == [v + 1 if v < 2 else -1 for v in output.versions]
 
 
 def test_tokens_before_and_after_are_those_of_one_run_each(backend: Backend, versions: Versions) -> None:
@@ -53,7 +54,7 @@ def test_tokens_before_and_after_are_those_of_one_run_each(backend: Backend, ver
     old = run(backend, endless(PROMPT, 120, seed=3))[0]
     assert output.token_ids[:cut] == old.token_ids[:cut]
     asyncio.run(backend.load_weights(versions.directories[1], 1))
-    held = SequenceSoFar(0, output.token_ids[:cut], output.logprobs[:cut], [0] * cut)
+    held = SampledTokens(output.token_ids[:cut], output.logprobs[:cut], [0] * cut)
     resumed = run(backend, endless(PROMPT, 120, seed=3, so_far=held))[0]
     assert resumed.token_ids == output.token_ids
     assert_right(resumed, versions)
@@ -81,7 +82,7 @@ def test_every_number_is_that_of_a_plain_forward_pass(
 def test_a_skipped_version_leaves_its_tokens_marked(backend: Backend, versions: Versions) -> None:
     output = decode_amid(backend, versions, [(4, 2), (10, 3)], [endless(PROMPT, 200)])[0]
     assert_right(output, versions)
-    by_version = dict(zip(output.versions, output.proximal_versions, strict=True))
+    by_version = dict(zip(output.versions, output.sampled.proximal_versions, strict=True))
     assert by_version == {0: -1, 2: 3, 3: -1}
 
 
@@ -132,5 +133,5 @@ def test_a_sequence_may_be_aborted_or_stopped_amid_updates(backend: Backend, ver
 def test_a_greedy_sequence_that_ended_before_an_update_has_no_proximal(backend: Backend, versions: Versions) -> None:
     asyncio.run(backend.load_weights(versions.directories[0], 0))
     output = run(backend, request(PROMPT, max_new_tokens=4))[0]
-    assert output.proximal_logprobs == []
-    assert output.proximal_versions == []
+    assert output.sampled.proximal_logprobs == []
+    assert output.sampled.proximal_versions == []

@@ -24,11 +24,11 @@ MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def assert_seen_right(output: SequenceOutput, plain: list[PlainVlm], prompt: Sequence[int], image: Image) -> None:
     """Every number is that of a plain pass over prompt, image and tokens; all but the last version's are scored."""
     by_version = [model.logprobs(prompt, image, output.token_ids).tolist() for model in plain]
-    assert output.proximal_versions == [v + 1 if v < max(output.versions) else -1 for v in output.versions]
+    assert output.sampled.proximal_versions == [v + 1 if v < max(output.versions) else -1 for v in output.versions]
     for at, version in enumerate(output.versions):
-        under = max(version, output.proximal_versions[at])
+        under = max(version, output.sampled.proximal_versions[at])
         assert output.logprobs[at] == pytest.approx(by_version[version][at], abs=TOLERANCE)
-        assert output.proximal_logprobs[at] == pytest.approx(by_version[under][at], abs=TOLERANCE)
+        assert output.sampled.proximal_logprobs[at] == pytest.approx(by_version[under][at], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("save", [save_tiny_llava, save_tiny_qwen_vl])

@@ -140,10 +140,9 @@ def test_a_plugin_that_fails_ends_its_own_sequence_and_no_other(hf: HfBackend) -
 
 
 def test_resume_shows_a_plugin_the_old_tokens(hf: HfBackend) -> None:
-    from sluice.workers.engine.contracts import SequenceSoFar
 
     [free] = run(hf, request(PROMPT))
-    old = SequenceSoFar(0, free.token_ids[:4], free.logprobs[:4], free.versions[:4])
+    old = free.sampled[:4]
     [output] = run(hf, replace(request(PROMPT), so_far=old, plugins=(StopAfter(7),)))
     assert output.token_ids == free.token_ids[:7]
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from sluice.pipeline.errors import EngineError
-from sluice.workers.engine.contracts import SequenceOutput, SequenceSoFar
+from sluice.pipeline.wire.messages import Progress
+from sluice.workers.engine.contracts import SequenceOutput
 from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import request
 from tests.contract.vllm_fixtures import cores, make_vllm
@@ -41,7 +42,7 @@ async def _running(backend: VllmBackend) -> asyncio.Task[SequenceOutput]:
     begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def report(piece: SequenceSoFar) -> None:
+    def report(piece: Progress) -> None:
         loop.call_soon_threadsafe(begun.set)
 
     asked = request([5, 6, 7], 1, temperature=1.0, max_new_tokens=250)

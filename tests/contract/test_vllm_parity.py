@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.vllm import VllmBackend
 from tests.contract.engine_fixtures import ragged_prompts, request, run
@@ -83,4 +83,4 @@ def test_both_know_the_same_of_the_model(hf: HfBackend, vllm: VllmBackend) -> No
 
 
 def _cut(asked: SequenceRequest, output: SequenceOutput) -> SequenceRequest:
-    return replace(asked, so_far=SequenceSoFar(0, output.token_ids[:20], output.logprobs[:20], output.versions[:20]))
+    return replace(asked, so_far=output.sampled[:20])

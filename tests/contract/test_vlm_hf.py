@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import SamplingParams
-from sluice.workers.engine.contracts import SequenceRequest, SequenceSoFar
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.hf.decoder import Decoder
 from sluice.workers.engine.hf.model import load_model
@@ -100,7 +101,7 @@ def test_a_sequence_goes_on_as_if_it_had_never_stopped(vlm: Vlm, temperature: fl
     whole = vlm.request(PICTURES[2], 3, temperature=temperature, max_new_tokens=24)
     output = run(vlm.backend, whole)[0]
     cuts = [1, 9, 23]
-    pieces = [SequenceSoFar(0, output.token_ids[:at], output.logprobs[:at], output.versions[:at]) for at in cuts]
+    pieces = [output.sampled[:at] for at in cuts]
     *again, _ = run(vlm.backend, *(replace(whole, so_far=piece) for piece in pieces), vlm.request(None))
     for one in again:
         assert one.token_ids == output.token_ids
@@ -110,7 +111,7 @@ def test_a_sequence_goes_on_as_if_it_had_never_stopped(vlm: Vlm, temperature: fl
 
 def test_a_generated_image_token_is_text_when_the_sequence_goes_on(vlm: Vlm) -> None:
     image_token = VisionProcessor.load(vlm.config).image_token_id
-    so_far = SequenceSoFar(0, [65, image_token, image_token], [-1.0] * 3, [0] * 3)
+    so_far = SampledTokens([65, image_token, image_token], [-1.0] * 3, [0] * 3)
     output = run(vlm.backend, replace(vlm.request(PICTURES[0]), so_far=so_far))[0]
     assert output.token_ids[:3] == so_far.token_ids
     expected = vlm.plain.logprobs(vlm.prompt(), PICTURES[0], output.token_ids)[3:]

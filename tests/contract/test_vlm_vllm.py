@@ -16,7 +16,7 @@ from PIL import Image
 from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions, VlmPreprocessOptions
 from sluice.pipeline.errors import ModelError, RequestError
 from sluice.pipeline.wire.messages import SamplingParams
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from sluice.workers.engine.hf import HfBackend
 from sluice.workers.engine.prompts import Prompts
 from sluice.workers.engine.vllm import VllmBackend
@@ -106,7 +106,7 @@ def test_a_cache_keeps_images_apart_from_one_another_and_from_text(pair: Pair) -
 def test_either_backend_goes_on_where_the_other_was_interrupted(pair: Pair) -> None:
     asked = pair.request(PICTURES[1], 3, temperature=1.0, top_p=0.95, max_new_tokens=18)
     [whole] = run(pair.hf, asked)
-    so_far = SequenceSoFar(0, whole.token_ids[:12], whole.logprobs[:12], whole.versions[:12])
+    so_far = whole.sampled[:12]
     assert pair.assert_equal(replace(asked, so_far=so_far))[0].token_ids == whole.token_ids
     image_token = Vision.of(ModelConfig(path=str(pair.directory)), VllmEngineOptions())
     assert image_token is not None

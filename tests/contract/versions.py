@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.pipeline.wire.messages import Progress
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
 from tests.contract.engine_fixtures import reference, reference_logprobs
 from tests.tiny_models import save_tiny_model
 
@@ -55,8 +56,8 @@ def assert_right(output: SequenceOutput, versions: Versions, temperature: float 
     by_version = {
         v: versions.logprobs(v, output.prompt_token_ids, output.token_ids, temperature) for v in versions.models
     }
-    proximal = output.proximal_logprobs or output.logprobs
-    marks = output.proximal_versions or [-1] * len(output.token_ids)
+    proximal = output.sampled.proximal_logprobs or output.logprobs
+    marks = output.sampled.proximal_versions or [-1] * len(output.token_ids)
     for at, version in enumerate(output.versions):
         where = f"token {at} of {output.seq_key}, versions {output.versions}"
         assert output.logprobs[at] == pytest.approx(by_version[version][at], abs=TOLERANCE), where
@@ -87,7 +88,7 @@ class Updates:
             await asyncio.gather(*self._loads)
         return list(outputs)
 
-    def _saw(self, so_far: SequenceSoFar) -> None:
+    def _saw(self, so_far: Progress) -> None:
         """In the engine's thread."""
         assert self._loop is not None
         if self._schedule and so_far.offset + len(so_far.token_ids) >= self._schedule[0][0]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sluice.pipeline.errors import EngineError, RequestError
-from sluice.pipeline.wire.messages import SamplingParams
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.wire.messages import Progress, SamplingParams
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.plugins.base import GenerationPlugin, Hook
 from sluice.workers.guard.repeat import RepeatTrigger
 from sluice.workers.guard.rules import GuardRules
@@ -47,16 +48,6 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSoFar:
-    """A piece of a sequence, from token `offset` on; the three lists have one length."""
-
-    offset: int
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """One sequence to decode. The tokens depend on (prompt, image, sampling, seed, weights) and nothing else.
 
@@ -69,7 +60,7 @@ class SequenceRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     image: Any = field(default=None, compare=False)  # PIL.Image.Image, RGB
-    so_far: SequenceSoFar | None = None  # continues from there; its offset is 0
+    so_far: SampledTokens | None = None  # continues from there; proximal logprobs are scored anew
     plugins: tuple[GenerationPlugin, ...] = ()
     eos_token_ids: tuple[int, ...] | None = None  # None: those of the model
     pad_token_id: int | None = None  # None: that of the tokenizer
@@ -77,7 +68,7 @@ class SequenceRequest:
     probe_guard: GuardRules | None = None  # instead of the engine's rules, before it serves
     deadline_at: float | None = None  # time.monotonic() seconds; the sequence ends with its next token after it
     report_every: int = 0  # tokens; 0 = never
-    report: Callable[[SequenceSoFar], None] | None = field(default=None, compare=False)
+    report: Callable[[Progress], None] | None = field(default=None, compare=False)
     asked_at: float = field(default=0.0, compare=False)  # Unix seconds
 
     def __post_init__(self) -> None:
@@ -91,40 +82,33 @@ class SequenceOutput:
     """One decoded sequence.
 
     - `prompt_token_ids` are those that the model saw: an image placeholder is expanded, there is no padding.
-    - `token_ids` end with the token that completed the stop (if any); `logprobs` are natural logs in fp32 under
-      `versions`; `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is whole.
-    - `proximal_logprobs[i]` is the logprob of token i under `proximal_versions[i]` = `versions[i]` + 1; where that is
-      not known it is -1, and the value that of `logprobs`. Both are empty where no token has one.
+    - `sampled` ends with the token that completed the stop (if any); its logprobs are in fp32.
+    - `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is whole.
     - `stop_reason`: the stop string, the stop id or the plugin's name; None for end-of-sequence and all else.
     - With a `trigger` the last token is an end-of-sequence id that nobody sampled: logprob 0, version -1, mask 0.
     """
 
     seq_key: str
     prompt_token_ids: tuple[int, ...]
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    sampled: SampledTokens
     text: str
     raw_text: str
     finish_reason: DecodeEnding
     stop_reason: str | int | None = None
     trigger: RepeatTrigger | None = None  # of the repeat guard, if that ended it
-    proximal_logprobs: list[float] = field(default_factory=list)
-    proximal_versions: list[int] = field(default_factory=list)
     fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: another backend decoded it
 
     @property
-    def response_mask(self) -> list[int]:
-        """1 where the policy sampled the token; shape (len(token_ids),)."""
-        return [1] * (len(self.token_ids) - 1) + [0] if self.trigger else [1] * len(self.token_ids)
+    def token_ids(self) -> list[int]:
+        return self.sampled.token_ids
 
-    def __post_init__(self) -> None:
-        lengths = (len(self.token_ids), len(self.logprobs), len(self.versions))
-        if len(set(lengths)) != 1:
-            raise EngineError(f"{self.seq_key}: tokens, logprobs and versions differ in length: {lengths}")
-        proximal = (len(self.proximal_logprobs), len(self.proximal_versions))
-        if proximal not in ((0, 0), (lengths[0], lengths[0])):
-            raise EngineError(f"{self.seq_key}: {lengths[0]} tokens, and proximal arrays of length {proximal}")
+    @property
+    def logprobs(self) -> list[float]:
+        return self.sampled.logprobs
+
+    @property
+    def versions(self) -> list[int]:
+        return self.sampled.versions
 
 
 @dataclass(frozen=True, slots=True)

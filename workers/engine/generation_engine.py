@@ -270,7 +270,7 @@ def _result(
         versions=output.versions,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
-        response_mask=output.response_mask if output.trigger else [],
+        response_mask=output.sampled.response_mask,
         triggers=triggers(output.trigger, active=target.facts.repeat_terminate),
         engine=target.facts,
         fallback=output.fallback,

@@ -69,7 +69,7 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
     if "" in request.sampling.stop:
         raise RequestError(f"{key}: an empty stop string would end every sequence at once; remove it")
     if request.so_far is not None:
-        _check_so_far(request, facts)
+        check_token_ids(f"{key}: so_far", request.so_far.token_ids, facts.vocab_size)
 
 
 def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -82,15 +82,3 @@ def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> No
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(f"{where}: token id {bad} is outside the model's vocabulary 0..{vocab_size - 1}")
-
-
-def _check_so_far(request: SequenceRequest, facts: EngineFacts) -> None:
-    so_far = request.so_far
-    assert so_far is not None
-    lengths = (len(so_far.token_ids), len(so_far.logprobs), len(so_far.versions))
-    if so_far.offset != 0 or len(set(lengths)) != 1:
-        raise RequestError(
-            f"{request.seq_key}: to go on, a sequence is needed from token 0, with as many tokens as logprobs and "
-            f"versions; got offset {so_far.offset} and lengths {lengths}"
-        )
-    check_token_ids(f"{request.seq_key}: so_far", so_far.token_ids, facts.vocab_size)

@@ -14,7 +14,7 @@ import msgspec
 
 from sluice.pipeline.config.types import ModelConfig, WorkerConfig
 from sluice.pipeline.wire.messages import SamplingParams, SequenceResult
-from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.engine.backends import make_backend
 from sluice.workers.engine.contracts import Backend, SequenceRequest
 
@@ -42,9 +42,7 @@ class LocalEngine:
             backend=facts.name,
             engine_version=facts.engine_version,
             prompt_token_ids=TokenArray(output.prompt_token_ids),
-            token_ids=TokenArray(output.token_ids),
-            logprobs=FloatArray(output.logprobs),
-            versions=Runs.of(output.versions),
+            **output.sampled.columns(),
             text=output.text,
             raw_text=output.raw_text,
             finish_reason=output.finish_reason,

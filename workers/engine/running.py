@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sluice.pipeline.errors import EngineError
-from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest, SequenceSoFar
+from sluice.pipeline.wire.messages import Progress
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.workers.engine.contracts import DecodeEnding, EngineFacts, SequenceOutput, SequenceRequest
 from sluice.workers.engine.limits import check_request
 from sluice.workers.guard.repeat import RepeatTrigger
 
@@ -27,28 +29,23 @@ _MAX_HELD_TOKENS = 8
 
 
 class RunningSequence:
-    """`tokens`, `logprobs` and `versions` have one length; they begin with the request's `so_far`.
-
-    A version of -1 is no version: nobody sampled that token.
-    """
+    """`sampled` begins with the request's `so_far`; `tokens` are its ids, the same list."""
 
     __slots__ = (
         "_ends",
         "_limit",
-        "_proximal",
         "_reported",
         "_tokenizer",
         "_watch",
         "eos",
         "finish_reason",
         "logprob_temperature",
-        "logprobs",
         "prompt",
         "request",
+        "sampled",
         "stop_reason",
         "tokens",
         "trigger",
-        "versions",
     )
 
     def __init__(
@@ -64,13 +61,11 @@ class RunningSequence:
         self.request = request
         processed = facts.logprobs_mode == "processed_logprobs"
         self.logprob_temperature = (sampling.temperature or 1.0) if processed else 1.0
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        self.sampled = SampledTokens()
+        self.tokens = self.sampled.token_ids
         self.finish_reason: DecodeEnding | None = None
         self.stop_reason: StopReason = None
         self.trigger: RepeatTrigger | None = None
-        self._proximal: dict[int, tuple[float, int]] = {}  # token -> (logprob, under this version)
         self._tokenizer = tokenizer
         self._limit = sampling.max_new_tokens
         self.eos = facts.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
@@ -107,16 +102,13 @@ class RunningSequence:
 
     def unscored(self, version: int) -> list[int]:
         """Tokens whose proximal logprob is the one under `version`, and that have none yet; rising."""
-        before = version - 1
-        if before < 0:
-            return []
-        return [at for at, sampled in enumerate(self.versions) if sampled == before and at not in self._proximal]
+        return self.sampled.unscored(version)
 
     def score(self, version: int, at: Sequence[int], logprobs: Sequence[float]) -> None:
         """Proximal logprobs of the tokens `at`, which `unscored(version)` gave. Raises EngineError for a NaN."""
         for token, logprob in zip(at, logprobs, strict=True):
             self._check(logprob, token)
-            self._proximal[token] = logprob, version
+            self.sampled.score(token, logprob, version)
 
     def end(self, reason: DecodeEnding, detail: StopReason = None) -> None:
         """End it here, from outside."""
@@ -130,9 +122,7 @@ class RunningSequence:
                 f"{self.request.seq_key}: the repeat guard saw {trigger.at_token} tokens, and there are "
                 f"{len(self.tokens)}; this is a fault of the engine's adapter"
             )
-        self.tokens.append(self.eos[0])
-        self.logprobs.append(0.0)
-        self.versions.append(-1)
+        self.sampled.append(self.eos[0], 0.0, -1, mask=0)
         self.trigger = trigger
         self.end("repeat_terminated")
 
@@ -144,25 +134,13 @@ class RunningSequence:
         return SequenceOutput(
             seq_key=self.request.seq_key,
             prompt_token_ids=tuple(self.prompt),
-            token_ids=self.tokens,
-            logprobs=self.logprobs,
-            versions=self.versions,
+            sampled=self.sampled,
             text=text,
             raw_text=raw_text,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             trigger=self.trigger,
-            proximal_logprobs=self._proximal_logprobs(),
-            proximal_versions=self._proximal_versions(),
         )
-
-    def _proximal_logprobs(self) -> list[float]:
-        known = self._proximal
-        return [known[at][0] if at in known else logprob for at, logprob in enumerate(self.logprobs)] if known else []
-
-    def _proximal_versions(self) -> list[int]:
-        known = self._proximal
-        return [known[at][1] if at in known else -1 for at in range(len(self.tokens))] if known else []
 
     def _check(self, logprob: float, at: int) -> None:
         if math.isnan(logprob):
@@ -170,9 +148,7 @@ class RunningSequence:
 
     def _take(self, token: int, logprob: float, version: int) -> None:
         self._check(logprob, len(self.tokens))
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
+        self.sampled.append(token, logprob, version)
         if token in self._ends:
             self.end("stop", self._ends[token])
         elif self._watch is not None and (found := self._watch.push(token)) is not None:
@@ -196,7 +172,7 @@ class RunningSequence:
         if self.request.report is None:
             return
         try:
-            self.request.report(SequenceSoFar(at, self.tokens[at:], self.logprobs[at:], self.versions[at:]))
+            self.request.report(Progress.of(at, self.sampled[at:]))
         except Exception as error:  # the caller's: it ends this sequence and no other
             raise EngineError(f"{self.request.seq_key}: its report failed: {error!r}") from error
 

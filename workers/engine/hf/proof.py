@@ -79,7 +79,7 @@ def _proof(model: LoadedModel) -> DecodeProof:
     plain = [_Plain(model, [*row.prompt, *row.tokens]) for row in rows]
     firsts = [max(1, len(one.token_ids) - _TAIL) for one in plain]
     scored = token_logprobs(model, [one.token_ids for one in plain], firsts, sum(len(one.token_ids) for one in plain))
-    decoding = [_gaps(torch.tensor(row.logprobs), one.chosen) for row, one in zip(rows, plain, strict=True)]
+    decoding = [_gaps(torch.tensor(row.sampled.logprobs), one.chosen) for row, one in zip(rows, plain, strict=True)]
     choices = [one.below(row) for row, one in zip(rows, plain, strict=True)]
     scoring = [_gaps(torch.tensor(found), one.chosen) for found, one in zip(scored, plain, strict=True)]
     agreement = Agreement.of(

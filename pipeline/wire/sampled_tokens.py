@@ -1,0 +1,146 @@
+"""`SampledTokens`: the tokens after a prompt, and what is known about each of them.
+
+    column              example              what it says of a token
+    token_ids            7    9    4    2
+    logprobs          -0.1 -0.7    0 -0.2    nats under `versions`; 0 where nobody sampled the token
+    versions             3    3   -1    4    weights that sampled it; -1: nobody did
+    response_mask        1    1    0    1    1: sampled by the policy; an empty column: all are
+    proximal_logprobs -0.2 -0.6    0 -0.2    under `proximal_versions`; where there is none, that of `logprobs`
+    proximal_versions    4    4   -1   -1    versions + 1; -1: not scored. Both columns are empty where no token is
+
+Columns are plain lists, so that a decoding loop appends at the cost of a list. The messages hold the same columns under
+the same names as compact arrays: `columns()` goes there, `SequenceResult.sampled` and `Progress.sampled` come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray, check_lengths
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """Raises MessageError for columns of different lengths."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    response_mask: list[int] = field(default_factory=list[int])
+    proximal_logprobs: list[float] = field(default_factory=list[float])
+    proximal_versions: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        check_columns("sampled tokens", self)
+
+    @classmethod
+    def context(cls, token_ids: Sequence[int]) -> SampledTokens:
+        """Tokens that nobody sampled: of a prompt, a tool or a user."""
+        count = len(token_ids)
+        return cls(list(token_ids), [0.0] * count, [-1] * count, [0] * count)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, part: slice) -> SampledTokens:
+        """A copy of these tokens."""
+        return SampledTokens(
+            self.token_ids[part],
+            self.logprobs[part],
+            self.versions[part],
+            self.response_mask[part],
+            self.proximal_logprobs[part],
+            self.proximal_versions[part],
+        )
+
+    def __add__(self, other: SampledTokens) -> SampledTokens:
+        whole = self[:]
+        whole += other
+        return whole
+
+    def __iadd__(self, other: SampledTokens) -> SampledTokens:
+        if self.response_mask or other.response_mask:
+            self._state_mask()
+            self.response_mask += other.mask
+        if self.proximal_versions or other.proximal_versions:
+            self._state_proximal()
+            self.proximal_logprobs += other.proximal_logprobs or other.logprobs
+            self.proximal_versions += other.proximal_versions or [-1] * len(other)
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.versions += other.versions
+        return self
+
+    def append(self, token: int, logprob: float, version: int, mask: int = 1) -> None:
+        """The next token."""
+        if mask != 1 or self.response_mask:
+            self._state_mask()
+            self.response_mask.append(mask)
+        if self.proximal_versions:
+            self.proximal_logprobs.append(logprob)
+            self.proximal_versions.append(-1)
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def unscored(self, version: int) -> list[int]:
+        """Positions whose proximal logprob is the one under `version`, and that have none yet; rising."""
+        before, scored = version - 1, self.proximal_versions
+        if before < 0:
+            return []
+        return [at for at, one in enumerate(self.versions) if one == before and not (scored and scored[at] == version)]
+
+    def score(self, at: int, logprob: float, version: int) -> None:
+        """The proximal logprob of one token."""
+        self._state_proximal()
+        self.proximal_logprobs[at] = logprob
+        self.proximal_versions[at] = version
+
+    @property
+    def mask(self) -> list[int]:
+        """`response_mask` written out: one value per token."""
+        return self.response_mask or [1] * len(self)
+
+    def with_mask(self) -> SampledTokens:
+        """The same with `response_mask` written out, where an empty one would say that no token was sampled."""
+        self._state_mask()
+        return self
+
+    def columns(self) -> dict[str, Any]:
+        """As fields of a `SequenceResult` or `TrainingSample`."""
+        return {
+            "token_ids": TokenArray(self.token_ids),
+            "logprobs": FloatArray(self.logprobs),
+            "versions": Runs.of(self.versions),
+            "response_mask": Runs.of(self.response_mask),
+            "proximal_logprobs": FloatArray(self.proximal_logprobs),
+            "proximal_versions": Runs.of(self.proximal_versions),
+        }
+
+    def _state_mask(self) -> None:
+        if not self.response_mask:
+            self.response_mask = [1] * len(self)
+
+    def _state_proximal(self) -> None:
+        if not self.proximal_versions:
+            self.proximal_logprobs = list(self.logprobs)
+            self.proximal_versions = [-1] * len(self)
+
+
+def check_columns(where: str, columns: Any, *, stamped: bool = True) -> None:
+    """Raise MessageError unless the columns of the message or `SampledTokens` have one length.
+
+    Only a sample's `logprobs` and `versions` may be left out (`stamped=False`).
+    """
+    count = len(columns.token_ids)
+    check_lengths(where, count, optional=not stamped, logprobs=columns.logprobs, versions=columns.versions)
+    check_lengths(
+        where,
+        count,
+        optional=True,
+        response_mask=columns.response_mask,
+        proximal_logprobs=columns.proximal_logprobs,
+        proximal_versions=columns.proximal_versions,
+    )
