@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sluice.bench.child import Parent
 from sluice.bench.harness import HOME
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,3 +36,10 @@ def run_bench(cwd: Path, name: str, *options: str, timeout: float = 240) -> dict
 def left_behind(cwd: Path) -> list[str]:
     """The first word of what lies in the benchmarks' directory: models stay, everything else must be gone."""
     return sorted(path.name.partition("-")[0] for path in (cwd / HOME).iterdir())
+
+
+async def serve_shares(parent: Parent, number: int) -> None:
+    """A child of `bench.child`: tells each request's share of `number`."""
+    async for request in parent.requests(int):
+        print("what a library says")
+        parent.tell(number / request)
