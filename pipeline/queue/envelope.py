@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from arq import constants
@@ -31,8 +31,11 @@ class JobFailed(SluiceError):
     """What arq's `Job.result` raises for a job of ours that ended as a dead letter."""
 
 
+Unusable = Literal["malformed_envelope", "malformed_payload", "malformed_arguments", "unknown_schema"]
+
+
 class Envelope(msgspec.Struct, frozen=True):
-    """What arq's envelope says; `problem` is why it cannot be used."""
+    """What arq's envelope says; if it cannot be used, `reason` is that of the dead letter and `problem` says why."""
 
     function: str = ""
     args: Sequence[Any] = ()
@@ -40,6 +43,7 @@ class Envelope(msgspec.Struct, frozen=True):
     enqueued_ms: int = 0  # 0 = not known
     first_try: int = 1
     job: DecodeJob | None = None
+    reason: Unusable | None = None
     problem: str = ""
 
 
@@ -90,15 +94,19 @@ def read_envelope(job_id: str, payload: bytes) -> Envelope:
     try:
         function, args, kwargs, first_try, at = deserialize_job_raw(payload, deserializer=arq_deserializer)
     except (DeserializationError, ValueError, TypeError) as error:
-        return Envelope(problem=f"malformed envelope: {error.__cause__ or error}")
+        return Envelope(**_unusable("malformed_envelope", f"{error.__cause__ or error}"))
     checked = cast(Any, (function, args, kwargs))
     if not _is_call(*checked):
-        return Envelope(problem="malformed envelope: function, args and kwargs are not a string, a list and a map")
+        said = "function, args and kwargs are not a string, a list and a map"
+        return Envelope(**_unusable("malformed_envelope", said))
     at, first_try = _within(at, _YEAR_2096_MS) or 0, _within(first_try, _MOST_TRIES) or 1
     if function != FUNCTION:
         return Envelope(function, args, kwargs, at, first_try)
-    job, problem = _decode_job(job_id, args, kwargs)
-    return Envelope(function, args, kwargs, at, first_try, job, problem)
+    return Envelope(function, args, kwargs, at, first_try, **_decode_job(job_id, args, kwargs))
+
+
+def _unusable(reason: Unusable, detail: str) -> dict[str, Any]:
+    return {"reason": reason, "problem": f"{reason.replace('_', ' ')}: {detail}"}
 
 
 def _within(value: Any, most: float) -> int | None:
@@ -109,7 +117,7 @@ def _is_call(function: Any, args: Any, kwargs: Any) -> bool:
     return isinstance(function, str) and isinstance(args, list | tuple) and isinstance(kwargs, dict)
 
 
-def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[DecodeJob | None, str]:
+def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """One encoded DecodeJob, one map of its fields, or its fields as keyword arguments. arq's id is the job's id."""
     given: Any = args[0] if len(args) == 1 and not kwargs else kwargs if kwargs and not args else None
     try:
@@ -119,18 +127,18 @@ def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
             fields = {"run": run_of(job_id), **cast("dict[str, Any]", given), "job_id": job_id}
             kind, schema = fields.pop("kind", _KIND), fields.get("schema", SCHEMA)
             if isinstance(schema, int) and schema > SCHEMA:
-                return None, f"unknown schema: {schema}; this release reads up to {SCHEMA}: upgrade"
+                return _unusable("unknown_schema", f"{schema}; this release reads up to {SCHEMA}: upgrade")
             problem = unknown_key(DecodeJob, fields) if kind == _KIND else f"kind is {kind!r:.60}, not {_KIND!r}"
             if problem:
-                return None, f"malformed payload: {problem}"
+                return _unusable("malformed_payload", problem)
             job = msgspec.convert(fields, DecodeJob, dec_hook=from_wire)
         else:
-            return None, "malformed arguments: give one DecodeJob (encoded or as a map), or its fields by name"
+            return _unusable("malformed_arguments", "give one DecodeJob (encoded or as a map), or its fields by name")
     except UnknownSchema as error:
-        return None, f"unknown schema: {error}"
+        return _unusable("unknown_schema", str(error))
     except (MessageError, msgspec.ValidationError) as error:
-        return None, f"malformed payload: {error}"
-    return job if job.job_id == job_id else msgspec.structs.replace(job, job_id=job_id), ""
+        return _unusable("malformed_payload", str(error))
+    return {"job": job if job.job_id == job_id else msgspec.structs.replace(job, job_id=job_id)}
 
 
 def _failure(value: Any) -> dict[str, str]:

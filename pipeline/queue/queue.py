@@ -381,6 +381,7 @@ def _claim_from(row: scripts.LeasedJob) -> Claim:
         function=envelope.function,
         args=envelope.args,
         kwargs=envelope.kwargs,
+        reason=envelope.reason or "",
         problem=envelope.problem,
         first_try=envelope.first_try,
         excused=row.excused,

@@ -50,7 +50,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """One leased job. `problem` says why it cannot be done ("reason: detail"); `job` is None then, and for calls."""
+    """One leased job. `job` is None for calls, and for what cannot be done."""
 
     job_id: str
     attempt: int
@@ -60,17 +60,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     function: str = ""
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = {}
-    problem: str = ""
+    reason: str = ""  # of the dead letter, if it cannot be done
+    problem: str = ""  # why it cannot be done
     first_try: int = 1  # what the caller wants arq's job_try to begin with
     excused: int = 0  # attempts that were handed back
     alone: bool = False  # suspected of killing workers: only suspects of the same claim run beside it
     deadline_at: float | None = None  # time.monotonic() seconds
     progress: dict[int, Progress] = {}  # index → what an earlier attempt had decoded
-
-    @property
-    def reason(self) -> str:
-        """The dead letter's reason."""
-        return self.problem.partition(":")[0].replace(" ", "_")
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
