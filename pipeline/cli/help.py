@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App, Group
 
 from sluice.pipeline.errors import EXIT_CODES
+from sluice.pipeline.roles import ROLES
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpEntry, HelpPanel
@@ -113,9 +114,7 @@ HEADINGS: dict[str, tuple[str, ...]] = {
     "Start here": ("help", "demo", "doctor"),
     "Run": ("run", "up", "generate"),
     "Look": ("status", "top", "dashboard", "dlq", "audit"),
-    "Roles, one process each": (
-        "produce", "worker", "consume", "train", "score", "gateway", "rollout-server", "broker",
-    ),
+    "Roles, one process each": (*(role.command for role in ROLES.values() if not role.is_onlooker), "broker"),
     "Tools": ("config", "rollout", "guard", "export", "bench", "env", "completion"),
 }  # fmt: skip
 

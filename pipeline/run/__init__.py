@@ -15,4 +15,6 @@
 | gpu            | one GPU per process, by a lock of the host                                 |
 | loop_watch     | names what blocks a role's event loop                                      |
 | provenance     | the resolved configuration and every version, stored with the run          |
+| gpu            | one GPU per process: a lock file each                                      |
+| loop_watch     | names what blocks the event loop                                           |
 """

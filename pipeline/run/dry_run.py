@@ -15,7 +15,7 @@ from sluice.pipeline.config import Config
 from sluice.pipeline.errors import BrokerError
 from sluice.pipeline.run import preflight
 from sluice.pipeline.run.preflight import Check, examine, line
-from sluice.pipeline.run.resume_point import Place, Source, place_of, unknown
+from sluice.pipeline.run.resume_point import ResumePoint, Source, resume_point, unknown
 from sluice.pipeline.run.stack import addresses, plan, with_dashboard_port
 from sluice.pipeline.terminal import columns
 
@@ -28,7 +28,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     exit_code: int
     checks: list[Check]
-    place: Place
+    place: ResumePoint
     processes: dict[str, list[str]]  # name -> command
     addresses: list[str]
     directories: dict[str, str]
@@ -68,9 +68,9 @@ def directories(config: Config) -> dict[str, str]:
     return {name: str(path) for name, path in found.items()}
 
 
-def _place(config: Config) -> tuple[Place, Source]:
+def _place(config: Config) -> tuple[ResumePoint, Source]:
     try:
-        return place_of(config)
+        return resume_point(config)
     except BrokerError as error:
         return unknown(f"the broker cannot be asked: {error}"), {}
 

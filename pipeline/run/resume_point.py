@@ -22,7 +22,7 @@ _LOOK_S = 10.0
 Source = dict[bytes, bytes]
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run would begin."""
 
     kind: Literal["fresh", "goes_on", "complete", "unknown"]
@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     ended: int = 0  # of them: trained, dead or dropped
 
 
-def place_of(config: Config) -> tuple[Place, Source]:
+def resume_point(config: Config) -> tuple[ResumePoint, Source]:
     """The place, and what the broker has of the source; raises BrokerError."""
     _, facts = preflight.broker_facts(config)
     if not facts:
@@ -52,22 +52,22 @@ def read_cursor(raw: bytes) -> tuple[int, int] | None:
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
-def unknown(says: str) -> Place:
+def unknown(says: str) -> ResumePoint:
     """Nobody can say it."""
-    return Place(kind="unknown", says=says)
+    return ResumePoint(kind="unknown", says=says)
 
 
-def _by_broker(now: Snapshot, source: Source) -> Place:
+def _by_broker(now: Snapshot, source: Source) -> ResumePoint:
     cursor = source.get(b"cursor")
     if cursor is None and not now.enqueued:
-        return Place(kind="fresh", says="a fresh run: the broker knows none of this name")
+        return ResumePoint(kind="fresh", says="a fresh run: the broker knows none of this name")
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
     counts = f"{version}; {now.enqueued:,} sequences enqueued, {now.trained:,} trained, {now.dead:,} dead"
     epoch, row = read_cursor(cursor or b"0:-1") or (0, -1)
     says = f"goes on behind row {row + 1:,} of epoch {epoch + 1}; {counts}"
     if now.complete:
         says = f"complete: nothing is left to do, and it would end at once; {counts}; --set run=NAME starts another"
-    return Place(
+    return ResumePoint(
         kind="complete" if now.complete else "goes_on",
         says=says,
         version=now.latest_version,
@@ -86,19 +86,21 @@ async def _ask(config: Config) -> tuple[Snapshot, Source]:
         await client.aclose()
 
 
-def _by_files(config: Config) -> Place:
+def _by_files(config: Config) -> ResumePoint:
     home, data = Path(config.run_dir) / config.run, Path(config.broker.embedded_dir) / "appendonlydir"
     steps, versions = _numbered(home / "checkpoints", "step-*"), _numbered(home / "weights", "v*")
     if not steps and not versions:
         if not data.exists():
-            return Place(kind="fresh", says=f"a fresh run: nothing in {home}, and the broker's directory is empty")
+            return ResumePoint(
+                kind="fresh", says=f"a fresh run: nothing in {home}, and the broker's directory is empty"
+            )
         return unknown(
             f"a broker has kept data in {data.parent}; whether they are of this run shows when it is started"
         )
     newest = ", ".join(paths[-1].name for paths in (steps, versions) if paths)
     version = newest_number(home / "weights") if versions else None
     kept = "the broker's data" if data.exists() else "NO data of a broker: the rows would be read from the first one on"
-    return Place(kind="goes_on", says=f"goes on: {newest} in {home}, and {kept}", version=version)
+    return ResumePoint(kind="goes_on", says=f"goes on: {newest} in {home}, and {kept}", version=version)
 
 
 def _numbered(directory: Path, pattern: str) -> list[Path]:

@@ -85,7 +85,7 @@ _LAST_LOOK_S = 5.0
 _GONE_GRACE_S = 5.0
 
 
-class Watchman:
+class RunMonitor:
     """One run's; `watch` is called with every snapshot."""
 
     def __init__(
@@ -285,15 +285,15 @@ async def _supervised(config: Config, title: str, watch: Watch | None, extra: di
         with Progress(title) as progress:
             for place in (f"files {run_dir}", f"logs {supervisor.log_dir}", *addresses(config)):
                 progress.say(place)
-            watchman = Watchman(client, config, supervisor, progress, watch)
+            monitor = RunMonitor(client, config, supervisor, progress, watch)
             for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, watchman.stop.set)
-            final = await watchman.run()
+                asyncio.get_running_loop().add_signal_handler(number, monitor.stop.set)
+            final = await monitor.run()
         if final is None:
             say(f"interrupted; the broker is gone; {_GO_ON}", file=sys.stderr)
             return INTERRUPTED
         write_atomic(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(as_json(final))))
-        return _report(final, run_dir, interrupted=watchman.stop.is_set())
+        return _report(final, run_dir, interrupted=monitor.stop.is_set())
     finally:
         await client.aclose()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.pipeline.config.types import BrokerConfig
-from sluice.pipeline.run import env_probes
-from sluice.pipeline.run.env import as_text, ask, report
+from sluice.pipeline.run.env import as_text, ask, environment, report
 
 
 def test_it_names_what_a_bug_report_needs(broker_config: BrokerConfig) -> None:
@@ -31,7 +30,7 @@ def test_secrets_are_told_as_set_and_paths_as_they_are(monkeypatch: pytest.Monke
     monkeypatch.setenv("SLUICE_GATEWAY_API_KEY", "hush")
     monkeypatch.setenv("SLUICE_SOMETHING_NEW", "hush")
     monkeypatch.setenv("SLUICE_RUN_DIR", "/runs")
-    found = env_probes.environment()
+    found = environment()
     assert "hush" not in "".join(found.values())
     assert (found["REDIS_URL"], found["SLUICE_GATEWAY_API_KEY"]) == ("set", "set")
     assert found["SLUICE_RUN_DIR"] == "/runs"
