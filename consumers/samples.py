@@ -20,9 +20,8 @@ from sluice.consumers.tasks.rollout import rewarded
 from sluice.consumers.tasks.task import Task, TaskContext
 from sluice.pipeline.config.types import ConsumerConfig
 from sluice.pipeline.errors import TaskError
-from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample
+from sluice.pipeline.wire.messages import CUT_SHORT, DeadLetter, SequenceResult, TrainingSample
 
-_UNTRAINED_ENDINGS = {"deadline", "cancelled", "error"}
 _DETAIL_CHARS = 1500
 HAS_IMAGES = "has_images"
 _MOST = 1e30  # of a reward or an advantage: the loss is in float32
@@ -69,7 +68,7 @@ class Sampler:
         ]
 
     def _outcome(self, result: SequenceResult) -> TrainingSample | DeadLetter:
-        if result.finish_reason in _UNTRAINED_ENDINGS:
+        if result.finish_reason in CUT_SHORT:
             return letter(result.seq_id, result.finish_reason, f"decode ended with {result.finish_reason}")
         if result.images:
             return letter(result.seq_id, HAS_IMAGES, blind(len(result.images)))

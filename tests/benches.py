@@ -39,7 +39,7 @@ def left_behind(cwd: Path) -> list[str]:
 
 
 async def serve_shares(parent: Parent, number: int) -> None:
-    """A child of `bench.child`: tells each request's share of `number`."""
+    """A child of `sluice.bench.child`: tells each request's share of `number`."""
     async for request in parent.requests(int):
         print("what a library says")
         parent.tell(number / request)

@@ -27,6 +27,8 @@ MAX_GROUP = 65_536  # sequences of one prompt
 MOST_VERSION = 2**31 - 1  # of the weights
 
 FinishReason = Literal["stop", "length", "repeat_terminated", "deadline", "cancelled", "error"]
+CUT_SHORT: frozenset[FinishReason] = frozenset({"deadline", "cancelled", "error"})
+"""Ended from outside: not the model's own ending, so nothing of the sequence is trained."""
 Message = dict[str, Any]
 
 

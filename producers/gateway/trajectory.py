@@ -20,12 +20,10 @@ from typing import Any
 import msgspec
 
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
-from sluice.pipeline.wire.messages import FinishReason, SequenceResult
+from sluice.pipeline.wire.messages import CUT_SHORT, FinishReason, SequenceResult
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, unknown
-
-_CUT_SHORT = ("deadline", "cancelled", "error")
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,7 +155,7 @@ def _about(
 
 def _ending(results: Sequence[SequenceResult]) -> FinishReason:
     last = results[-1].finish_reason
-    cut: list[FinishReason] = [one.finish_reason for one in results if one.finish_reason in _CUT_SHORT]
+    cut: list[FinishReason] = [one.finish_reason for one in results if one.finish_reason in CUT_SHORT]
     return cut[-1] if cut and last != "repeat_terminated" else last  # that one's flag must fit it
 
 
