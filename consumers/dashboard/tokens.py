@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 from sluice.consumers.dashboard.formats import token_text, visible
 from sluice.consumers.history.records import Trained
-from sluice.consumers.tasks.rollout import sampled
 from sluice.consumers.tasks.segments import Segment
 from sluice.consumers.tasks.task import TextCodec
 from sluice.pipeline.wire.messages import SequenceResult, TrainingSample
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 
 Kind = Literal["prompt", "sampled", "other", "added"]
@@ -157,10 +157,11 @@ def sampled_sheet(
 ) -> Sheet:
     """Prompt and everything after it, as the worker sent it."""
     start = len(result.prompt_token_ids)
-    ids = [*result.prompt_token_ids, *result.token_ids]
+    tokens = SampledTokens.context(result.prompt_token_ids) + result.sampled
+    ids = tokens.token_ids
     agreed = _common(ids, sample.token_ids) if sample else 0
     prompt: list[Kind] = ["prompt"] * start
-    answer: list[Kind] = ["sampled" if mask else "other" for mask in sampled(result)]
+    answer: list[Kind] = ["sampled" if mask else "other" for mask in tokens.mask[start:]]
     versions = _spread(result.proximal_versions.expand(), start, len(ids), -1)
     logprobs = _spread(list(result.proximal_logprobs), start, len(ids), math.nan)
     if scores:
@@ -168,8 +169,8 @@ def sampled_sheet(
     return Sheet(
         ids=ids,
         kinds=prompt + answer,
-        versions=[-1] * start + result.versions.expand(),
-        logprobs=[0.0] * start + list(result.logprobs),
+        versions=tokens.versions,
+        logprobs=tokens.logprobs,
         proximal_versions=versions,
         proximal_logprobs=logprobs,
         needed_below=needed_below,
@@ -214,7 +215,7 @@ def _kinds(mask: Sequence[int], sample: TrainingSample, result: SequenceResult |
     if result is not None:
         start = len(result.prompt_token_ids)
         agreed = _common([*result.prompt_token_ids, *result.token_ids], sample.token_ids)
-        between = {at for at, mine in enumerate(sampled(result), start) if not mine and at < agreed}
+        between = {at for at, mine in enumerate(result.sampled.mask, start) if not mine and at < agreed}
     return [
         "prompt" if at < sample.prompt_len else "sampled" if mine else "other" if at in between else "added"
         for at, mine in enumerate(mask)

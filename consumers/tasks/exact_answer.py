@@ -20,7 +20,7 @@ from typing import Any
 
 import regex
 
-from sluice.consumers.tasks.rollout import Response, answer_ids, last_turn, rollout_metrics, sampled, training_sample
+from sluice.consumers.tasks.rollout import Response, answer_ids, last_turn, rollout_metrics, training_sample
 from sluice.consumers.tasks.segments import Segment
 from sluice.consumers.tasks.task import Matched, Parsed, TaskContext
 from sluice.pipeline.errors import TaskError
@@ -115,7 +115,7 @@ def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
 def _codes(result: SequenceResult, right: bool, ctx: TaskContext) -> list[int]:
     """The segment of each token of the result; what stands between two turns is a prompt."""
     stops, code = set(ctx.codec.eos_token_ids), Segment.matched_desc if right else Segment.false_positive
-    on = [*sampled(result)[: last_turn(result)[1]], *[1] * len(result.token_ids)]
+    on = [*result.sampled.mask[: last_turn(result)[1]], *[1] * len(result.token_ids)]
     return [
         int(Segment.prompt if not on[at] else Segment.closing if token in stops else code)
         for at, token in enumerate(result.token_ids)

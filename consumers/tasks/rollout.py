@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -11,6 +10,7 @@ from sluice.consumers.tasks.segments import Segment
 from sluice.consumers.tasks.task import TextCodec
 from sluice.pipeline.config.types import RolloutMatchingConfig
 from sluice.pipeline.wire.messages import GeometryTarget, SequenceResult, TrainingSample
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 
@@ -52,7 +52,7 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
     guard = result.triggers
     triggered = bool(guard.get("repeat_terminate"))
     saved = max(0, result.sampling.max_new_tokens - int(guard.get("at_token", 0))) if triggered else 0
-    between = sampled(result)[: last_turn(result)[0]].count(0)
+    between = result.sampled.mask[: last_turn(result)[0]].count(0)
     metrics = {
         "rollout/samples": 1.0,
         "rollout/num_turns": 1.0 if result.turn is None else float(result.turn),
@@ -70,26 +70,13 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
     return metrics if decode_s is None else metrics | {"rollout/decode_s": decode_s}
 
 
-def sampled(result: SequenceResult) -> list[int]:
-    """1 for each token that the policy sampled, else 0; shape (len(token_ids),)."""
-    return result.response_mask.expand() or [1] * len(result.token_ids)
-
-
 def final_turn(result: SequenceResult) -> SequenceResult:
     """The last turn alone; all before it is its prompt."""
     start, _ = last_turn(result)
     if start == 0:
         return result
-    names = ("response_mask", "versions", "proximal_versions")
-    runs = {name: Runs.of(getattr(result, name).expand()[start:]) for name in names}
-    return replace(
-        result,
-        prompt_token_ids=TokenArray([*result.prompt_token_ids, *result.token_ids[:start]]),
-        token_ids=TokenArray(result.token_ids[start:]),
-        logprobs=FloatArray(result.logprobs[start:]),
-        proximal_logprobs=FloatArray(result.proximal_logprobs[start:]),
-        **runs,
-    )
+    prompt = TokenArray([*result.prompt_token_ids, *result.token_ids[:start]])
+    return replace(result, prompt_token_ids=prompt, **result.sampled[start:].columns())
 
 
 def rewarded(sample: TrainingSample, reward: float | None) -> TrainingSample:
@@ -102,30 +89,20 @@ def training_sample(
 ) -> TrainingSample:
     """Prompt (weight 0) + response, with behaviour and proximal arrays of the kept sampled tokens."""
     prompt = list(result.prompt_token_ids)
-    start, length = len(prompt), len(prompt) + len(response.token_ids)
-    mask = sampled(result)
-    weights = [0.0 if at < response.kept and not mask[at] else w for at, w in enumerate(response.weights)]
-
-    def spread(values: Sequence[float], empty: float) -> list[float]:
-        tail = length - start - response.kept
-        return [empty] * start + list(values[: response.kept]) + [empty] * tail if values else []
-
+    start, kept = len(prompt), result.sampled[: response.kept]
+    weights = [w if at >= len(kept) or kept.mask[at] else 0.0 for at, w in enumerate(response.weights)]
+    whole = SampledTokens.context(prompt) + kept + SampledTokens.context(response.token_ids[response.kept :])
     return TrainingSample(
         seq_id=result.seq_id,
         group_id=result.group_id,
         task=result.task,
-        token_ids=TokenArray(prompt + response.token_ids),
         labels=TokenArray(prompt + response.labels),
         weights=FloatArray([0.0] * start + weights),
         segments=Runs.of([Segment.prompt] * start + response.segments),
         prompt_len=start,
         geometry=[_shifted(target, start) for target in response.geometry],
-        logprobs=FloatArray(spread(list(result.logprobs), 0.0) or [0.0] * length),
+        **whole.with_mask().columns(),
         temperature=_temperature(result),
-        versions=Runs.of(int(v) for v in spread(result.versions.expand(), -1) or [-1] * length),
-        proximal_logprobs=FloatArray(spread(list(result.proximal_logprobs), 0.0)),
-        proximal_versions=Runs.of(int(v) for v in spread(result.proximal_versions.expand(), -1)),
-        response_mask=Runs.of(int(v) for v in spread(mask, 0) or [0] * length),
         reward=reward,
         enqueued_at=result.timings.get("enqueued_at", 0.0),
         metrics=metrics | _lengths(start, response) | _rewards(reward),

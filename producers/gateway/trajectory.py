@@ -21,7 +21,8 @@ import msgspec
 
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from sluice.pipeline.wire.messages import CUT_SHORT, FinishReason, SequenceResult
-from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from sluice.pipeline.wire.sampled_tokens import SampledTokens
+from sluice.pipeline.wire.tokens import TokenArray
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, unknown
 
@@ -53,12 +54,18 @@ def trajectories(rollout: Rollout, verdict: Verdict) -> list[SequenceResult]:
     results: list[SequenceResult] = []
     for part, leaf in enumerate(leaves):
         path = _places(turns, leaf)
-        arrays = _Arrays()
-        for depth, place in enumerate(path):
-            arrays.add(turns[place], is_root=depth == 0, is_new=place not in seen)
+        tokens = _sampled([turns[place] for place in path], [place not in seen for place in path])
         seen.update(path)
         about = _about(rollout.head, [turns[place].result for place in path], verdict, len(turns), len(leaves))
-        results.append(arrays.result(turns[path[0]], about, part))
+        results.append(
+            SequenceResult(
+                **about,
+                seq_id=f"{rollout.head.rollout_id}/{part}" if part else rollout.head.rollout_id,
+                part=part,
+                prompt_token_ids=TokenArray(turns[path[0]].added_token_ids),
+                **tokens.columns(),
+            )
+        )
     return results
 
 
@@ -70,51 +77,14 @@ def _places(turns: Sequence[Turn], place: int) -> list[int]:
     return places[::-1]
 
 
-class _Arrays:
-    """The per-token arrays of one path as it is walked."""
-
-    def __init__(self) -> None:
-        self.token_ids, self.mask, self.versions, self.proximal_versions = (list[int]() for _ in range(4))
-        self.logprobs, self.proximal = list[float](), list[float]()
-
-    def add(self, turn: Turn, *, is_root: bool, is_new: bool) -> None:
-        if not is_root:
-            self._context(turn.added_token_ids)
-        result, count = turn.result, len(turn.result.token_ids)
-        if not is_new:
-            self._context(result.token_ids)
-            return
-        self.token_ids += result.token_ids
-        self.mask += result.response_mask or [1] * count
-        self.logprobs += result.logprobs
-        self.versions += result.versions
-        self.proximal += result.proximal_logprobs or result.logprobs  # marked: the behaviour's
-        self.proximal_versions += result.proximal_versions or [-1] * count
-
-    def _context(self, token_ids: Sequence[int]) -> None:
-        count = len(token_ids)
-        self.token_ids += token_ids
-        self.mask += [0] * count
-        self.logprobs += [0.0] * count
-        self.versions += [-1] * count
-        self.proximal += [0.0] * count
-        self.proximal_versions += [-1] * count
-
-    def result(self, root: Turn, about: dict[str, Any], part: int) -> SequenceResult:
-        scored = any(version != -1 for version in self.proximal_versions)
-        seq_id = about["rollout_id"] if part == 0 else f"{about['rollout_id']}/{part}"
-        return SequenceResult(
-            **about,
-            seq_id=seq_id,
-            part=part,
-            prompt_token_ids=TokenArray(root.added_token_ids),
-            token_ids=TokenArray(self.token_ids),
-            response_mask=Runs.of(self.mask),
-            logprobs=FloatArray(self.logprobs),
-            versions=Runs.of(self.versions),
-            proximal_logprobs=FloatArray(self.proximal if scored else ()),
-            proximal_versions=Runs.of(self.proximal_versions if scored else ()),
-        )
+def _sampled(path: Sequence[Turn], is_new: Sequence[bool]) -> SampledTokens:
+    """Everything after the root's prompt; turns that are not new were sampled in an earlier part."""
+    whole = SampledTokens()
+    for depth, (turn, new) in enumerate(zip(path, is_new, strict=True)):
+        if depth:
+            whole += SampledTokens.context(turn.added_token_ids)
+        whole += turn.result.sampled if new else SampledTokens.context(turn.result.token_ids)
+    return whole.with_mask()
 
 
 def _about(
