@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import os
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -178,7 +178,7 @@ def full_row(one: Exported, codec: TextCodec | None) -> Row:
         "token_ids": ids,
         "labels": list(sample.labels),
         "weights": list(sample.weights),
-        **_per_token(sample, len(ids)),
+        **_per_token(sample),
     }
 
 
@@ -191,17 +191,15 @@ def _of_result(one: Exported) -> Row:
     return {name: None if one.result is None else getattr(one.result, name) for name in names}
 
 
-def _per_token(sample: TrainingSample, size: int) -> Row:
-    def filled(values: Sequence[Any], empty: float) -> list[Any]:
-        return list(values) or [empty] * size
-
+def _per_token(sample: TrainingSample) -> Row:
+    tokens = sample.sampled
     return {
         "segments": sample.segments.expand(),
-        "response_mask": filled(sample.response_mask.expand(), 0),
-        "logprobs": filled(sample.logprobs, 0.0),
-        "versions": filled(sample.versions.expand(), -1),
-        "proximal_logprobs": filled(sample.proximal_logprobs, 0.0),
-        "proximal_versions": filled(sample.proximal_versions.expand(), -1),
+        "response_mask": tokens.response_mask,
+        "logprobs": tokens.logprobs,
+        "versions": tokens.versions,
+        "proximal_logprobs": tokens.proximal_logprobs or [0.0] * len(tokens),
+        "proximal_versions": tokens.proximal_versions or [-1] * len(tokens),
     }
 
 

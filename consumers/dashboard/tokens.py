@@ -184,14 +184,13 @@ def trained_sheet(
     sample: TrainingSample, result: SequenceResult | None, scores: Scores | None = None, needed_below: float = math.inf
 ) -> Sheet:
     """What the trainer sees: the kept tokens, and what the task added."""
-    length = len(sample.token_ids)
-    mask = sample.response_mask.expand() or [0] * length
+    tokens, length = sample.sampled, len(sample.token_ids)
     own = scores or Scores(sample.proximal_logprobs, sample.proximal_versions)
     return Sheet(
-        ids=list(sample.token_ids),
-        kinds=_kinds(mask, sample, result),
-        versions=sample.versions.expand() or [-1] * length,
-        logprobs=list(sample.logprobs) or [0.0] * length,
+        ids=tokens.token_ids,
+        kinds=_kinds(tokens.response_mask, sample, result),
+        versions=tokens.versions,
+        logprobs=tokens.logprobs,
         proximal_versions=own.versions.expand() or [-1] * length,
         proximal_logprobs=list(own.logprobs) or [math.nan] * length,
         needed_below=needed_below,

@@ -283,6 +283,19 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
         if not 0 <= self.prompt_len <= tokens:
             raise MessageError(f"{self.seq_id}: prompt_len {self.prompt_len} outside 0..{tokens}")
 
+    @property
+    def sampled(self) -> SampledTokens:
+        """Its per-token arrays as lists; where a task stamped none, they are those of tokens that nobody sampled."""
+        none = SampledTokens.context(self.token_ids)
+        return SampledTokens(
+            none.token_ids,
+            list(self.logprobs) or none.logprobs,
+            list(self.versions) or none.versions,
+            list(self.response_mask) or none.response_mask,
+            list(self.proximal_logprobs),
+            list(self.proximal_versions),
+        )
+
 
 class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
     """Samples that are handed to the trainer together. [C]; `batch_seq` is the stream's entry order."""

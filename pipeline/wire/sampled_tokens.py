@@ -9,7 +9,7 @@
     proximal_versions    4    4   -1   -1    versions + 1; -1: not scored. Both columns are empty where no token is
 
 Columns are plain lists, so that a decoding loop appends at the cost of a list. The messages hold the same columns under
-the same names as compact arrays: `columns()` goes there, `SequenceResult.sampled` and `Progress.sampled` come back.
+the same names as compact arrays: `columns()` gives them as fields, a message's `sampled` gives the lists back.
 """
 
 from __future__ import annotations

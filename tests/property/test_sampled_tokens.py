@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.wire.messages import Progress, SequenceResult, decode, encode
+from sluice.pipeline.wire.messages import Progress, SequenceResult, TrainingSample, decode, encode
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
-from sluice.pipeline.wire.tokens import TokenArray
-from tests.factories import sequence_result
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from tests.factories import sequence_result, training_sample
 
 logprobs = st.floats(-50, 0, width=32)
 token = st.tuples(st.integers(0, 2**31 - 1), logprobs, st.integers(-1, 9), st.sampled_from([0, 1]), logprobs)
@@ -131,6 +131,22 @@ def test_context_is_nothing_that_a_policy_sampled() -> None:
     context = SampledTokens.context([5, 6])
     assert context == SampledTokens([5, 6], [0.0, 0.0], [-1, -1], [0, 0])
     assert SampledTokens.context([]) + SampledTokens([1], [-0.5], [0]) == SampledTokens([1], [-0.5], [0])
+
+
+@given(tokens())
+def test_a_sample_without_stamps_has_tokens_that_nobody_sampled(whole: SampledTokens) -> None:
+    count = len(whole)
+    plain: dict[str, Any] = {
+        "token_ids": TokenArray(whole.token_ids),
+        "labels": TokenArray(whole.token_ids),
+        "prompt_len": 0,
+    }
+    plain |= {"weights": FloatArray([1.0] * count), "segments": Runs.of([0] * count)}
+    names = ("logprobs", "versions", "response_mask", "proximal_logprobs", "proximal_versions")
+    empty: dict[str, Any] = {name: FloatArray() if "logprobs" in name else Runs() for name in names}
+    assert training_sample("s:0", **plain, **empty).sampled == SampledTokens.context(whole.token_ids)
+    stamped = training_sample("s:0", **{**plain, **whole.with_mask().columns()})
+    assert decode(TrainingSample, encode(stamped)).sampled == whole
 
 
 @pytest.mark.parametrize("name", ["logprobs", "versions", "response_mask", "proximal_logprobs", "proximal_versions"])
