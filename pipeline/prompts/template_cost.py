@@ -53,7 +53,7 @@ def check_cost(template: str, **context: Any) -> None:
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "**": operator.pow,
+    "**": lambda base, exponent: base**exponent,
     "*": operator.mul,
     "+": operator.add,
     "%": operator.mod,
@@ -87,7 +87,7 @@ def _check_operation(sign: str, left: Any, right: Any) -> None:
     elif sign == "+" and isinstance(left, Sequence) and isinstance(right, Sequence):
         _length(left, 1, len(cast("Sequence[Any]", right)))
     elif sign == "%" and isinstance(left, str):
-        _format(left, right if isinstance(right, tuple) else (right,))
+        _format(left, cast("tuple[Any, ...]", right) if isinstance(right, tuple) else (right,))
 
 
 def _check_method(text: str | bytes, name: str, given: tuple[Any, ...]) -> None:
@@ -151,7 +151,7 @@ def _printable(value: Any) -> Any:
             rest += cast("Sequence[Any]", one)
         if len(rest) > left:
             raise _TooCostly(f"a value of more than {MAX_ITEMS} parts as text")
-    return value
+    return cast(Any, value)
 
 
 def _joined(*values: Any) -> str:
@@ -177,7 +177,8 @@ def _bounded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
             widest = max([4, *(one for one in given if isinstance(one, int))])
             _length("x", len(texts[0]) + (texts[0].count("\n") + 1) * widest)
         elif name == "join":
-            parts = next((one for one in args if isinstance(one, list | tuple)), ())
+            lists: list[Any] = [one for one in args if isinstance(one, list | tuple)]
+            parts = lists[0] if lists else ()
             _join(texts[0] if texts else "", parts)
         for one in args:
             _printable(one)
@@ -220,11 +221,12 @@ def _compiled(template: str) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    untyped: Any = sandbox  # jinja2 says nothing of what these two hold
+    filters: dict[str, Callable[..., Any]] = untyped.filters
     for name in _FILTERS:
-        sandbox.filters[name] = _bounded(name, sandbox.filters[name])
-    sandbox.filters["~"] = _joined
-    sandbox.globals["raise_exception"] = raise_exception
-    sandbox.globals["strftime_now"] = lambda form: str(form)
+        filters[name] = _bounded(name, filters[name])
+    filters["~"] = _joined
+    untyped.globals.update(raise_exception=raise_exception, strftime_now=str)
     tree = sandbox.parse(template)
     for one in tree.find_all(nodes.BinExpr):  # what transformers' own environment folds, in branches never taken too
         with suppress(Exception):

@@ -195,7 +195,7 @@ class Ended(NamedTuple):
     """A row of commit.lua: one sequence, or with `kept_ms` arq's result of a plain call."""
 
     id: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] # the script's name for it
     attempt: int
     tokens: int
     result: bytes
@@ -214,7 +214,7 @@ class StoredPiece(NamedTuple):
     """A row of checkpoint.lua."""
 
     id: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] # the script's name for it
     attempt: int
     offset: int
     tokens: int

@@ -40,7 +40,7 @@ class NewRollout(NamedTuple):
     head: bytes
     stream: str
     group: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] # the script's name for it
     size: int
     cursor: str  # '' = none
 

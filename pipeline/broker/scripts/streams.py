@@ -176,7 +176,7 @@ class Agreed(NamedTuple):
     alive: list[str] = []
     seen: bytes = b""
     what: str = ""
-    count: int = 0
+    count: int = 0  # pyright: ignore[reportIncompatibleMethodOverride] # the script's name for it
 
 
 class Agree(Request[Agreed], frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from sluice.pipeline.broker import scripts
-from sluice.pipeline.broker.scripts.jobs import Ended, Fail, JobNames, JobPrefixes, Replay
+from sluice.pipeline.broker.scripts.jobs import Commit, Ended, Fail, JobNames, JobPrefixes, Replay
 from sluice.pipeline.broker.scripts.library import FAR_MS, Request, source
 from sluice.pipeline.broker.scripts.rollouts import RolloutNames
 from sluice.pipeline.broker.scripts.streams import Ack, AckedBatch, Drop, Handoff
@@ -41,7 +41,8 @@ def names_of(request: type[Request[Any]]) -> Iterator[str]:
     hints = get_type_hints(request)
     for name in request.__struct_fields__:
         row = next(iter(get_args(hints[name])), None)
-        yield from row._fields if hasattr(row, "_fields") else () if str(hints[name]).startswith("list") else (name,)
+        fields: tuple[str, ...] | None = getattr(row, "_fields", None)
+        yield from fields if fields is not None else () if str(hints[name]).startswith("list") else (name,)
 
 
 def test_each_script_has_a_request_and_each_request_a_script() -> None:
@@ -81,7 +82,7 @@ def test_rows_are_written_out_and_what_is_not_there_is_empty() -> None:
         owner="o", worker="w", id="j", attempt=2, ending="dead", reason="r", detail="d", traceback="t", shown="j"
     )
     assert failed.args() == ["o", "w", "j", 2, "dead", "r", "d", "t", "j"]
-    commit = requests()["commit"](owner="o", ended=[Ended("a", 0, 1, 5, b"x", None), Ended("b", 1, 1, 0, b"y", -1)])
+    commit = Commit(owner="o", ended=[Ended("a", 0, 1, 5, b"x", None), Ended("b", 1, 1, 0, b"y", -1)])
     assert commit.args() == ["o", "a", 0, 1, 5, b"x", "", "b", 1, 1, 0, b"y", -1]
 
 
