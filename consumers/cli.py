@@ -19,7 +19,7 @@ def consume(
 ) -> None:
     """Parse, match and batch results; one process per partition (0 … consumer.count - 1).
 
-    Without `--partition` it takes the first one that nobody holds, or stands by until one falls free.
+    Without `--partition` it takes the first free one, or waits until one becomes free.
 
     Example: `sluice consume -c configs/text.yaml`
     """
@@ -143,9 +143,9 @@ def dashboard(
 ) -> None:
     """Show a run in the browser: what it does, what it waits for, and every finished sequence.
 
-    `sluice up`, `run` and `demo` start one by themselves (dashboard.enabled); this is for a run of other hosts, or one
-    that is over. Without the environment variable SLUICE_DASHBOARD_KEY only this machine can look; with it, the key is
-    the password (any user name).
+    `sluice up`, `run` and `demo` start one themselves (dashboard.enabled); this is for a run on other hosts, or one
+    that has ended. Without the environment variable SLUICE_DASHBOARD_KEY only this machine has access; with it, the
+    key is the password (any user name).
 
     Example: `sluice dashboard -c configs/text.yaml --set dashboard.port=8091`
     """

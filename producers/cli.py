@@ -15,7 +15,7 @@ def produce(
     rollout_url: Annotated[str | None, Parameter(help="A rollout server; the same as --set rollout.url=URL.")] = None,
     overrides: Overrides = (),
 ) -> None:
-    """Read prompts and enqueue decode jobs, as far as credit allows; ends when the data are exhausted.
+    """Read prompts and enqueue decode jobs, within the credit; ends when the data are exhausted.
 
     With `--rollout-url` (the same as `--set rollout.url=…`) a rollout server answers every prompt, by way of the
     gateway; it ends when the last one is answered.

@@ -21,8 +21,8 @@ def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
 def score(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """Score finished sequences under the weight version that the trainer asks for, until Ctrl-C.
 
-    Start as many of these as you like. Without a policy loss (`policy.enabled`) nothing is asked for, and this ends
-    at once.
+    Start as many of these as you like. Without a policy loss (`policy.enabled`) there is nothing to score, and this
+    ends at once.
 
     Example: `sluice score -c configs/text.yaml`
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = App(
     name="dlq",
-    help="Dead letters: sequences that could not be done. Look at them, send them back, or throw them away.",
+    help="Dead letters: sequences that failed for good. Inspect them, send them back, or throw them away.",
 )
 SeqIds = Annotated[str, Parameter(help="Ids of dead sequences, as `sluice dlq list` shows them.")]
 

@@ -31,7 +31,7 @@ def status(
 
     With `--why` it looks twice, one second apart, and says in sentences whether the run moves, and for each thing that
     keeps it what waits for what, since when, and what to do. Exit code 0 when the run is healthy or complete, 1 when
-    it stands still or is about to, 4 when the broker does not answer. It only reads, and needs no room in the broker.
+    it is stuck or about to be, 4 when the broker doesn't answer. It only reads, and needs no space in the broker.
 
     `--json` prints all of it as one object, with `stalls`, up to 20 leases (the oldest first), and with `--why` also
     `verdict`. `--health` is for container health checks.

@@ -22,7 +22,7 @@ def up(
 ) -> int:
     """Start the whole stack on this machine, and keep it running until the run is complete or Ctrl-C.
 
-    Without REDIS_URL and broker.url an embedded broker is started too. Gateways and rollout servers are started
+    Without REDIS_URL and broker.url it starts an embedded broker too. It starts gateways and rollout servers
     where `gateway.count` and `rollout_server.count` say so. It says first where its files, logs and servers are.
 
     Exit code 130 after Ctrl-C or SIGTERM; run the same command again to continue.

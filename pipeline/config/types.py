@@ -21,8 +21,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class VlmPreprocessOptions(Section, frozen=True, kw_only=True):
     """How images become model inputs; None leaves it to the model's own processor."""
 
-    max_pixels: int | None = None  # an image with more is made smaller
-    min_pixels: int | None = None  # an image with fewer is made larger
+    max_pixels: int | None = None  # larger images are scaled down
+    min_pixels: int | None = None  # smaller images are scaled up
     do_resize: bool | None = None
 
 
@@ -32,15 +32,15 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: str = ""  # made by save_pretrained, with tokenizer and chat template; --model of `run`
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA, else float32
     device: str = "auto"  # auto: CUDA where there is one, else cpu
-    device_map: str | None = None  # of transformers, for a model on several devices; `device` then says nothing
-    attn_implementation: str | None = None  # of transformers; null: its own choice
+    device_map: str | None = None  # passed to transformers, for a model on several devices; overrides `device`
+    attn_implementation: str | None = None  # passed to transformers; null: its choice
     trust_remote_code: bool = False  # runs code of the model's directory
     variant: Literal["auto", "text", "vlm"] = "auto"  # auto: as the model is; text: takes no images
     preprocess: VlmPreprocessOptions = VlmPreprocessOptions()
 
 
 class VllmEngineOptions(Section, frozen=True, kw_only=True):
-    """The vLLM backend's engine; what is not here goes into `extra`, by vLLM's own names."""
+    """The vLLM backend's engine; other options go into `extra`, under vLLM's own names."""
 
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory
     kv_cache_gb: float | None = None  # on CPU; None: 1, or VLLM_CPU_KVCACHE_SPACE
@@ -54,26 +54,26 @@ ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP"]
 
 
 class ImagesConfig(Section, frozen=True, kw_only=True):
-    """Nothing is open by default: paths need `roots`, URLs need `hosts`."""
+    """Nothing is allowed by default: paths need `roots`, URLs need `hosts`."""
 
     roots: tuple[str, ...] = ()  # directories from which image files may be read
     hosts: tuple[str, ...] = ()  # "host" (the scheme's own port), "host:port" or "[IPv6]:port"; no wildcards
-    max_mb: float = 20  # of one encoded image
-    max_pixels: int = 40_000_000  # width x height, checked before anything is decoded
+    max_mb: float = 20  # per encoded image
+    max_pixels: int = 40_000_000  # width x height, checked before decoding
     formats: tuple[ImageFormat, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # by content, not by name
-    fetch_timeout_s: float = 20  # of one URL, retries included
+    fetch_timeout_s: float = 20  # per URL, including retries
     cache_mb: int = 256  # decoded images kept by a worker; 0 = none
-    decode_timeout_s: float = 10  # of one image; the process that decodes it is killed then
-    decode_mb: int = 2048  # address space of a process that decodes; an image that needs more is refused
-    decode_processes: int = 2  # that decode at a time; started with the first image
+    decode_timeout_s: float = 10  # per image; then the decoding process is killed
+    decode_mb: int = 2048  # address space of a decoding process; an image that needs more is refused
+    decode_processes: int = 2  # concurrent decoding processes; started with the first image
 
 
 class HistoryConfig(Section, frozen=True, kw_only=True):
     """Finished sequences, in <run_dir>/<run>/history: for the dashboard and for exports."""
 
     enabled: bool = True
-    max_sequences: int = 200_000  # of one consumer; the trainer keeps as many as all of them; the oldest go first
-    max_mb: int = 2048  # of one consumer's file; the trainer's may be as large as all of these together
+    max_sequences: int = 200_000  # per consumer; the trainer keeps as many as all of them; the oldest are removed first
+    max_mb: int = 2048  # per consumer file; the trainer's may be as large as all of these together
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):
@@ -81,111 +81,111 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     host: str = "127.0.0.1"  # where it listens
-    port: int = 0  # 0: any free one; each process says its own in its heartbeat
+    port: int = 0  # 0: any free port; each process's heartbeat names it
 
 
 class DashboardConfig(Section, frozen=True, kw_only=True):
     """`sluice dashboard`: the run in a browser."""
 
     enabled: bool = True  # `up`, `run` and `demo` start one
-    host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
-    port: int = 8090  # where it is taken, `up`, `run` and `demo` use a free one
+    host: str = "127.0.0.1"  # where it listens; set a key before you leave loopback
+    port: int = 8090  # if it is taken, `up`, `run` and `demo` use a free one
     allow_actions: bool = False  # replay and drop dead letters from the browser
-    hosts: tuple[str, ...] = ()  # names by which browsers may reach it, besides localhost and its own address
-    max_body_mb: float = 1  # of one request
+    hosts: tuple[str, ...] = ()  # host names that browsers may use, in addition to localhost and its own address
+    max_body_mb: float = 1  # per request
 
 
 class TrackingConfig(Section, frozen=True, kw_only=True):
-    """Where the trainer's metrics go besides <run_dir>/<run>/metrics.jsonl."""
+    """Where the trainer's metrics go in addition to <run_dir>/<run>/metrics.jsonl."""
 
     tensorboard: bool = False  # into <run_dir>/<run>/tensorboard
     wandb: bool = False  # needs `pip install sluice[wandb]`
     trackio: bool = False
-    project: str = "sluice"  # of W&B and trackio; the run's name is the configuration's
+    project: str = "sluice"  # for W&B and trackio; the run's name is the configuration's
 
 
 class PolicyConfig(Section, frozen=True, kw_only=True):
-    """Decoupled PPO on rewards, beside the teacher-forced losses; a sample takes part when it has an advantage."""
+    """Decoupled PPO on rewards, in addition to the teacher-forced losses; samples with an advantage take part."""
 
     enabled: bool = False  # trains on rewards
     advantage: Literal["group_norm", "group_mean", "reward"] = "group_norm"  # (r - mean) / std; r - mean; r
-    ce_weight: float = 0.0  # cross-entropy on the sampled tokens of right answers, beside the policy loss
-    clip_eps: float = 0.2  # the ratio is clipped to 1 - it, 1 + it
+    ce_weight: float = 0.0  # cross-entropy on the sampled tokens of right answers, added to the policy loss
+    clip_eps: float = 0.2  # the ratio is clipped to [1 - clip_eps, 1 + clip_eps_high]
     clip_eps_high: float | None = None  # None: clip_eps
     dual_clip: float | None = None  # > 1; None: off
-    weight_cap: float = 5.0  # tokens whose behaviour importance weight is above it are masked and counted
-    weight_floor: float = 0.2  # the same below it
-    max_token_staleness: int = 4  # versions; current - version of a token that may be trained
+    weight_cap: float = 5.0  # tokens with a behaviour importance weight above this are masked and counted
+    weight_floor: float = 0.2  # tokens below this likewise
+    max_token_staleness: int = 4  # versions; the largest current - version of a trained token
     on_stale: Literal["mask", "drop"] = "mask"  # mask the token, or drop its sample
     on_missing_proximal: Literal["mask", "behaviour", "drop"] = "mask"  # mask the token, take w = 1, or drop its sample
-    score_wait_s: float = 60.0  # how long the trainer waits for score jobs; what is missing then is `missing`
+    score_wait_s: float = 60.0  # how long the trainer waits for score jobs; unscored tokens are then `missing`
 
 
 class ScorerConfig(Section, frozen=True, kw_only=True):
     """Processes that score finished sequences under retained versions; they run only with a policy loss."""
 
-    count: int = 1  # that `up` and `run` start on this host
-    pass_tokens: int = 8192  # padded tokens of one forward pass
+    count: int = 1  # processes that `up` and `run` start on this host
+    pass_tokens: int = 8192  # padded tokens per forward pass
     torch_threads: int = 1  # 0 = torch's own choice
-    claim_gpu: bool = False  # lock a free GPU of the host; otherwise the scorer shares that of model.device
-    lease_s: float = 30.0  # an unanswered job of a scorer that is silent for this long goes to another
+    claim_gpu: bool = False  # lock a free GPU of the host; otherwise the scorer shares model.device
+    lease_s: float = 30.0  # if a scorer is silent for this long, its open jobs go to another
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
     """`sluice gateway`: OpenAI-style completions over the decode queue."""
 
     count: int = 0  # gateways that `up` and `run` start on this host
-    host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
-    port: int = 8081  # of the first one; the others follow
-    names: tuple[str, ...] = ()  # without a key: by which callers may ask it, besides localhost and its own address
-    model_name: str = "policy"  # in /v1/models; `default` is always known
-    max_requests: int = 512  # in hand at a time; more are answered 429
-    request_timeout_s: float = 240.0  # below what its callers wait for, so that they are told what was waited for
+    host: str = "127.0.0.1"  # where it listens; set a key before you leave loopback
+    port: int = 8081  # of the first process; the others take the next ports
+    names: tuple[str, ...] = ()  # host names allowed without a key, in addition to localhost and its own address
+    model_name: str = "policy"  # in /v1/models; `default` always works
+    max_requests: int = 512  # concurrent requests; more get 429
+    request_timeout_s: float = 240.0  # keep it below the callers' timeout, so that they learn what the wait was for
     rollout_ttl_s: float = 3600.0  # a rollout without a call for this long is dropped, reason abandoned
-    stream_tokens: int = 4  # a streaming caller hears of this many tokens at a time
+    stream_tokens: int = 4  # tokens per streamed event
     tool_parser: str = "hermes"  # how the model writes tool calls: hermes, or package.module:function
-    max_body_mb: float = 16  # of one request
+    max_body_mb: float = 16  # per request
 
 
 class RolloutServerConfig(Section, frozen=True, kw_only=True):
     """`sluice rollout-server`: the agent loop and its tools."""
 
     count: int = 0  # servers that `up` and `run` start on this host
-    host: str = "127.0.0.1"  # where it listens; set a key before it is not loopback
-    port: int = 9000  # of the first one; the others follow
-    names: tuple[str, ...] = ()  # without a key: by which callers may ask it, besides localhost and its own address
-    tokenizers: dict[str, str] = {}  # name that a caller gives → model directory or hub id; empty: policy → model.path
+    host: str = "127.0.0.1"  # where it listens; set a key before you leave loopback
+    port: int = 9000  # of the first process; the others take the next ports
+    names: tuple[str, ...] = ()  # host names allowed without a key, in addition to localhost and its own address
+    tokenizers: dict[str, str] = {}  # callers' name → model directory or hub id; empty: policy → model.path
     tokenizer_cache_size: int = 5  # tokenizers in memory
     tokenizer_trust_remote_code: bool = False  # runs code of a listed tokenizer
-    http_client_timeout_s: float = 300.0  # of one call
-    max_concurrent_rollouts: int = 100  # that run; others wait in line
-    max_waiting_rollouts: int = 400  # beyond those that run; more are answered 429
-    deadline_s: float = 600.0  # of one rollout, callbacks included
-    keep_answers_s: float = 3600.0  # how long a repeated id is given its first answer
+    http_client_timeout_s: float = 300.0  # per call
+    max_concurrent_rollouts: int = 100  # running at once; others wait in the queue
+    max_waiting_rollouts: int = 400  # waiting in addition; more get 429
+    deadline_s: float = 600.0  # per rollout, including callbacks
+    keep_answers_s: float = 3600.0  # how long a repeated id gets its first answer
     keep_answers: int = 10_000  # the newest
-    hosts: tuple[str, ...] = ()  # "host", "host:port" or "host:*", that requests may name, besides those of this file
-    tools: tuple[str, ...] = ("calculator",)  # or package.module:name of a tool of your own
-    tool_latency_ms: tuple[int, int] = (10, 100)  # simulated by the calculator
-    tool_timeout_s: float = 60.0  # of one call
-    max_tool_calls: int = 32  # of one turn; the model is told which of its calls were not run
-    tool_threads: int = 8  # for each tool that is a plain function: its calls at a time
+    hosts: tuple[str, ...] = ()  # "host", "host:port" or "host:*" that requests may name, besides this file's
+    tools: tuple[str, ...] = ("calculator",)  # calculator, or your own package.module:name
+    tool_latency_ms: tuple[int, int] = (10, 100)  # latency that the calculator simulates
+    tool_timeout_s: float = 60.0  # per call
+    max_tool_calls: int = 32  # calls per turn; the model is told which of its calls weren't run
+    tool_threads: int = 8  # concurrent calls per plain function
     template_tools: bool = True  # the tools are given to the chat template
-    template_drift: Literal["error", "warn"] = "error"  # warn: for trainers that are not ours
-    max_body_mb: float = 16  # of one request
+    template_drift: Literal["error", "warn"] = "error"  # warn: for trainers other than ours
+    max_body_mb: float = 16  # per request
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
-    """What `sluice produce` asks a rollout server for."""
+    """What `sluice produce` requests from a rollout server."""
 
-    url: str | None = None  # of the rollout server; None: prompts become decode jobs
-    gateway_url: str | None = None  # where it calls back; None: the gateways of this host, in turns
-    protocol: Literal["sync", "async"] = "sync"  # async: the answer is called back
-    tokenizer_name: str = "policy"  # that the server is asked to use
+    url: str | None = None  # the rollout server; None: prompts become decode jobs
+    gateway_url: str | None = None  # where it calls back; None: this host's gateways, round-robin
+    protocol: Literal["sync", "async"] = "sync"  # async: the answer comes by callback
+    tokenizer_name: str = "policy"  # tokenizer for the server to use
     tool_server_url: str | None = None  # an MCP server with more tools
-    max_concurrent: int = 64  # rollouts in hand
+    max_concurrent: int = 64  # concurrent rollouts
     max_turns: int = 10  # advice to the server
-    max_tokens_total: int = 8192  # advice to the server; of one rollout's context
-    timeout_s: float = 900.0  # of one rollout, the server's line included
+    max_tokens_total: int = 8192  # advice to the server; context of one rollout
+    timeout_s: float = 900.0  # per rollout, including the server's queue
 
 
 class BrokerConfig(Section, frozen=True, kw_only=True):
@@ -193,19 +193,19 @@ class BrokerConfig(Section, frozen=True, kw_only=True):
 
     url: str | None = None  # redis://:password@host:6379/0; rediss:// for TLS
     embedded_dir: str = ".sluice/broker"  # where the embedded broker keeps its data
-    socket_timeout_s: float = 10.0  # of one answer
+    socket_timeout_s: float = 10.0  # per answer
     connect_timeout_s: float = 5.0
     retry_for_s: float = 90.0  # an outage shorter than this stops no process
-    sentinel_master: str | None = None  # then `url` names the Sentinels: redis://:pw@host:26379,host2:26379/0
-    allow_volatile: bool = False  # take a broker without an append-only file: its restart loses what is in flight
-    cluster: bool = False  # then `url` names nodes of a Redis Cluster: redis://:pw@host:6379,host2:6379/0
+    sentinel_master: str | None = None  # set it, and `url` names the Sentinels: redis://:pw@host:26379,host2:26379/0
+    allow_volatile: bool = False  # accept a broker without an append-only file; its restart loses what is in flight
+    cluster: bool = False  # `url` names nodes of a Redis Cluster: redis://:pw@host:6379,host2:6379/0
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
     """The prompts: rows of `messages` with optional `truth` and `id`."""
 
     path: str = ""  # JSONL, Parquet, a saved data set, or hf:NAME[:CONFIG][:SPLIT]; --data of `run`
-    format: Literal["auto", "jsonl", "parquet", "datasets"] = "auto"  # auto: by the path
+    format: Literal["auto", "jsonl", "parquet", "datasets"] = "auto"  # auto: from the path
     epochs: int = 1  # how often the rows are read
     limit: int | None = None  # rows per epoch
     on_malformed: Literal["stop", "skip"] = "stop"  # skip: counted, and the run continues
@@ -219,110 +219,110 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     max_in_flight_mb: int = 1024  # what they hold in the broker, results, batches and dead letters included
     samples_per_version: int = 64  # the trainer's batch, in sequences
     max_staleness: int = 2  # versions
-    poll_s: float = 0.05  # how often admission looks again
+    poll_s: float = 0.05  # admission's polling interval
 
 
 class WorkerConfig(Section, frozen=True, kw_only=True):
     """Decode workers; one process per engine."""
 
-    count: int = 1  # that `up` and `run` start on this host
+    count: int = 1  # processes that `up` and `run` start on this host
     backend: Literal["hf", "vllm"] = "hf"  # hf: correctness first; vllm: fast
-    fallback_backend: Literal["hf"] | None = None  # for jobs that `backend` cannot decode; None: they fail
+    fallback_backend: Literal["hf"] | None = None  # for jobs that `backend` can't decode; None: they fail
     vllm: VllmEngineOptions = VllmEngineOptions()
-    logprobs_mode: Literal["raw", "processed"] = "raw"  # processed: at the sampling temperature; hf alone
-    max_batch: int = 32  # sequences that one engine decodes at a time
+    logprobs_mode: Literal["raw", "processed"] = "raw"  # processed: at the sampling temperature; hf only
+    max_batch: int = 32  # sequences that one engine decodes at once
     lease_s: float = 15.0  # a worker that is silent for this long loses its jobs
     renew_s: float = 5.0  # at most half of lease_s
     stall_timeout_s: float = 120.0  # an engine without progress for this long loses its jobs
-    max_attempts: int = 3  # deaths of a worker over a job that ran alone before it is a dead letter
+    max_attempts: int = 3  # worker deaths over a job that ran alone before it becomes a dead letter
     checkpoint_tokens: int = 256  # a running sequence is stored this often; 0 = never
-    keep_result_s: float = 3600.0  # how long an ended job's id is known, and arq's Job.result answers
-    drain_s: float = 20.0  # time to finish on SIGTERM before jobs are handed back
-    poll_s: float = 0.05  # how often a worker looks, when nothing wakes it; of many idle ones one does
+    keep_result_s: float = 3600.0  # how long an ended job's id is kept, and arq's Job.result answers
+    drain_s: float = 20.0  # time to finish after SIGTERM before jobs are handed back
+    poll_s: float = 0.05  # polling interval when nothing wakes the worker; of many idle ones, one polls
     torch_threads: int = 1  # 0 = torch's own choice
-    claim_gpu: bool = True  # lock one free GPU of the host, where there are GPUs
+    claim_gpu: bool = True  # lock one free GPU of the host, if it has GPUs
 
 
 class ConsumerConfig(Section, frozen=True, kw_only=True):
     """Parse, match and pack."""
 
     count: int = 1  # partitions of the result stream, one process each
-    on_incomplete_group: Literal["train_partial", "drop"] = "drop"  # a group of which a member died
+    on_incomplete_group: Literal["train_partial", "drop"] = "drop"  # what to do with a group when a member died
     row_tokens: int = 1024  # token budget of a packed row
     max_sample_tokens: int = 32_768  # longer samples (prompt and target) are dropped, reason too_long
-    poll_s: float = 0.05  # how often it looks for results
+    poll_s: float = 0.05  # polling interval for results
 
 
 class RepeatTerminateConfig(Section, frozen=True, kw_only=True):
-    """Ends a looping sequence during decode; see the contract of the guard."""
+    """Ends a looping sequence while it decodes; see the guard's contract."""
 
-    enabled: bool = False  # a worker on which the guard does not fire does not start
-    min_new_tokens: int = 256  # no rule fires before
-    max_consecutive_token_repeats: int | None = 64  # one token so often in a row; null: off
-    ngram_size: int | None = 64  # tokens of a block; null: off
+    enabled: bool = False  # a worker refuses to start if the guard doesn't fire
+    min_new_tokens: int = 256  # no rule fires before this many tokens
+    max_consecutive_token_repeats: int | None = 64  # the same token this often in a row; null: off
+    ngram_size: int | None = 64  # tokens per block; null: off
     ngram_repeats: int = 2  # equal blocks in a row
-    any_period: bool = False  # any period up to ngram_size, looked at every 16 tokens; equal rows of a table are one
+    any_period: bool = False  # any period up to ngram_size, checked every 16 tokens; equal rows of a table count
     max_object_keys: int | None = None  # null: off
-    object_key_prefix: str = '"object_'  # text that max_object_keys counts, however it is cut into tokens
+    object_key_prefix: str = '"object_'  # text that max_object_keys counts, however it is split into tokens
 
 
 class RolloutMatchingConfig(Section, frozen=True, kw_only=True):
-    """What the consumers do with a rollout."""
+    """How the consumers process a rollout."""
 
-    task: str = "detection"  # detection | exact_answer, or a key of your own with the three import paths below
-    parse: str | None = None  # "package.module:function"; None = that of the task
+    task: str = "detection"  # detection | exact_answer, or your own name with the three import paths below
+    parse: str | None = None  # "package.module:function"; None = the task's own
     match: str | None = None  # likewise
     target: str | None = None  # likewise
-    grammar: Literal["object_n", "objects"] = "object_n"  # of detection: {"object_1": {…}, …} or {"objects": [{…}, …]}
-    matched_supervision: Literal["truth_labels", "geometry"] = "truth_labels"  # geometry: boxes are regressed
-    desc_ce_weight: float = 1.0  # of the cross-entropy on appended descriptions
-    gt_only_fraction: float = 0.0  # share of sequences that are trained on the truth alone
+    grammar: Literal["object_n", "objects"] = "object_n"  # detection: {"object_1": {…}, …} or {"objects": [{…}, …]}
+    matched_supervision: Literal["truth_labels", "geometry"] = "truth_labels"  # geometry: regress the boxes
+    desc_ce_weight: float = 1.0  # weight of the cross-entropy on appended descriptions
+    gt_only_fraction: float = 0.0  # share of sequences trained on the truth only
     match_top_k: int = 10  # truths with the highest IoU that a prediction may match; ties: the nearer centre
-    iou_gate: float = 0.3  # pairs below it are no match
-    fp_cost: float = 1.0  # of a prediction without a truth
-    fn_cost: float = 1.0  # of a truth without a prediction
+    iou_gate: float = 0.3  # pairs below it don't match
+    fp_cost: float = 1.0  # cost of a prediction without a truth
+    fn_cost: float = 1.0  # cost of a truth without a prediction
     max_objects: int = 256  # longer lists are cut and flagged
-    max_text_chars: int = 200_000  # longer answers are cut before they are parsed
+    max_text_chars: int = 200_000  # longer answers are cut before parsing
     repeat_terminate: RepeatTerminateConfig = RepeatTerminateConfig()
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
-    """The optimiser and its rhythm; losses: teacher-forced here, policy in PolicyConfig."""
+    """The optimiser and its schedule; losses: teacher-forced here, policy in PolicyConfig."""
 
-    external: bool = False  # a training loop of your own takes the batches; `up` and `run` start no trainer
-    learning_rate: float = 1e-4  # of AdamW, after the warm-up
+    external: bool = False  # your own training loop takes the batches; `up` and `run` start no trainer
+    learning_rate: float = 1e-4  # AdamW's, after the warm-up
     warmup_steps: int = 0  # optimiser steps
     weight_decay: float = 0.0  # of AdamW
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    max_grad_norm: float = 1.0  # gradients are clipped to it
-    dropout: bool = False  # keep the rates of the model's config.json; false: all are 0
-    micro_batch_tokens: int = 8192  # padded tokens of one forward pass
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    dropout: bool = False  # keep the rates in the model's config.json; false: all are 0
+    micro_batch_tokens: int = 8192  # padded tokens per forward pass
     smooth_l1_weight: float = 1.0  # of box regression
     ciou_weight: float = 1.0  # of box regression
     checkpoint_every: int = 1  # optimiser steps; a version is published from a durable checkpoint only
-    keep_checkpoints: int = 2  # newest ones that stay on disk
-    keep_rollouts: int | None = 0  # optimiser steps whose samples stay in <run_dir>/<run>/rollouts; None = all
+    keep_checkpoints: int = 2  # newest checkpoints to keep
+    keep_rollouts: int | None = 0  # newest steps that keep samples in <run_dir>/<run>/rollouts; None = all
     max_versions: int | None = None  # stop after this version
     claim_gpu: bool = False  # lock a GPU, so that workers on this host leave it alone
-    batch_wait_s: float = 600.0  # no batch for this long is an error that names what was waited for
+    batch_wait_s: float = 600.0  # without a batch for this long the trainer ends with an error that names the wait
     torch_threads: int = 1  # 0 = torch's own choice
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
     """Published versions."""
 
-    retention: int = 4  # newest versions that stay on disk; >= max_staleness + 2
-    load_timeout_s: float = 600.0  # a worker that has not loaded a version by then ends, its jobs go back
-    probe_tokens: int = 16  # length of the prompt by which a loaded version is proved
-    probe_tolerance: float = 1e-2  # nats a probe token between trainer and worker; ten times that in half precision
+    retention: int = 4  # newest versions to keep on disk; >= max_staleness + 2
+    load_timeout_s: float = 600.0  # a worker that hasn't loaded a version by then ends, and its jobs go back
+    probe_tokens: int = 16  # length of the prompt that verifies a loaded version
+    probe_tolerance: float = 1e-2  # nats per probe token between trainer and worker; ten times that in half precision
 
 
 class UpConfig(Section, frozen=True, kw_only=True):
     """The supervisor of `sluice up` and `sluice run`."""
 
-    restart_backoff_s: float = 0.5  # before the first restart; it doubles
+    restart_backoff_s: float = 0.5  # before the first restart; doubles each time
     restart_backoff_max_s: float = 30.0
-    max_restarts: int = 20  # of one process within `restart_window_s`; a poison job may cost 10
+    max_restarts: int = 20  # per process within `restart_window_s`; a poison job may cost 10
     restart_window_s: float = 300.0
     stop_grace_s: float = 30.0  # from SIGTERM to SIGKILL
 
@@ -330,8 +330,8 @@ class UpConfig(Section, frozen=True, kw_only=True):
 class Config(Section, frozen=True, kw_only=True):
     """One run."""
 
-    run: str = "default"  # prefix of its names in Redis, and its folder
-    seed: int = 0  # of sampling; a sequence's own comes from it, its job and its index
+    run: str = "default"  # prefix of its Redis keys, and its directory
+    seed: int = 0  # sampling seed; each sequence derives its own from it, its job and its index
     run_dir: str = ".sluice/runs"  # the run's files go to <run_dir>/<run>
     broker: BrokerConfig = BrokerConfig()
     model: ModelConfig = ModelConfig()

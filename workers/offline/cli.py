@@ -75,10 +75,10 @@ def generate(
     on_malformed: Annotated[
         Literal["stop", "skip"], Parameter(help="A row that cannot be read: stop, or make it an error row.")
     ] = "stop",
-    restart: Annotated[bool, Parameter(negative="", help="Begin anew; replaces OUT and what was begun of it.")] = False,
+    restart: Annotated[bool, Parameter(negative="", help="Start over; replaces OUT and its part file.")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON summary on stdout.")] = False,
 ) -> int:
-    """Answer a file of prompts with one engine, without a broker. Interrupted, the same command goes on.
+    """Answer a file of prompts with one engine, without a broker. Run it again to resume.
 
     A row has `messages`, `prompt` or `prompt_token_ids`, and may have `id`, `images` and `metadata`. `--set` takes the
     keys `model.*`, `worker.vllm.*`, `rollout_matching.repeat_terminate.*` and the limits of `images.*` of the
