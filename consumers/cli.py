@@ -109,8 +109,8 @@ def export(
 ) -> None:
     """Write a run's sequences for other programs: tokens, logprobs, versions, masks, rewards and what was trained.
 
-    Reads the run's history (history.enabled), else the rollouts that its trainer kept; no broker. May run while the
-    run goes on.
+    Reads the run's history (history.enabled), or the rollouts that its trainer kept; needs no broker. Works during
+    the run too.
 
     Example: `sluice export .sluice/runs/text --to parquet --out rollouts.parquet`
 

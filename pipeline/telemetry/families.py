@@ -101,7 +101,7 @@ _PROCESS = [
     _fact("trained_samples_total", "samples trained in the run", "samples", "trainer"),
     _timed("train_step_seconds", "one optimiser step, its checkpoint left out", "trainer"),
     _fact("scored_sequences_total", "sequences scored", "scored", "scorer"),
-    _fact("asked_rollouts", "rollouts that a rollout server has in hand for it", "rollouts", "producer"),
+    _fact("asked_rollouts", "rollouts that a rollout server is running for it", "rollouts", "producer"),
     _fact("answered_rollouts_total", "rollouts answered", "answered", "producer"),
     _fact("failed_rollouts_total", "of these, those that ended as errors", "failed", "producer"),
     _fact("llm_calls_total", "calls of the model in the answered rollouts", "llm_calls", "producer"),
@@ -111,7 +111,7 @@ _GATEWAY = [
     _gateway("requests_total", "requests answered; 499: the caller left", "route", "status"),
     _gateway("request_seconds", "until the last byte of the answer", "route", buckets=_LONG_S),
     _gateway("tokens_total", "tokens answered: prompt, completion", "kind"),
-    _gateway("in_flight", "requests in hand"),
+    _gateway("in_flight", "requests in flight"),
     _gateway("rollouts_total", "rollouts opened, forked, published, dropped", "event"),
     _gateway("resyncs_total", "turns whose sampled text renders differently"),
 ]
