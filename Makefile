@@ -57,7 +57,7 @@ test-all: setup ## Everything that needs neither hours nor a GPU: test, test-red
 	$(BIN)/python -m tests.tiers $(TALLY) && test -z "$$failed"
 
 test-gpu: setup ## What only a GPU can show (needs one, and VLLM=gpu; at most ten minutes)
-	@$(BIN)/python -m pytest -q -m gpu tests/gpu
+	@$(BIN)/python -m pytest -q -raP -m gpu tests/gpu
 
 test-redis8: setup ## The queue's suites on redis-py 8; arq asks for less than 6, so it lies beside, in a folder of its own
 	@test -d $(REDIS8)/redis || $(BIN)/python -m pip install -q --no-deps --target $(REDIS8) redis==8.0.0

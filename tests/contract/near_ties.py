@@ -14,7 +14,7 @@ MARGIN = 1e-4  # nats between the best two, or probability between a random poin
 
 
 def assert_same_unless_near_tie(
-    model: Any, request: SequenceRequest, one: SequenceOutput, other: SequenceOutput
+    model: Any, request: SequenceRequest, one: SequenceOutput, other: SequenceOutput, margin: float = MARGIN
 ) -> int:
     """Number of equal tokens; raises AssertionError when they part at a clear choice."""
     pairs = zip(one.token_ids, other.token_ids, strict=False)
@@ -23,8 +23,8 @@ def assert_same_unless_near_tie(
         assert one.token_ids == other.token_ids
         return len(one.token_ids)
     logits = _logits(model, [*request.prompt_token_ids, *one.token_ids[:at]])
-    margin = _margin(logits, request, at, one.token_ids[at], other.token_ids[at])
-    assert margin <= MARGIN, f"token {at} differs at a margin of {margin}: {one.token_ids[at]}, {other.token_ids[at]}"
+    apart = _margin(logits, request, at, one.token_ids[at], other.token_ids[at])
+    assert apart <= margin, f"token {at} differs at a margin of {apart}: {one.token_ids[at]}, {other.token_ids[at]}"
     return at
 
 

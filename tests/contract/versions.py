@@ -51,7 +51,9 @@ class Versions:
         return reference_logprobs(self.models[version], prompt, tokens, temperature).tolist()
 
 
-def assert_right(output: SequenceOutput, versions: Versions, temperature: float = 1.0) -> None:
+def assert_right(
+    output: SequenceOutput, versions: Versions, temperature: float = 1.0, tolerance: float = TOLERANCE
+) -> None:
     """Every number is that of a plain forward pass; every token whose next version decoded the sequence is scored."""
     by_version = {
         v: versions.logprobs(v, output.prompt_token_ids, output.token_ids, temperature) for v in versions.models
@@ -60,11 +62,11 @@ def assert_right(output: SequenceOutput, versions: Versions, temperature: float 
     marks = output.sampled.proximal_versions or [-1] * len(output.token_ids)
     for at, version in enumerate(output.versions):
         where = f"token {at} of {output.seq_key}, versions {output.versions}"
-        assert output.logprobs[at] == pytest.approx(by_version[version][at], abs=TOLERANCE), where
+        assert output.logprobs[at] == pytest.approx(by_version[version][at], abs=tolerance), where
         expected = version + 1 if version + 1 in output.versions[at:] else -1
         assert marks[at] == expected, where
         under = by_version[version if expected < 0 else expected][at]
-        assert proximal[at] == pytest.approx(under, abs=TOLERANCE), where
+        assert proximal[at] == pytest.approx(under, abs=tolerance), where
 
 
 class Updates:
