@@ -15,7 +15,8 @@ from tests.integration.rollout.test_protocols import state_of
 async def test_the_inbound_key(serve: Serve, tools_tokenizer: Any) -> None:
     async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer, serve(key="in-1") as served:
         assert (await served.get("/health"))[0] == 200
-        for path in ("/tools", "/metrics", "/rollout/r-1/status", "/docs", "/openapi.json"):
+        assert (await served.get("/docs"))[0] == 200, "the page, which asks for the key that its document needs"
+        for path in ("/tools", "/metrics", "/rollout/r-1/status", "/openapi.json"):
             assert (await served.get(path))[0] == 401
         assert (await served.post("/rollout", b"{"))[0] == 401
         right = {"headers": {"Authorization": "Bearer in-1", "Content-Type": "application/json"}}
