@@ -1,14 +1,14 @@
-"""What happens to a result after the worker: reward, group, pack, train, and look back.
+"""What happens to a result after the worker: reward, group, pack, train, inspect.
 
     results ─▶ loop ─▶ groups ─▶ tasks (parse · match · target) ─▶ samples ─▶ pack ─▶ batches ─▶ training
                 │                                                                                  │
                 └──────────▶ history ◀─────────────────────────────────────────────────────────────┘
                                 └─▶ dashboard, export, audit
 
-- `loop`: the consumer process; `groups`, `samples`, `pack`: the steps that no task changes.
+- `loop`: the consumer process; `groups`, `samples`, `pack`: the steps that are the same for every task.
 - `tasks`: the contract of a task, the built-in ones, and how a config replaces their steps.
-- `training`: one session for every trainer, the built-in one, and `handoff` for a training loop of your own.
-- `history`: what a run finished, on disk; `dashboard`, `export` and `audit` read it.
+- `training`: one session for every trainer, the built-in one, and `handoff` for your own training loop.
+- `history`: finished sequences on disk; `dashboard`, `export` and `audit` read it.
 """
 
 if not __name__.startswith("sluice."):

@@ -1,12 +1,12 @@
-"""A run's sequences as files that other programs read.
+"""Exports a run's sequences to files that other programs read.
 
     history ──┐
               ├─▶ read_run ─▶ Exported ─▶ full_row | sft_row ─▶ write_jsonl | write_parquet | write_dataset ─▶ PATH
     rollouts ─┘
 
-- Oldest first. Streamed in bounded memory, written beside PATH and renamed when whole.
-- Arrays of a row have one item per token, prompt first: what was not stamped is 0, a version -1.
-- Parquet and datasets have typed columns (`columns`): there, what has no fixed shape (`JSON_COLUMNS`) is JSON text.
+- Oldest first. Streamed in bounded memory, written to a temporary path and renamed when complete.
+- Arrays of a row have one item per token, prompt first: a missing value is 0, a missing version -1.
+- Parquet and datasets have typed columns (`columns`); fields without a fixed shape (`JSON_COLUMNS`) are JSON text.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ Kind = Literal["trained", "handed-on"]
 JSON_COLUMNS = ("stop_reason", "truth", "metrics", "metadata", "triggers", "sampling")
 Row = dict[str, Any]
 _MOST_ROWS = 256
-_MOST_TOKENS = 1 << 18  # of a Parquet row group: some 10 arrays each
+_MOST_TOKENS = 1 << 18  # per Parquet row group: about 10 arrays each
 
 
 @dataclass
 class Exports:
-    """What an export did."""
+    """Counts of one export."""
 
     sequences: int = 0
-    without_weight: int = 0  # left out by trl: no token of theirs has one
-    weighted: int = 0  # by other weights than 0 and 1, which trl's labels cannot say
+    without_weight: int = 0  # trl skips them: none of their tokens has a weight
+    weighted: int = 0  # weights other than 0 and 1, which trl's labels can't express
 
 
 def export_run(directory: Path, to: Format, out: Path, kind: Kind, model: str) -> Exports:
-    """Write the run's sequences; `model` is where its tokenizer is. Raises DataError."""
+    """Write the run's sequences; `model` is the directory with its tokenizer. Raises DataError."""
     done = Exports()
     with aside(out) as path:
         found = read_run(directory, kind)
@@ -99,16 +99,16 @@ def _codec(model: str) -> HFTextCodec | None:
 
 @dataclass(frozen=True)
 class Exported:
-    """One sequence; `result` is what a worker decoded, where the history has it."""
+    """One sequence; `result` is the worker's output, if the history has it."""
 
     sample: TrainingSample
     result: SequenceResult | None = None
-    step: int | None = None  # that trained it
-    version: int | None = None  # of the weights which that step started from
+    step: int | None = None  # the step that trained it
+    version: int | None = None  # weights that the step started from
 
 
 def read_run(directory: Path, kind: Kind) -> Iterator[Exported]:
-    """At least one; raises DataError that says why there is none."""
+    """Yields at least one; raises DataError with the cause if there are none."""
     history = directory / HISTORY
     found = _from_history(history, kind)
     first = next(found, None)
@@ -132,7 +132,7 @@ def _is_trained(detail: SequenceDetail) -> bool:
 
 
 def _exported(detail: SequenceDetail, sample: TrainingSample) -> Exported:
-    """As trained, where it was: the trainer may have had more proximal logprobs than the consumer."""
+    """As trained, if it was: the trainer may have filled in more proximal logprobs than the consumer had."""
     trained = detail.trained
     if trained is None:
         return Exported(sample, detail.result)
@@ -158,7 +158,7 @@ def _why(history: Path, kind: Kind) -> str:
 
 
 def full_row(one: Exported, codec: TextCodec | None) -> Row:
-    """Everything; texts of tokens need `codec`, and are None without one."""
+    """All fields; token texts need `codec` and are None without it."""
     sample, ids = one.sample, list(one.sample.token_ids)
     texts = {"prompt": ids[: sample.prompt_len], "target": ids[sample.prompt_len :]}
     return {
@@ -183,7 +183,7 @@ def full_row(one: Exported, codec: TextCodec | None) -> Row:
 
 
 def _of_result(one: Exported) -> Row:
-    """What a worker said of it; None where only the sample is known."""
+    """The worker's fields; None if only the sample is known."""
     names = (
         *("index", "rollout_id", "turn", "worker", "backend", "attempt", "text", "finish_reason", "stop_reason"),
         *("triggers", "truth", "metadata", "logprobs_mode", "sampling"),
@@ -204,12 +204,12 @@ def _per_token(sample: TrainingSample) -> Row:
 
 
 def sft_row(one: Exported) -> Row | None:
-    """What TRL's SFTTrainer trains on as it is; None where no token has a weight.
+    """A row that TRL's SFTTrainer trains on unchanged; None if no token has a weight.
 
-    `labels[i]` is the target at position i, as transformers has it: -100 where the weight is 0.
+    `labels[i]` is the target at position i, as in transformers: -100 where the weight is 0.
     """
     weights = np.array(one.sample.weights, dtype=np.float32)
-    weights[:1] = 0.0  # nothing stands before the first token to predict it from
+    weights[:1] = 0.0  # the first token has no context to predict it from
     if not weights.any():
         return None
     labels = np.where(weights != 0, np.asarray(one.sample.labels, dtype=np.int64), IGNORED)
@@ -218,12 +218,12 @@ def sft_row(one: Exported) -> Row | None:
 
 
 def is_plain(one: Exported) -> bool:
-    """Whether labels alone say all of its weights."""
+    """Whether labels alone express all its weights."""
     return all(weight in (0.0, 1.0) for weight in one.sample.weights[1:])
 
 
 def flat(row: Row) -> Row:
-    """With JSON text where the shape is not fixed."""
+    """The row with non-fixed shapes as JSON text."""
     texts = {name: msgspec.json.encode(row[name]).decode() for name in JSON_COLUMNS if row.get(name) is not None}
     return {**row, **texts}
 
@@ -247,7 +247,7 @@ def columns(arrow: Any, *, sft: bool) -> Any:
 
 @contextlib.contextmanager
 def aside(out: Path) -> Generator[Path]:
-    """A path beside `out` that becomes `out` at the end; raises DataError where that exists."""
+    """Yield a temporary path that is renamed to `out` at the end; raises DataError if `out` exists."""
     if out.exists():
         raise DataError(f"{out} exists; name another, or delete it")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +297,7 @@ def write_dataset(rows: Iterable[Row], path: Path, *, sft: bool = False) -> None
 
 
 def datasets_module() -> Any:
-    """`datasets`; raises DataError where it is not installed."""
+    """`datasets`; raises DataError if it isn't installed."""
     try:
         return importlib.import_module("datasets")
     except ModuleNotFoundError as error:

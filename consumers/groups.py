@@ -1,8 +1,8 @@
-"""Puts the members of a group together. Entries stay unacked in the stream until their group is handed on,
-so a killed assembler loses nothing: its successor reads them again.
+"""Assembles groups from their members. Entries stay unacked in the stream until their group is handed off,
+so nothing is lost when an assembler is killed: its successor reads them again.
 
-- A member is one part of one index: a rollout whose history forked has several.
-- An index is complete when all its parts are here, or its tombstone, which has no parts.
+- A member is one part of one index: a rollout with a forked history has several.
+- An index is complete when all its parts have arrived, or its tombstone, which has no parts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Place = tuple[int, int]
 
 @dataclass
 class Group:
-    """Members so far, by place; a dead member is its DeadLetter."""
+    """Members so far, by (index, part); a dead member is its DeadLetter."""
 
     group_id: str
     size: int
     members: dict[Place, SequenceResult | DeadLetter] = field(default_factory=dict)
     entry_ids: list[str] = field(default_factory=list)
-    parts: dict[int, int] = field(default_factory=dict)  # index → how many it has
-    unrecorded: list[DeadLetter] = field(default_factory=list)  # members that ended here, not in the queue
+    parts: dict[int, int] = field(default_factory=dict)  # index → number of parts
+    unrecorded: list[DeadLetter] = field(default_factory=list)  # members that died here, not in the queue
 
     @property
     def complete(self) -> bool:
@@ -33,29 +33,29 @@ class Group:
 
     @property
     def living(self) -> list[SequenceResult]:
-        """Results in the order of their places."""
+        """Results ordered by index and part."""
         return [m for _, m in sorted(self.members.items()) if isinstance(m, SequenceResult)]
 
 
 class Assembler:
-    """Groups that are still incomplete."""
+    """Holds the incomplete groups."""
 
     def __init__(self) -> None:
         self._open: dict[str, Group] = {}
 
     def add_result(self, entry_id: str, result: SequenceResult) -> Group | None:
-        """Returns the group when this member completes it."""
+        """Returns the group if this member completes it."""
         place = (result.index, result.part)
         return self._add(entry_id, result.group_id, result.group_size, place, result.parts, result)
 
     def add_dead(self, entry_id: str, group_id: str, size: int, index: int, letter: DeadLetter) -> Group | None:
-        """The same for a tombstone; its writer has counted it."""
+        """The same for a tombstone; its writer has already counted it."""
         return self._add(entry_id, group_id, size, (index, 0), 1, letter)
 
     def add_unreadable(
         self, entry_id: str, group_id: str, size: int, place: Place, parts: int, letter: DeadLetter
     ) -> Group | None:
-        """The same for a result that cannot be read: its letter is still to be recorded."""
+        """The same for an unreadable result: its letter still has to be recorded."""
         self._group(group_id, size).unrecorded.append(letter)
         return self._add(entry_id, group_id, size, place, parts, letter)
 

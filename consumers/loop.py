@@ -6,12 +6,12 @@
 |--------------------------|----------------------------------|
 | results                  | workers, or the end of rollouts  |
 | the rest of a group      | workers, or a tombstone          |
-| a full batch             | further results, or the end of the source |
+| a full batch             | more results, or the end of the source |
 
-- One process per partition of the results. It takes the first free one, or stands by until one falls free.
-- Every step up to hand_off is pure and repeatable; hand_off is one script call, fenced by the partition's owner.
-- A dropped group gives its credit back at once, not with the next batch.
-- Finished sequences are in the history before they are handed off.
+- One process per results partition. It claims the first free one, or stands by until one is free.
+- Every step up to hand_off is pure and repeatable; hand_off is one Lua call, fenced by the partition's owner.
+- A dropped group returns its credit at once, not with the next batch.
+- Finished sequences are written to the history before they are handed off.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Made(NamedTuple):
 
 
 class Consumer:
-    """Owns one partition of results."""
+    """Owns one results partition."""
 
     def __init__(self, role: Role, partition: int, owner: Ownership, task: Task, context: TaskContext) -> None:
         self._role, self._owner = role, owner
@@ -64,7 +64,7 @@ class Consumer:
         self._reader = result_reader(role.client, role.keys, partition, role.name, owner)
         self._groups = Assembler()
         self._history = Recorder(role.config, partition)
-        self._sizes: dict[str, int] = {}  # bytes of each entry that is held
+        self._sizes: dict[str, int] = {}  # bytes of each entry held
         self._samples: list[TrainingSample] = []
         self._entry_ids: list[str] = []
         self._letters: list[DeadLetter] = []
@@ -72,7 +72,7 @@ class Consumer:
         self._handed = 0
 
     async def run(self) -> None:
-        """Consume until asked to stop or until the run is over."""
+        """Consume until asked to stop or the run is over."""
         try:
             await self._consume()
         finally:
@@ -150,24 +150,24 @@ class Consumer:
             return self._groups.add_unreadable(entry.entry_id, group_id, size, (index, part), parts, problem)
 
     async def _is_known(self, group_id: str) -> bool:
-        """Whether the broker remembers a job or an open rollout of this id."""
+        """Whether the broker knows a job or an open rollout with this id."""
         if run_of(group_id) == self._role.config.run:
             return True
         names = [self._role.keys.job_state, self._role.keys.rollout]
-        if not is_cluster(self._role.client):  # there such an id has no result in our reach
+        if not is_cluster(self._role.client):  # on a cluster we can't look up such an id's result
             names.append(ARQ_RESULT)
         return bool(await self._role.client.exists(*(f"{name}{group_id}" for name in names)))
 
     async def _discard(self, entry: Entry, problem: Exception) -> None:
-        """Acknowledge an entry that no worker of this run wrote: it is nobody's sequence, so it is not a drop."""
+        """Ack an entry that no worker of this run wrote: it belongs to no sequence, so it isn't counted as a drop."""
         where = f"{self._reader.stream} {entry.entry_id}"
         get_logger().error("not a result; discarded", entry=where, error=str(problem))
-        self._sizes[entry.entry_id] = 0  # credit never counted it
+        self._sizes[entry.entry_id] = 0  # it never counted against the credit
         await self._out(TrainingBatch(batch_id=_batch_id([entry.entry_id]), samples=[]), [entry.entry_id], [])
 
     async def _finish_group(self, group: Group, samples: list[TrainingSample], letters: list[DeadLetter]) -> None:
         if samples:
-            # The group's drops leave with its samples: a consumer killed in between would record them twice.
+            # The group's drops are handed off with its samples: a consumer killed in between would record them twice.
             self._samples += samples
             self._entry_ids += group.entry_ids
             self._letters += letters
@@ -210,7 +210,7 @@ class Consumer:
             del self._sizes[entry_id]
 
     async def _at_the_end(self) -> bool:
-        """Hand on what is left once no more results can come; True when the whole run is over."""
+        """Hand off what is left once no more results can come; True when the whole run is over."""
         now = await snapshot(self._role.client, self._role.keys)
         no_more = now.exhausted and now.queued_jobs == 0 and now.open_rollouts == 0
         if no_more and not self._groups and await self._nothing_unread():
@@ -233,7 +233,7 @@ def _batch_id(parts: Sequence[str]) -> str:
 
 
 async def consume(config: Config, partition: int | None) -> None:
-    """Run one partition's consumer; None takes the first free partition, standing by until there is one."""
+    """Run the consumer of one partition; None claims the first free one, standing by until there is one."""
     if partition is not None and not 0 <= partition < config.consumer.count:
         raise ConfigError(f"--partition {partition}: consumer.count is {config.consumer.count}; give 0 to count-1")
     task = load_task(config.rollout_matching)
@@ -252,7 +252,7 @@ async def consume(config: Config, partition: int | None) -> None:
 
 
 async def _first_free(role: Role, partitions: list[int]) -> tuple[int, Ownership] | None:
-    """The partition that this process now owns; None when asked to stop before one was free."""
+    """The partition that this process now owns; None if asked to stop before one was free."""
     owners = {number: Ownership(role.client, role.keys, f"consumer:{number}") for number in partitions}
     while True:
         for number, owner in owners.items():

@@ -1,8 +1,8 @@
-"""Packing: many short samples in one row of tokens, without any of them seeing another.
+"""Packing: many short samples in one row of tokens, isolated from each other.
 
-- Best-fit decreasing; the same lengths give the same rows. A sample over the budget has a row of its own.
+- Best-fit decreasing; the same lengths give the same rows. A sample over the budget gets its own row.
 - `labels[i]` is the target AT position i, predicted from positions < i of the same sample; the loss does the
-  shift. The first position of every sample is therefore off: only its neighbour could predict it.
+  shift. So the first position of every sample is off: only its neighbour could predict it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 class Place(NamedTuple):
-    """Where a sample lies: columns [start, start + length) of `row`."""
+    """Position of a sample: columns [start, start + length) of `row`."""
 
     sample: int
     row: int
@@ -45,7 +45,7 @@ class PackedRows:
 
 
 def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sample indices per row, every index once; no row of several samples holds more than `budget` tokens."""
+    """Sample indices per row, every index once; a row with several samples holds at most `budget` tokens."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for index in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
@@ -63,7 +63,7 @@ def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def collate(samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]], pad_id: int) -> PackedRows:
-    """Lay the samples out as the rows say."""
+    """Lay out the samples according to `rows`."""
     widths = [sum(len(samples[index].token_ids) for index in row) for row in rows]
     shape = (len(rows), max(widths, default=0))
     packed = PackedRows(

@@ -1,4 +1,4 @@
-"""Where a run keeps what is audited."""
+"""Where the files of a run are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_run(run: str, config: Config) -> Path:
 
 
 def stored_config(directory: Path, given: Config, overrides: Sequence[str]) -> Config:
-    """The configuration that the run was made with, `--set` on top; `given` where none was stored."""
+    """The configuration that the run used, with `--set` applied; `given` if none was stored."""
     file = directory / RESOLVED
     return load_config(file, overrides, environ={}) if file.is_file() else given
 

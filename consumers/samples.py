@@ -1,8 +1,8 @@
-"""A group of results → its training samples, and a reason for each member that gives none.
+"""A group of results → its training samples, and a reason for each member without one.
 
-- The agent's side may have given a rollout its reward; it takes precedence over the task's.
-- With a policy loss, members with a reward also get their advantage within the group, unless the task gave one.
-  Parts of one index have one advantage: that of the first part that gives a sample.
+- A reward from the agent's side takes precedence over the task's.
+- With a policy loss, members with a reward also get their advantage within the group, unless the task set one.
+  Parts of one index share one advantage: that of the first part that yields a sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sluice.pipeline.wire.messages import CUT_SHORT, DeadLetter, SequenceResult,
 
 _DETAIL_CHARS = 1500
 HAS_IMAGES = "has_images"
-_MOST = 1e30  # of a reward or an advantage: the loss is in float32
+_MOST = 1e30  # limit of a reward or an advantage: the loss is in float32
 _EPS = 1e-6
 
 
@@ -35,7 +35,7 @@ class Sampler:
         self._task, self._context, self._config = task, context, config
 
     def samples_of(self, group: Group) -> tuple[list[TrainingSample], list[DeadLetter]]:
-        """Samples in the order of their places, and letters of the members that are dropped here."""
+        """Samples ordered by index and part, and letters for the members dropped here."""
         letters = list(group.unrecorded)
         samples: dict[Place, TrainingSample] = {}
         for result in group.living:
@@ -78,7 +78,7 @@ class Sampler:
             sample = _with_numbers(rewarded(self._task.target(matched, self._context), result.reward))
         except TaskError as error:
             return letter(result.seq_id, "invalid_truth", str(error))
-        except Exception:  # steps are the user's code: one that fails must not stop the run
+        except Exception:  # steps are user code: a failure must not stop the run
             return letter(result.seq_id, "task_failed", traceback.format_exc()[-_DETAIL_CHARS:])
         for name, value in (("reward", sample.reward), ("advantage", sample.advantage)):
             if self._context.policy.enabled and not _is_number(value):
@@ -91,7 +91,7 @@ class Sampler:
 
 
 def _with_numbers(sample: TrainingSample) -> TrainingSample:
-    """Flags and scalars that a task records become numbers: the trainer reads nothing else."""
+    """Convert the flags and scalars that a task records to numbers: the trainer reads nothing else."""
     if all(type(value) is float for value in sample.metrics.values()):
         return sample
     return replace(sample, metrics={name: float(value) for name, value in sample.metrics.items()})
@@ -102,7 +102,7 @@ def _is_number(value: float | None) -> bool:
 
 
 def blind(num_images: int) -> str:
-    """Why a sequence whose prompt showed images is not trained."""
+    """Why a sequence with images in its prompt isn't trained."""
     images = "1 image" if num_images == 1 else f"{num_images} images"
     return (
         f"its prompt has {images}, and training has no pixels: its tokens would be trained blind; decode "
@@ -111,15 +111,14 @@ def blind(num_images: int) -> str:
 
 
 def letter(seq_id: str, reason: str, detail: str) -> DeadLetter:
-    """A sequence that a consumer drops."""
+    """The dead letter of a sequence that a consumer drops."""
     return DeadLetter(seq_id=seq_id, reason=reason, state="dropped", detail=detail[:_DETAIL_CHARS], at=time.time())
 
 
 def group_advantages(rewards: Sequence[float], kind: Literal["group_norm", "group_mean", "reward"]) -> list[float]:
     """One number per finite reward: (r - mean) / (std + 1e-6), r - mean, or r itself.
 
-    The standard deviation is that of the population. Equal rewards (a group of one, for example) give
-    exactly 0.
+    Uses the population standard deviation. Equal rewards (such as a group of one) give exactly 0.
 
     >>> group_advantages([1.0, 0.0], "group_mean")
     [0.5, -0.5]

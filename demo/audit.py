@@ -1,4 +1,4 @@
-"""Was every sequence trained exactly once? Answered from ids, not from counters."""
+"""Was every sequence trained exactly once? Checked by ids, not by counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Audit:
 
 
 def audit(config: Config, run_dir: Path) -> Audit:
-    """Compare the ids that the data imply with the ids that the trainer's ledger holds."""
+    """Compare the ids that the data implies with those in the trainer's ledger."""
     now = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Snapshot)
     trained = Counter(seq_id for step in read_steps(run_dir / "trained.jsonl") for seq_id in step["seq_ids"])
     expected = _expected(config)
@@ -45,7 +45,7 @@ def audit(config: Config, run_dir: Path) -> Audit:
 
 
 def _whole(seq_id: str) -> str:
-    """The sequence; where the history of a rollout forked, each trajectory after the first is named `<id>/<part>`."""
+    """The sequence's id; if a rollout's history forked, each trajectory after the first is named `<id>/<part>`."""
     return seq_id.partition("/")[0]
 
 

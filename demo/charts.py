@@ -22,7 +22,7 @@ class Line:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Data ranges 0..right and 0..top, with round steps."""
+    """Data ranges 0..right and 0..top, with rounded steps."""
 
     right: float
     top: float
@@ -72,7 +72,7 @@ def line_chart(
 
 
 def bar_chart(title: str, x_name: str, y_name: str, bars: Sequence[tuple[str, float]]) -> str:
-    """An SVG element; a bar a (name, value >= 0), its value written above it."""
+    """An SVG element; one bar per (name, value >= 0), with its value above it."""
     axes = _Axes(float(max(len(bars), 1)), max([value for _, value in bars], default=0.0) * 1.1 or 1.0)
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">']
     parts.append(f'<text x="{_LEFT}" y="16" class="title">{escape(title)}</text>')

@@ -1,4 +1,4 @@
-"""What the demo does while the pipeline runs: kill a worker, follow the held-out score, keep a timeline."""
+"""The demo's actions while the pipeline runs: kill a worker, follow the held-out score, record a timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.status.snapshot import Snapshot
 
 _EVAL_SEED = 78
-_KILL_AT = 0.25  # share of the sequences decoded
+_KILL_AT = 0.25  # of the sequences decoded
 _VICTIM = "worker-1"
 
 
@@ -31,7 +31,7 @@ class Moment:
 
 
 class Drill:
-    """Its `watch` is called with every snapshot of the run."""
+    """`watch` is called with every snapshot of the run."""
 
     def __init__(self, task: DemoTask, config: Config, evals: Path, *, kill: bool) -> None:
         self.task, self.config, self.evals = task, config, evals
@@ -42,7 +42,7 @@ class Drill:
         self._started = time.monotonic()
 
     def processes(self) -> dict[str, list[str]]:
-        """The evaluator, beside the roles of the run."""
+        """The evaluator, which runs next to the roles."""
         versions = self.evals.parent / "weights"
         count = self.task.num_heldout // 2
         arguments = [self.task.name, str(versions), str(self.evals), str(count), str(_EVAL_SEED)]
@@ -55,7 +55,7 @@ class Drill:
         return [json.loads(line) for line in self.evals.read_text().splitlines() if line.endswith("}")]
 
     async def watch(self, now: Snapshot, supervisor: Supervisor, progress: Progress) -> None:
-        """One look: timeline, score, and the kill when its moment has come."""
+        """Update timeline and score, and kill the worker when it's time."""
         at_s = time.monotonic() - self._started
         self.timeline.append(Moment(at_s, now.tokens, now.committed, now.trained, now.latest_version or 0))
         scores = self.scores()

@@ -1,7 +1,7 @@
-"""Held-out score of weight versions, decoded by the pipeline's own engine, greedily.
+"""Held-out score of weight versions, decoded greedily by the pipeline's engine.
 
-As a process (`python -m sluice.demo.evaluator TASK VERSIONS_DIR OUT.jsonl COUNT SEED`) it follows a run: it measures
-the newest version again and again, at low priority. Held-out problems are made here; no other process ever sees them.
+As a process (`python -m sluice.demo.evaluator TASK VERSIONS_DIR OUT.jsonl COUNT SEED`) it follows a run: it scores each
+newest version, at low priority. Held-out problems are generated here; no other process ever sees them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sluice.pipeline.errors import WeightsError
 from sluice.workers.engine.generation_engine import GenerationEngine
 from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
 
-_EVERY_S = 3.0  # leaves the cores to the pipeline
+_EVERY_S = 3.0  # leaves CPU cores to the pipeline
 
 
 def decode(task: DemoTask, model_dir: Path, chosen: Sequence[Any]) -> Sequence[Any]:
-    """Greedy answers of the model in a directory: texts, or what the task makes of them."""
+    """Greedy answers of the model in a directory: texts, or the task's own answer type."""
     if task.answers is not None:
         return task.answers(model_dir, chosen)
     model = ModelLoadConfig(model_name_or_path=str(model_dir))
@@ -37,7 +37,7 @@ def decode(task: DemoTask, model_dir: Path, chosen: Sequence[Any]) -> Sequence[A
 
 
 def follow(task: DemoTask, versions: Path, out: Path, chosen: Sequence[Any]) -> None:
-    """Measure the newest version whenever there is one that was not measured; for ever."""
+    """Score the newest version whenever it hasn't been scored yet; never returns."""
     measured, started = -1, -_EVERY_S
     while True:
         found = sorted(versions.glob("v??????"))
@@ -46,7 +46,7 @@ def follow(task: DemoTask, versions: Path, out: Path, chosen: Sequence[Any]) -> 
             time.sleep(0.2)
             continue
         started = time.monotonic()
-        # A version may be retired while it is being read; the next one is there by then.
+        # A version may be retired during the read; the next one exists by then.
         with contextlib.suppress(FileNotFoundError, WeightsError, OSError):
             score = task.score(decode(task, found[-1], chosen), chosen)
             with out.open("a") as stream:
@@ -55,10 +55,9 @@ def follow(task: DemoTask, versions: Path, out: Path, chosen: Sequence[Any]) -> 
 
 
 def main(arguments: list[str]) -> None:
-    """The process."""
     import torch
 
-    # Not SystemExit: raised inside a weak reference's callback it is lost, and this process would stay.
+    # Not SystemExit: if raised inside a weakref callback it is lost, and this process would never exit.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     os.nice(5)
     torch.set_num_threads(1)

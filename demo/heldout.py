@@ -1,4 +1,4 @@
-"""Held-out problems with the answers of two models: the warm start, and what training made of it."""
+"""Held-out problems with the answers of two models: the warm start and the trained model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Heldout:
 
     @classmethod
     def of(cls, task: DemoTask, warm: Path, final: Path, count: int | None = None) -> Heldout:
-        """Decode the task's held-out problems, or `count` of them, with both models, greedily."""
+        """Decode the task's held-out problems (or `count` of them) greedily with both models."""
         chosen = task.heldout(task.num_heldout if count is None else count, _SEED)
         return cls(chosen, decode(task, warm, chosen), decode(task, final, chosen))
 
@@ -32,7 +32,7 @@ class Heldout:
         return Heldout(self.problems[:count], self.before[:count], self.after[:count])
 
     def scores(self, task: DemoTask) -> dict[str, float]:
-        """`<metric>_warm` and `<metric>_final`, rounded to 4 digits, and so for what else the task names."""
+        """`<metric>_warm` and `<metric>_final`, rounded to 4 digits, and the same for the task's other keys."""
         warm, final = (task.score(answers, self.problems) for answers in (self.before, self.after))
         return {
             f"{key}_{name}": round(score[key], 4)

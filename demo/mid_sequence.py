@@ -1,6 +1,6 @@
-"""Which weight versions landed in the middle of sequences, read from the trained samples on disk.
+"""Finds weight versions that landed in the middle of sequences, from the trained samples on disk.
 
-- A version counts when at least one trained sequence has a token of it right after a token of an older one.
+- A version counts if at least one trained sequence has a token of it right after a token of an older one.
 - Only tokens that the policy sampled count; the prompt has no version.
 """
 
@@ -17,20 +17,20 @@ from sluice.consumers.training.step_log import read_rollouts
 
 @dataclass(frozen=True)
 class MidSequence:
-    """`versions`: those that landed inside a sequence; `spans`: number of sequences by versions in one sequence."""
+    """`versions`: those that landed inside a sequence; `spans`: versions per sequence → number of sequences."""
 
     versions: frozenset[int]
     spans: dict[int, int]
 
 
 def mid_sequence(run_dir: Path) -> MidSequence:
-    """Read the rollouts of a run; needs trainer.keep_rollouts: null (all). Raises DataError for a damaged file."""
+    """Read a run's rollouts; needs trainer.keep_rollouts: null (all). Raises DataError for a damaged file."""
     batches = (batch for _, batch in read_rollouts(run_dir / "rollouts"))
     return count_landed(sample.versions.expand() for batch in batches for sample in batch.samples)
 
 
 def count_landed(sequences: Iterable[Sequence[float]]) -> MidSequence:
-    """The same from the version of every token, -1 where the policy sampled none."""
+    """The same from the version of every token, -1 if the policy didn't sample it."""
     landed: set[int] = set()
     spans: Counter[int] = Counter()
     for versions in sequences:

@@ -1,4 +1,4 @@
-"""The demo's report: one HTML file that needs nothing else."""
+"""The demo's report: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(
 
 
 def guard_cards(steps: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    """What the repeat guard did in the whole run; nothing where it was off."""
+    """Counts of the repeat guard over the whole run; empty if it was off."""
     if not any(step.get("rollout/repeat_terminate_active") for step in steps):
         return []
     names = {"ended as loops": "triggered_sequences", "tokens saved": "tokens_saved"}

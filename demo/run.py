@@ -29,9 +29,9 @@ _SHOWN = 6  # held-out problems in the report
 
 
 def run_demo(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool, as_json: bool) -> int:
-    """Run it; 0 when the run is complete and nothing was lost or trained twice.
+    """Run it; returns 0 if the run is complete and nothing was lost or trained twice.
 
-    With `as_json` standard output has the summary alone, and the progress goes to standard error.
+    With `as_json` only the summary goes to standard output, and progress to standard error.
     """
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         code, summary = _run(task, directory, seed=seed, workers=workers, kill=kill)
@@ -71,7 +71,7 @@ def _run(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool
 
 
 def _warm_start(task: DemoTask, directory: Path) -> Path:
-    """One warm start serves every seed: it is the cached part."""
+    """The warm start is cached, and serves every seed."""
     tty = sys.stderr.isatty()
     last = 0.0
 
@@ -111,7 +111,7 @@ def _config(task: DemoTask, directory: Path, warm: Path, seed: int, workers: int
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on, so that two demos can run side by side."""
+    """Unused ports of this host, so that two demos can run side by side."""
     with ExitStack() as scope:
         sockets = [scope.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

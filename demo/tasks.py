@@ -1,6 +1,6 @@
-"""What a task gives to the demo. The rest of the demo knows no task by name.
+"""The interface between a task and the demo. The rest of the demo knows no task by name.
 
-    --task NAME ──▶ load_task ──▶ DemoTask: model, data, held-out score, and what the report shows of it
+    --task NAME ──▶ load_task ──▶ DemoTask: model, data, held-out score, and its part of the report
 
 | task       | learns by                                  | measured by           |
 |------------|--------------------------------------------|-----------------------|
@@ -26,23 +26,23 @@ NAMES = ("digits", "arithmetic", "tools")
 
 @dataclass(frozen=True)
 class RolloutLine:
-    """A line of the score's chart that comes from the training rollouts."""
+    """A line in the score chart that comes from the training rollouts."""
 
-    key: str  # of metrics.jsonl
+    key: str  # in metrics.jsonl
     name: str
 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """One task. `Any` stands for the task's own types of a held-out problem and of its answer."""
+    """One task. `Any` stands for the task's own types of held-out problems and answers."""
 
     name: str
     title: str  # of the report
     config_file: str  # under configs/
-    metric: str  # key of the held-out score: <metric>_warm and <metric>_final of the summary
+    metric: str  # key of the held-out score: <metric>_warm and <metric>_final in the summary
     metric_title: str
     rollouts: RolloutLine
-    num_heldout: int  # problems before and after; the evaluator beside the run takes half
+    num_heldout: int  # problems before and after; the evaluator alongside the run uses half
     max_new_tokens: int
     mid_sequence: bool  # the summary counts the updates that landed inside a sequence
     page: str  # template of the problems before and after
@@ -52,8 +52,8 @@ class DemoTask:
     messages: Callable[[Any], list[dict[str, str]]]
     score: Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
     show: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]  # for `page`: problems, answers before, after
-    answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: a text each
-    also: tuple[str, ...] = ()  # more keys of the score for the summary
+    answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: one text each
+    also: tuple[str, ...] = ()  # more score keys for the summary
 
     def config_path(self) -> Path:
         """The config file of the checkout, or of the installed package."""
@@ -61,7 +61,7 @@ class DemoTask:
 
 
 def load_task(name: str) -> DemoTask:
-    """The task of that name; raises ConfigError for another."""
+    """The task with that name; raises ConfigError if there is none."""
     if name not in NAMES:
         raise ConfigError(f"--task: unknown task {name!r}; {did_you_mean(name, list(NAMES))}")
     return importlib.import_module(f"sluice.demo.{name}.task").TASK

@@ -1,6 +1,6 @@
 """A step of your own, by import path: a match that also wants the right label.
 
-    sluice run -c configs/detection.yaml --set rollout_matching.match=examples.same_digit_match:match …
+    sluice run -c configs/detection.yaml --set rollout_matching.match=sluice.examples.same_digit_match:match …
 
 Steps are plain functions (consumers/tasks/task.py). This one runs the built-in Hungarian match, then takes back the
 pairs whose label is wrong: a right box with the wrong name becomes a false positive and a missed truth.

@@ -3,7 +3,7 @@
 config ─▶ (every process)            keys ─▶ every name in Redis
 producers ──enqueue──▶ jobs (broker/scripts/) ──claim──▶ workers ──commit──▶ streams.results
 streams.results ──▶ consumers ──hand-off──▶ streams.batches ──▶ trainer ──publish──▶ weights ──▶ workers
-supervise starts the processes, lifecycle ends them, status and progress show them
+run starts, supervises and ends the processes; status and top show them
 """
 
 if not __name__.startswith("sluice."):

@@ -1,6 +1,6 @@
 """Run a command that ends with its parent: `python -m sluice.pipeline.child_process PARENT_PID COMMAND…`.
 
-Linux sends SIGTERM to the command when the parent dies, however it dies; elsewhere the command just runs.
+Linux sends SIGTERM to the command when the parent dies, for any reason; on other systems the command just runs.
 """
 
 from __future__ import annotations

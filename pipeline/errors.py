@@ -1,8 +1,8 @@
-"""The one error tree, named by the boundary that was crossed, and the exit codes of every command.
+"""The error tree, named by the boundary that was crossed, and the exit codes of every command.
 
-- Every error says what happened, where, and what to do. `exit_code` is what a command returns when the error ends it.
-- `EXIT_CODES` lists all of them; a test compares it with the classes. A command whose codes mean more than this says so
-  in its own help.
+- Every error says what happened, where, and what to do. A command that ends with an error returns its `exit_code`.
+- `EXIT_CODES` lists all of them; a test compares it with the classes. A command with additional meanings for its codes
+  documents them in its help.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ class SluiceError(Exception):
 
 
 class ConfigError(SluiceError):
-    """The configuration cannot be used (unknown key, wrong type, values that contradict each other)."""
+    """The configuration is invalid (unknown key, wrong type, contradictory values)."""
 
     exit_code = 2
 
 
 class DataError(SluiceError):
-    """An input file or row cannot be used; names the file and line."""
+    """An input file or row is unusable; names the file and line."""
 
     exit_code = 3
 
 
 class BrokerError(SluiceError):
-    """Redis is not there, refuses us, or lost what it must keep."""
+    """Redis is unreachable, refuses us, or lost data it must keep."""
 
     exit_code = 4
 
 
 class BrokerRefused(BrokerError):
-    """Redis answers and refuses: a key of the wrong type, a right that is missing. To ask again changes nothing."""
+    """Redis answers and refuses: a key with the wrong type, a missing permission. Retrying doesn't help."""
 
 
 class BrokerDataGone(BrokerError):
-    """Redis knows nothing any more of what this process had there: it was flushed, or lost its disk."""
+    """Redis has none of this process's data any more: it was flushed, or lost its disk."""
 
 
 class ModelError(SluiceError):
-    """A model directory cannot be loaded."""
+    """A model directory can't be loaded."""
 
     exit_code = 5
 
 
 class EngineError(SluiceError):
-    """The generation engine failed or was asked for something that it cannot do."""
+    """The generation engine failed, or was asked for something it can't do."""
 
-    exit_code = 8  # not that of ModelError: a failed engine is started again
+    exit_code = 8  # not ModelError's: a failed engine is restarted
 
 
 class GuardRefused(EngineError):
-    """The repeat guard of this engine does not do what the run asks for; nothing is decoded without it."""
+    """This engine's repeat guard doesn't do what the run requires; nothing is decoded without it."""
 
 
 class GuardImpossible(ConfigError):
-    """The repeat guard cannot be active with this model and these thresholds."""
+    """The repeat guard can't be active with this model and these thresholds."""
 
 
 class RequestError(EngineError):
-    """One generation request is invalid; its neighbours are unharmed."""
+    """One generation request is invalid; others are unaffected."""
 
 
 class MessageError(SluiceError):
-    """A message on the wire cannot be read, or its parts do not fit together."""
+    """A wire message can't be read, or its parts don't fit together."""
 
 
 class UnknownSchema(MessageError):
@@ -75,11 +75,11 @@ class UnknownSchema(MessageError):
 
 
 class ResultsLost(SluiceError):
-    """The broker lost its newest part, and with it results that were read; read what there is again."""
+    """The broker lost its newest writes, including results already read; reread what is there."""
 
 
 class LeaseLost(SluiceError):
-    """This attempt no longer owns its job; whatever it produced must be thrown away."""
+    """This attempt no longer owns its job; discard its output."""
 
 
 class WeightsError(SluiceError):
@@ -93,13 +93,13 @@ class TornWeights(WeightsError):
 
 
 class DeadlineExceeded(SluiceError):
-    """A wait ran out of time; the message names what was waited for."""
+    """A wait timed out; the message names what was waited for."""
 
     exit_code = 7
 
 
 class TaskError(SluiceError):
-    """A truth, parse, match or target step was given something it cannot use."""
+    """A truth, parse, match or target step got input it can't use."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, synced, renamed."""
+"""Files that are complete or absent: written elsewhere, synced, renamed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _STALE_S = 60.0
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
-    """Replace `path` by `data`; a reader sees the old or the new file, never a part.
+    """Replace `path` with `data`; a reader sees the old or the new file, never a part.
 
-    `mode` (narrowed by the umask) holds from the first byte on.
+    `mode` (narrowed by the umask) applies from the first byte on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -31,7 +31,7 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what a process that was killed in the middle has left; its number may be alive in another container."""
+    """Remove leftovers of a killed process; its pid may be alive in another container."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - leftover.stat().st_mtime > _STALE_S:
@@ -39,7 +39,7 @@ def _sweep(path: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Make the files right in a directory, and the directory itself, durable."""
+    """Make the files directly in a directory, and the directory itself, durable."""
     for path in directory.iterdir():
         if path.is_file():
             _fsync(path)

@@ -1,6 +1,6 @@
 """Structured log lines on stderr: time, level, event, key=value.
 
-- Values may come from callers: what could end a line, or steer a terminal, is written as its escape.
+- Values may come from callers: characters that could end a line or steer a terminal are escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEPT = (bool, int, float, type(None))
 
 
 def configure(role: str, level: int = logging.INFO) -> None:
-    """Set up logging of this process; every line names the role."""
+    """Set up this process's logging; every line names the role."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -30,14 +30,14 @@ def configure(role: str, level: int = logging.INFO) -> None:
             structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "role", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # whatever it is when a line is written
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # looked up at each write
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(role=role)
 
 
 def get_logger() -> structlog.stdlib.BoundLogger:
-    """The logger of this process. Unconfigured, it logs warnings to stderr: stdout belongs to the caller."""
+    """This process's logger. Unconfigured, it logs warnings to stderr: stdout belongs to the caller."""
     if not structlog.is_configured():
         configure("", logging.WARNING)
     return structlog.get_logger()

@@ -1,11 +1,11 @@
-"""The roles of a run. Each fact about a role that more than one place needs stands here, once.
+"""The roles of a run. Every shared fact about a role is here, once.
 
     producer ───▶ jobs ─▶ worker ─▶ results ─▶ consumer ─▶ batches ─▶ trainer ─▶ weights
     gateway ─────▶┘                                      scorer ◀─ score jobs ─┘
-    rollout-server (calls a gateway)                     dashboard (looks on)
+    rollout-server (calls a gateway)                     dashboard (only reads)
 
 - `ROLES` is in the order of the flow; every list of processes is sorted by it.
-- A process of an unknown role (another release's, a user's own) is shown last and kept out of nothing.
+- A process of an unknown role (from another release, or the user's own) is shown last and excluded from nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Source = Literal["rows", "rollouts", "jobs", "results", "score_jobs", "batches",
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One row; `ROLES` has them all."""
+    """One row of `ROLES`."""
 
-    name: RoleName  # in heartbeats, metrics and names of processes
-    command: str  # `sluice COMMAND` runs one process of it
-    number: str | None = None  # the option that tells its processes apart
-    waits_for: Source  # what it takes its work from
-    stream: str = ""  # prefix of the streams with that work, where it is in streams
-    colour: str  # of its stage and its processes, as rich names it
-    rate: tuple[str, str] | None = None  # the count of a snapshot that tells how fast it goes, and the unit
-    needs_broker: bool = True  # then it has a heartbeat as well
-    is_onlooker: bool = False  # a run goes on without it, and it has no say in the run's contract
-    is_optional: bool = False  # not every run has a use for it
+    name: RoleName  # in heartbeats, metrics and process names
+    command: str  # `sluice COMMAND` runs one such process
+    number: str | None = None  # the option that distinguishes its processes
+    waits_for: Source  # where its work comes from
+    stream: str = ""  # prefix of the streams with that work, if any
+    colour: str  # of its stage and processes, as a rich colour name
+    rate: tuple[str, str] | None = None  # the snapshot count that measures its speed, and the unit
+    needs_broker: bool = True  # then it also has a heartbeat
+    is_onlooker: bool = False  # the run can continue without it, and the run's contract ignores it
+    is_optional: bool = False  # only some runs use it
 
 
 _TABLE = (
@@ -65,16 +65,16 @@ PARTICIPANTS: tuple[RoleName, ...] = tuple(role.name for role in _TABLE if role.
 
 
 def known(name: str) -> Role | None:
-    """The row of a role; None for one that this release does not have."""
+    """The row of a role; None if this release doesn't have it."""
     return _BY_NAME.get(name)
 
 
 def position(name: str) -> int:
-    """For sorting: the place in the flow; unknown roles come last."""
+    """Sort key: the position in the flow; unknown roles come last."""
     return list(_BY_NAME).index(name) if name in _BY_NAME else len(_BY_NAME)
 
 
 def colour(name: str) -> str:
-    """Of a role's processes; that of none for an unknown one."""
+    """Colour of a role's processes; no colour for an unknown role."""
     role = known(name)
     return role.colour if role else "default"

@@ -1,10 +1,10 @@
-"""Everything a command prints goes through here, so that nothing in it steers the terminal.
+"""Everything a command prints goes through here, so that no output can steer the terminal.
 
-Ids, reasons, texts and paths were written by callers, models and tasks: what could move the cursor, hide or reorder
-text, or end a line early is printed as its escape. Line feeds and tabs stay. Log lines are escaped by the same table.
+Ids, reasons, texts and paths come from callers, models and tasks: anything that could move the cursor, hide or reorder
+text, or end a line early is printed as its escape. Line feeds and tabs stay. Log lines are escaped with the same table.
 
-A command with `--json` prints one JSON object on one line, with `schema_version`, and nothing else to stdout; what else
-is said goes to stderr. A number that is no number (NaN) is null: JSON has none.
+A command with `--json` prints one JSON object on one line, with `schema_version`, and nothing else to stdout;
+everything else goes to stderr. NaN is printed as null: JSON has none.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 _ENDS = [*range(9), *range(11, 32), *range(0x7F, 0xA0), 0x2028, 0x2029]
-_TURNS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # the direction of what follows
+_TURNS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # change the text direction
 _STEERS = {code: chr(code).encode("unicode_escape").decode() for code in (*_ENDS, *_TURNS)}
-_WIDEST = 10_000  # columns of a line that is not wrapped
+_WIDEST = 10_000  # columns of an unwrapped line
 _IN_JSON = {code: f"\\u{code:04x}" for code in _STEERS if code > 31}
 
 
 def escaped(text: str) -> str:
-    """What could steer a terminal as its escape; line feeds and tabs stay."""
+    """Text with terminal control characters escaped; line feeds and tabs stay."""
     return text.translate(_STEERS)
 
 
 def escaped_json(text: str) -> str:
-    """The same for JSON, which stays the same JSON."""
+    """The same for JSON; the result is equivalent JSON."""
     return text.translate(_IN_JSON)
 
 
 def say(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:
-    """As `print`, of one text."""
+    """Like `print`, for a single text."""
     print(escaped(str(text)), end=end, file=file or sys.stdout, flush=flush)
 
 
@@ -47,7 +47,7 @@ def complain(text: object) -> None:
 
 
 def columns(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Lines aligned by column, never wrapped; what a cell says is no markup."""
+    """Lines aligned by column, never wrapped; cells aren't parsed as markup."""
     from rich.table import Table
     from rich.text import Text
 
@@ -63,7 +63,7 @@ def columns(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
 
 
 class Console(rich.console.Console):
-    """rich's, whose styles and cursor moves are its own: what it is given to show is escaped."""
+    """rich's console, with its styles and cursor moves; the content it shows is escaped."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for one in super().render(renderable, options):
@@ -71,7 +71,7 @@ class Console(rich.console.Console):
 
 
 def json_line(shown: msgspec.Struct | Mapping[str, object], schema_version: int | None = None) -> bytes:
-    """The object; `schema_version` is for what has no such field of its own. Raises ValueError without either."""
+    """The object as JSON; `schema_version` is for types without that field. Raises ValueError without either."""
     head = {} if schema_version is None else {"schema_version": schema_version}
     body = {**head, **msgspec.to_builtins(shown, str_keys=True)}
     if "schema_version" not in body:

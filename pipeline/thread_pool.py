@@ -130,6 +130,7 @@ class ThreadPool:
 
     def _lose(self, call: _Call) -> None:
         """It has had its time: another thread takes its place."""
+        stranded: list[_Call] = []
         with self._lock:
             if call.ended or call.given_up:
                 return
@@ -139,6 +140,14 @@ class ThreadPool:
                 _count_lost(1)
                 self._threads -= 1
                 self._start_for_waiting()
+            if self._threads == 0 and self._lost >= self._max_lost:  # nothing is left that could begin them
+                stranded = [one for one in self._calls if not one.given_up]
+                self._calls.clear()
+                for one in stranded:
+                    one.given_up = True
+        for one in stranded:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                one.tell(None, EngineError(f"too many calls of {self._name} never ended; restart this process"))
 
     def _serve(self) -> None:
         while self._serve_one():

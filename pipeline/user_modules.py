@@ -1,4 +1,4 @@
-"""Code of the user's own, named in a config or on the command line as `package.module:name`."""
+"""User code, named in a config or on the command line as `package.module:name`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from sluice.pipeline.config.suggest import did_you_mean
 from sluice.pipeline.errors import ConfigError
 
-# What configs and programs named before all was imported as `sluice`; the longest beginning counts.
+# Names in configs and programs from before everything was imported as `sluice`; the longest prefix wins.
 _MOVED = {
     "consumers": "sluice.consumers",
     "consumers.detection": "sluice.consumers.tasks.detection",
@@ -28,7 +28,7 @@ _MOVED = {
 
 
 def load_object(path: str, where: str) -> Any:
-    """What `path` names; modules of the working directory are found in every role, after all installed ones.
+    """The object at `path`; every role finds modules in the working directory, after all installed ones.
 
     Raises ConfigError that begins with `where`, the key or option that holds the path.
     """
@@ -48,7 +48,7 @@ def _module(name: str, where: str) -> Any:
         sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except Exception as error:  # importing runs user code, which may raise anything
         hint = _moved(name) if isinstance(error, ImportError) else None
         hint = f"it is {hint} now" if hint else "is it on PYTHONPATH, or in the working directory?"
         raise ConfigError(f"{where}: cannot import {name!r} ({type(error).__name__}: {error}); {hint}") from error

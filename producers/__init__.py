@@ -1,4 +1,4 @@
-"""Prompts in, decode jobs out; and the HTTP roles that ask on behalf of others.
+"""Prompts in, decode jobs out; plus the HTTP roles that submit on behalf of others.
 
 ```
 rows (source) ─▶ submit ─┬─ DecodeJob, within credit ─────────────▶ queue ─▶ workers
@@ -12,7 +12,7 @@ rows (source) ─▶ submit ─┬─ DecodeJob, within credit ─────�
 | rollout_client | the same rows, answered by a rollout server                                |
 | agents         | the rollout server: agent loop and tools, the model a callback away        |
 | gateway        | OpenAI-style completions over the queue; rollouts become training sequences |
-| http           | what the HTTP roles share: schemas, strict JSON, guarded client, API page  |
+| http           | shared by the HTTP roles: schemas, strict JSON, guarded client, API page   |
 | tokenizer      | the policy's tokenizer                                                     |
 
 Imports run `agents → gateway → http`; `rollout_client` needs only `http`.

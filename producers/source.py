@@ -1,12 +1,12 @@
-"""Where prompts come from: rows of JSONL, Parquet or Hugging Face `datasets`, and how far a run has read them.
+"""Prompt sources: rows of JSONL, Parquet or Hugging Face `datasets`, and how far a run has read them.
 
 A row: `messages` (list of {role, content}), optional `truth` (anything the task understands), `id` (string or
-number, unique; else the row's own content is its identity), `images` (a list of paths, URLs, `sha256:…` digests or
+number, unique; otherwise the row's content is its identity), `images` (a list of paths, URLs, `sha256:…` digests or
 {path, url, sha256}; the workers fetch them), `metadata`. Malformed rows carry file and line.
 
-A data set is a directory that `save_to_disk` made, or `hf:NAME[:CONFIG][:SPLIT]` from the hub. Its columns:
-`messages`, else `prompt` (a text is one user message); `truth`, else `answer`; `id`, `images` and `metadata` as in
-JSONL. Others are not read. Only data are read: `datasets` itself refuses one that brings code of its own.
+A data set is a directory made by `save_to_disk`, or `hf:NAME[:CONFIG][:SPLIT]` from the hub. Its columns: `messages`,
+else `prompt` (a string is one user message); `truth`, else `answer`; `id`, `images` and `metadata` as in JSONL. Other
+columns aren't read. Only data are read: `datasets` itself refuses a data set with its own code.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         rows.check_messages(self.messages)
 
     def image_refs(self) -> list[ImageRef]:
-        """The images as a job names them."""
+        """The images as a job references them."""
         return [ImageRef.of(image) if isinstance(image, str) else image for image in self.images]
 
 
 def identity(row: Row) -> str:
-    """What makes a row the same row again: its id, else its messages and images. `1` and `"1"` are two ids."""
+    """A row's identity: its id, else its messages and images. `1` and `"1"` are two ids."""
     content: Any = [row.messages, row.images] if row.images else row.messages
     return msgspec.json.encode(content if row.id is None else row.id).decode()
 
@@ -73,7 +73,7 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def count_rows(config: DataConfig) -> int:
-    """Rows of one epoch, malformed ones included."""
+    """Rows of one epoch, including malformed ones."""
     if _is_dataset(config):
         total = count_dataset(config.path)
     else:
@@ -82,7 +82,7 @@ def count_rows(config: DataConfig) -> int:
 
 
 def read_rows(config: DataConfig, limits: Limits | None = None) -> Iterator[Row | Malformed]:
-    """The rows of one epoch in file order; `limits` are those of the model."""
+    """The rows of one epoch in file order; `limits` are the model's."""
     if _is_dataset(config):
         found = read_dataset(config.path, Row, limits)
     else:
@@ -115,22 +115,22 @@ def _is_parquet(config: DataConfig) -> bool:
 
 HUB = "hf:"
 _COLUMNS = ("messages", "prompt", "truth", "answer", "id", "images", "metadata")
-_ENDS = 64  # rows at either end that the fingerprint reads
+_ENDS = 64  # rows the fingerprint reads at each end
 _RowT = TypeVar("_RowT")
 
 
 def is_dataset(path: str) -> bool:
-    """By its look."""
+    """Whether the path looks like a data set."""
     return path.startswith(HUB) or any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def count_dataset(path: str) -> int:
-    """Rows, malformed ones included."""
+    """Rows, including malformed ones."""
     return len(_open_dataset(path))
 
 
 def fingerprint_dataset(path: str) -> str:
-    """Identity of the contents: the number of rows, their columns, and the rows at the beginning and the end."""
+    """Identity of the contents: number of rows, columns, and the rows at the beginning and end."""
     data = _open_dataset(path)
     ends = [*range(min(_ENDS, len(data))), *range(max(_ENDS, len(data) - _ENDS), len(data))]
     with _readable(path):
@@ -139,7 +139,7 @@ def fingerprint_dataset(path: str) -> str:
 
 
 def read_dataset(path: str, kind: type[_RowT], limits: Limits | None = None) -> Iterator[_RowT | Malformed]:
-    """The rows in their order; raises DataError where the file or an image in it is broken."""
+    """The rows in order; raises DataError if the file or an image in it is broken."""
     for number, columns in enumerate(_dataset_rows(path), start=1):
         try:
             row = msgspec.convert(_mapped(columns), kind)
@@ -160,7 +160,7 @@ def _readable(path: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except Exception as error:  # Arrow and the decoders of images have errors of many kinds
+    except Exception as error:  # Arrow and the image decoders raise many kinds of errors
         raise DataError(f"{path}: a row cannot be read with datasets ({error!r}); make the data set anew") from error
 
 
@@ -211,7 +211,7 @@ BEFORE_FIRST = "-1:-1"  # the cursor before the first row
 
 
 class SourceProgress:
-    """Which data a run reads, how far it got, what it skipped: kept in Redis, owned by the one producer of the run."""
+    """Which data a run reads, how far it got, what it skipped: stored in Redis, owned by the run's one producer."""
 
     def __init__(self, role: Role) -> None:
         self._client: Any = role.client
@@ -219,7 +219,7 @@ class SourceProgress:
         self._malformed = 0
 
     async def open(self, total: int, credit: Credit) -> str:
-        """Tie the run to its data, announce the total; returns the cursor of the last job."""
+        """Bind the run to its data and announce the total; returns the cursor of the last job."""
         held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
         data = fingerprint(self._config.data)
         if note := refuse_other_source(self._config, held, data):
@@ -236,7 +236,7 @@ class SourceProgress:
         return self._cursor(held.get(b"cursor", BEFORE_FIRST.encode()))
 
     def _cursor(self, raw: bytes) -> str:
-        """Nobody knows where a damaged one was: rows are read from the first, and those that are known are skipped."""
+        """The position of a damaged cursor is unknown: reading restarts at the first row and skips known rows."""
         if (place := read_cursor(raw)) is not None:
             return f"{place[0]}:{place[1]}"
         get_logger().warning(
@@ -248,23 +248,23 @@ class SourceProgress:
         return BEFORE_FIRST
 
     def skip(self, row: Malformed) -> None:
-        """Count a malformed row, or raise its DataError where the config says stop."""
+        """Count a malformed row, or raise its DataError if the config says stop."""
         if self._config.data.on_malformed == "stop":
             raise row.error()
         self._malformed += 1
         get_logger().warning("row skipped", where=row.where, problem=row.problem)
 
     def rewind(self) -> None:
-        """The rows are read again from the first one."""
+        """Restart reading at the first row."""
         self._malformed = 0
 
     async def store_skipped(self) -> None:
-        """The count from the first row on, so that a restart counts no row twice."""
+        """Store the count since the first row, so a restart counts no row twice."""
         if self._malformed:
             await self._set(malformed=self._malformed)
 
     async def finish(self) -> None:
-        """Say that there is nothing more to come."""
+        """Announce that no more rows will come."""
         await self._set(exhausted=1)
 
     async def _set(self, **values: Any) -> None:
@@ -272,10 +272,10 @@ class SourceProgress:
 
 
 def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> str | None:
-    """Raise ConfigError when the run was begun on other data than now; what else is worth saying.
+    """Raise ConfigError if the run was started on different data; returns any warning.
 
-    Other data under a known run name would be skipped in silence. `held` is what the broker has of the source, `data`
-    the fingerprint of the file.
+    Other data under a known run name would be skipped silently. `held` is the broker's record of the source, `data` the
+    file's fingerprint.
     """
     run, path = config.run, config.data.path
     name_it = "give this one a name of its own (--set run=NAME)"
@@ -287,7 +287,7 @@ def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> 
 
 
 def look_at_rows(config: Config, patience_s: float) -> RowsFound:
-    """Read the rows of one epoch, for at most `patience_s`; raises DataError for a file that cannot be read."""
+    """Read one epoch's rows for at most `patience_s`; raises DataError for an unreadable file."""
     until = time.monotonic() + patience_s
     total, read, malformed, first = count_rows(config.data), 0, 0, None
     for row in read_rows(config.data, Limits.of_model(config.model.path)):
@@ -301,5 +301,5 @@ def look_at_rows(config: Config, patience_s: float) -> RowsFound:
 
 
 def look_at_source(config: Config, held: dict[bytes, bytes]) -> str:
-    """What there is to say of going on with `held`, the broker's note of the source; raises ConfigError, DataError."""
+    """Warnings about resuming from `held`, the broker's record of the source; raises ConfigError, DataError."""
     return refuse_other_source(config, held, fingerprint(config.data)) or "begun on these data"

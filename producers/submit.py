@@ -1,10 +1,9 @@
 """The producer: rows → deterministic jobs → the broker, within credit.
 
-- It waits for another producer of its run to end, and for credit (freed by the trainer's acks and new versions).
-- A restart continues behind the stored cursor; what was enqueued already answers `duplicate` or `done`, so nothing
-  runs twice.
-- A broker that lost its newest part (a power loss) is behind what was enqueued: the source is read again from where
-  the broker stands.
+- It waits until another producer of its run ends, and for credit (freed by the trainer's acks and new versions).
+- A restart resumes after the stored cursor; jobs enqueued before answer `duplicate` or `done`, so nothing runs twice.
+- A broker that lost its newest data (a power loss) is behind what was enqueued: the source is read again from the
+  broker's position.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.source import BEFORE_FIRST, Malformed, Row, SourceProgress, count_rows, identity, read_rows
 
 _PAGE = 100  # rows
-_OTHER_S = 60.0  # that another producer of the run may go on
+_OTHER_S = 60.0  # how long another producer of the run may continue
 
 T = TypeVar("T")
-RowItems = tuple[list[Any], str]  # all items of a row, and the cursor that stands behind it
-Placed = tuple[Any, str]  # an item, and the cursor that stands behind it: empty for all but the last one of a row
+RowItems = tuple[list[Any], str]  # all items of a row, and the cursor after it
+Placed = tuple[Any, str]  # an item, and the cursor after it: empty except for a row's last item
 
 
 async def produce(config: Config) -> None:
@@ -58,7 +57,7 @@ async def produce(config: Config) -> None:
 
 
 async def _read_all(config: Config, progress: SourceProgress, intake: Intake, submitter: Submitter) -> bool:
-    """Enqueue everything behind the submitter's cursor; False when asked to stop. Raises SourceRewound."""
+    """Enqueue everything after the submitter's cursor; False when asked to stop. Raises SourceRewound."""
     rows = _rows(config, submitter.cursor, progress, intake)
     if submitter.cursor == BEFORE_FIRST:  # at the first start nothing is trained; later the broker's data are gone
         rows = _not_trained(config, rows, intake)
@@ -75,7 +74,7 @@ async def _read_all(config: Config, progress: SourceProgress, intake: Intake, su
 
 
 class Submitter:
-    """Enqueues within credit; `cursor` is that of the newest row that the broker has taken as a whole."""
+    """Enqueues within credit; `cursor` is that of the newest row the broker has accepted completely."""
 
     def __init__(self, role: Role, intake: Intake, cursor: str) -> None:
         self._role, self._intake, self.cursor = role, intake, cursor
@@ -101,7 +100,7 @@ class Submitter:
         return True
 
     async def confirm(self) -> None:
-        """Raises SourceRewound when the broker has lost what it had taken."""
+        """Raises SourceRewound if the broker has lost what it had accepted."""
         await self._intake.enqueue([], self._credit, behind=self.cursor)
 
 
@@ -123,7 +122,7 @@ def _credit(config: Config) -> Credit:
 
 
 def _chunks(placed: Iterator[T], size: int) -> Iterator[list[T]]:
-    """Lists of up to `size`; what came before a malformed row goes out before its error."""
+    """Lists of up to `size`; items before a malformed row are yielded before its error."""
     chunk: list[T] = []
     try:
         for item in placed:
@@ -145,7 +144,7 @@ def _placed(rows: Iterator[RowItems]) -> Iterator[Placed]:
 
 
 def _not_trained(config: Config, rows: Iterator[RowItems], intake: Intake) -> Iterator[RowItems]:
-    """Without the rows of which everything is trained, as far as this host has the run's directory."""
+    """Skips fully trained rows, if the run's directory is on this host."""
     run_dir, skipped = Path(config.run_dir) / config.run, 0
     for page in _chunks(rows, _PAGE):
         named = [(row, [name for item in row[0] for name in intake.sequences(item)]) for row in page]
@@ -174,20 +173,20 @@ _CHUNK = 100
 
 
 class Intake(Protocol):
-    """What rows become, and where that goes."""
+    """What rows become, and where it is enqueued."""
 
-    chunk: int  # items that are enqueued in one call
+    chunk: int  # items enqueued in one call
 
     def items(self, row: Row, epoch: int) -> list[Any]:
         """At least one; each has `metadata["row"]`. Raises DataError."""
         ...
 
     def sequences(self, item: Any) -> list[str]:
-        """Ids of the sequences that come of it."""
+        """Ids of the sequences made from it."""
         ...
 
     async def room(self) -> bool:
-        """Wait until the next chunk may come; False when asked to stop."""
+        """Wait until the next chunk may be enqueued; False when asked to stop."""
         ...
 
     async def enqueue(
@@ -197,7 +196,7 @@ class Intake(Protocol):
         ...
 
     async def settled(self) -> bool:
-        """Wait until nothing more is to be done for what was enqueued; False when asked to stop."""
+        """Wait until everything enqueued is done; False when asked to stop."""
         ...
 
 
@@ -211,7 +210,7 @@ class DecodeIntake:
         self.enqueue = JobQueue(role.client, role.keys, partitions=role.config.consumer.count).enqueue
 
     def items(self, row: Row, epoch: int) -> list[DecodeJob]:
-        """The job of all members of its group."""
+        """The job covering all members of its group."""
         config, name, n = self._config, identity(row), self._config.producer.group_size
         job = DecodeJob(
             run=config.run,
@@ -231,9 +230,9 @@ class DecodeIntake:
         return [f"{item.job_id}:{index}" for index in range(item.n)]
 
     async def room(self) -> bool:
-        """Credit alone decides."""
+        """Always: only credit limits it."""
         return True
 
     async def settled(self) -> bool:
-        """The workers do the rest."""
+        """Always: the workers do the rest."""
         return True

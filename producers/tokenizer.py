@@ -1,4 +1,4 @@
-"""The policy's tokenizer, as the HTTP roles use it: messages to tokens, tokens to text; no weights are loaded."""
+"""The policy's tokenizer for the HTTP roles: messages to tokens, tokens to text; loads no weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def turn_terminators(tokenizer: Any, path: str, *, revision: str = "main") -> se
 
 
 def _model_file(path: str, name: str, revision: str = "main") -> dict[str, Any]:
-    """A JSON file of the model, empty where there is none. Raises ModelError."""
+    """A JSON file of the model, empty if missing. Raises ModelError."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(

@@ -87,7 +87,8 @@ def say_left_out(terminal: pytest.TerminalReporter, chosen: str) -> None:
 
 def tally(terminal: pytest.TerminalReporter, seconds: float) -> None:
     """Add a run's counts to the file that SLUICE_TEST_TALLY names."""
-    if path := os.environ.get("SLUICE_TEST_TALLY"):
+    path = os.environ.get("SLUICE_TEST_TALLY")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:  # each of those sums up its own part as well
         counts = {name: len(terminal.stats.get(name, ())) for name in _COUNTED}
         with Path(path).open("a") as file:
             file.write(json.dumps({**counts, "seconds": round(seconds, 2)}) + "\n")

@@ -4,13 +4,13 @@
 
 | waits for        | unblocked by                  |
 |------------------|-------------------------------|
-| jobs             | producer                      |
-| room (slots.py)  | a sequence that ends          |
-| new weights      | their files, the engine's step |
+| jobs             | a producer                    |
+| slots (slots.py) | a sequence that ends          |
+| new weights      | file loads, the engine's step |
 
-- A sequence that cannot be decoded, or whose prompt cannot be rendered, ends its job as dead letters; others continue.
-- A little more is claimed than the engine decodes at once, so that it never waits for the queue. What was not
-  started is put back at once on stop.
+- If a sequence can't be decoded, or its prompt can't be rendered, its job ends as dead letters; other jobs continue.
+- The worker claims slightly more than the engine decodes at once, so the engine never waits for the queue. On stop,
+  jobs that haven't started go back at once.
 - New weights are loaded between two tokens; running sequences continue under them.
 - A running sequence's progress is stored every `checkpoint_tokens`; the next attempt starts from it.
 """
@@ -48,11 +48,11 @@ from sluice.workers.job_prompts import JobPrompt, JobPrompts
 from sluice.workers.slots import HeldJob, Slots
 from sluice.workers.weights_watch import WeightsWatch
 
-_TOO_EARLY_S = 0.5  # delay of a job that needs newer weights than these
+_TOO_EARLY_S = 0.5  # delay of a job that needs newer weights than the loaded ones
 
 
 class DecodeWorker:
-    """One engine on the queue: the Holder of decode jobs, with plain calls (`ping`) beside them."""
+    """One engine on the queue: the Holder of decode jobs; also answers plain calls (`ping`)."""
 
     def __init__(self, role: Role, backend: Backend, prompts: JobPrompts) -> None:
         self._role, self._backend, self._prompts = role, backend, prompts
@@ -68,7 +68,7 @@ class DecodeWorker:
     async def run(self) -> None:
         """Serve until asked to stop; raises EngineError when the engine fails."""
         self._role.spawn(self._wake_on_stop())
-        await self._role.status.beat()  # from now on a supervisor knows which leases to end if this process dies
+        await self._role.status.beat()  # from now on, a supervisor knows which leases to end if this process dies
         hooks = Hooks(
             progress=self._backend.progress,
             is_busy=self._slots.full,
@@ -80,15 +80,15 @@ class DecodeWorker:
         await self.leases.serve(self, hooks)
 
     def room(self) -> int:
-        """Sequences worth claiming."""
+        """Number of sequences worth claiming."""
         return self._slots.room()
 
     def held(self) -> Collection[str]:
-        """Ids of jobs, plain calls included."""
+        """Ids of jobs, including plain calls."""
         return self._slots.held() | self._calls.held()
 
     async def accept(self, claim: Claim) -> None:
-        """Render the prompt and start what fits into the engine."""
+        """Render the prompt and start as many sequences as the engine takes."""
         job = claim.job
         if job is None:
             await self._calls.accept(claim)
@@ -115,12 +115,12 @@ class DecodeWorker:
         return self._slots.lose(job_id, attempt) or self._calls.lose(job_id, attempt)
 
     def take_back(self, *, started: bool) -> list[Claim]:
-        """The claims of the jobs given up here."""
+        """The claims of the jobs this worker gives up."""
         slots = [held.claim for held in self._slots.take_back(started=started)]
         return slots + self._calls.take_back(started=started)
 
     async def _update_weights(self) -> None:
-        """New weights go first."""
+        """New weights are loaded before anything else."""
         if not self._looked:
             await self._weights.look()
             self._looked = True
@@ -131,7 +131,7 @@ class DecodeWorker:
         await self._weights.prove()
 
     def _each_turn(self) -> None:
-        """What this worker waits for, and its numbers."""
+        """Update the status (what this worker waits for) and its metrics."""
         self._calls.end_overdue()
         running, status, facts = self._slots.running, self._role.status, self._backend.facts
         if self.leases.stop.is_set():
@@ -159,7 +159,7 @@ class DecodeWorker:
         await self._calls.beat()
 
     async def _ping(self, ctx: dict[Any, Any]) -> dict[str, Any]:
-        """For `enqueue_job("ping")`: which worker answers, with which weights."""
+        """For `enqueue_job("ping")`: which worker answers, and with which weights."""
         return {"worker": self._role.name, "version": self._backend.version, "running": self._slots.running}
 
     async def _wake_on_stop(self) -> None:
@@ -171,18 +171,18 @@ class DecodeWorker:
         await self._fail(claim, "invalid_request", str(error), trace)
 
     async def _fail(self, claim: Claim, reason: str, detail: str, trace: str = "") -> None:
-        called = claim.job is not None and claim.job.reply_to  # the caller gets the answer, so there is no dead letter
+        called = claim.job is not None and claim.job.reply_to  # the caller gets the answer, so there's no dead letter
         await self.leases.fail(claim, reason, detail, trace, "dropped" if called else "dead")
-        self._slots.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence that this may run in
+        self._slots.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence this may be running in
 
     def _prompt(self, job: DecodeJob) -> JobPrompt | asyncio.Task[JobPrompt]:
-        """Rendered in the background, image included, once for all sequences of the job."""
+        """Rendered in the background, including the image, once for all sequences of the job."""
         if not job.messages and not job.images:
             return self._prompts.text(job, self._backend.facts)
         return asyncio.get_running_loop().create_task(self._prompts.make(job, self._backend.facts))
 
     def _too_new(self, job: DecodeJob) -> str:
-        """Why these weights may not begin a sequence of the job, or nothing."""
+        """Why these weights may not start a sequence of the job; empty if they may."""
         most, serves = job.max_weight_version, self._backend.version
         return "" if most is None or serves <= most else f"it asks for weights v{most} at most, and v{serves} serves"
 
@@ -193,7 +193,7 @@ class DecodeWorker:
 
     async def _sequence(self, held: HeldJob, index: int) -> None:
         every, seed, claim = self.leases.settings.checkpoint_tokens, self._role.config.seed, held.claim
-        if too_new := self._too_new(held.job):  # weights may have come while it waited
+        if too_new := self._too_new(held.job):  # weights may have arrived while it waited
             await self._fail(claim, "stale", too_new)
             return
         try:
@@ -210,13 +210,13 @@ class DecodeWorker:
         self.leases.committer.put(Finished(claim, result))
 
     def _store(self, claim: Claim, index: int, progress: Progress) -> None:
-        """From the decode thread."""
+        """Called from the decode thread."""
         delta = delta_of(claim, index, progress)
         self.leases.store(Piece(claim, index, progress, delta))
 
     def _sequence_ended(self, held: HeldJob, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.leases.broke(error)  # its job stays held, to be handed back with blame
+            self.leases.broke(error)  # its job stays held and is handed back with blame
             return
         if self._slots.end(held, task):
             self.leases.ended(held.claim)
@@ -231,10 +231,10 @@ OnProgress = Callable[[Claim, int, Progress], None]
 def request_for(
     claim: Claim, job: DecodeJob, prompt: JobPrompt, index: int, *, seed: int, every: int, on_progress: OnProgress
 ) -> SequenceRequest:
-    """It continues after what an earlier attempt had decoded.
+    """The engine request; it continues from the tokens an earlier attempt decoded.
 
-    `seed` is the run's, for jobs that name none; progress is reported every `every` tokens (0 = never), and as often
-    as the job's caller wants to see some.
+    `seed` is the run's, for jobs without one. Progress is reported every `every` tokens (0 = never), and as often as
+    the job's caller asked for deltas.
     """
     if is_streamed(job):
         every = min(every or job.stream_every, job.stream_every)
@@ -255,12 +255,12 @@ def request_for(
 
 
 def is_streamed(job: DecodeJob) -> bool:
-    """Whether its caller gets each stored piece as a delta."""
+    """Whether the caller gets each stored piece as a delta."""
     return bool(job.reply_to) and job.stream_every > 0
 
 
 def delta_of(claim: Claim, index: int, progress: Progress) -> bytes:
-    """A piece as the job's caller sees it, encoded; empty unless it asked for deltas."""
+    """One piece as the job's caller sees it, encoded; empty unless the caller asked for deltas."""
     if claim.job is None or not is_streamed(claim.job):
         return b""
     delta = TokenDelta(
@@ -282,7 +282,7 @@ def result_of(
     worker: str,
     truncated: int = 0,
 ) -> SequenceResult:
-    """The sequence as it goes to the consumers; `truncated` tokens were cut from its prompt."""
+    """The sequence as sent to the consumers; `truncated` tokens were cut from its prompt."""
     index = int(request.seq_key.rpartition(":")[2])
     return SequenceResult(
         seq_id=request.seq_key,
@@ -326,7 +326,7 @@ def _timings(claim: Claim, started: float) -> dict[str, float]:
 
 
 def resident_bytes() -> int | None:
-    """Of this process alone; None where the system does not say (no /proc)."""
+    """Of this process only; None where the system doesn't report it (no /proc)."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

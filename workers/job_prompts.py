@@ -1,8 +1,8 @@
 """A job's prompt as the engine takes it: rendered or as sent, cut if the job allows it, with its image fetched.
 
-- Anything wrong with it is a RequestError, which fails this job alone. That includes whatever a template or tokenizer
-  throws (a Rust panic too) and a rendering that never ends.
-- Messages are rendered off the event loop, so leases and running sequences are not held up.
+- Any fault in a prompt is a RequestError and fails only this job. That includes whatever a template or tokenizer
+  throws (even a Rust panic) and a rendering that never ends.
+- Messages are rendered off the event loop, so they don't hold up leases or running sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RENDERERS = 2  # the engine needs the other cores
 
 @dataclass(frozen=True, slots=True)
 class JobPrompt:
-    """`truncated` tokens were cut from the left of what is in `token_ids` now."""
+    """`truncated` tokens were already cut from the left of `token_ids`."""
 
     token_ids: list[int]
     truncated: int = 0
@@ -35,10 +35,10 @@ class JobPrompt:
 
 
 class JobPrompts:
-    """Owns the tokenizer of one worker and its store of images; close it."""
+    """Owns one worker's tokenizer and image store; close it."""
 
     def __init__(self, model: ModelConfig, images: ImagesConfig | None = None, *, timeout_s: float = 120.0) -> None:
-        """`timeout_s` is what rendering one prompt may take. Raises ModelError."""
+        """`timeout_s` limits the rendering of one prompt. Raises ModelError."""
         self._prompts = Prompts(model)
         self._pool, self._timeout_s = ThreadPool("render", _RENDERERS), timeout_s
         self._images = ImageStore(images or ImagesConfig())
@@ -46,7 +46,7 @@ class JobPrompts:
     async def make(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
         """The prompt of any job. Raises RequestError.
 
-        Raises EngineError where this host can decode no image at all, or too many renderings never ended.
+        Raises EngineError if this host can't decode images at all, or if too many renderings never ended.
         """
         admit_prompt(job.messages, None, Limits(facts.context_length), f"{job.job_id}: messages")
         if job.images:
@@ -57,14 +57,14 @@ class JobPrompts:
         """The prompt of a job without images. Raises RequestError, or whatever a template or tokenizer throws."""
         if not len(job.prompt_token_ids):
             prompt = self._prompts.text(job.messages)
-        elif job.turn:  # they hold what the policy sampled; the gateway has checked the others
+        elif job.turn:  # these hold what the policy sampled; the gateway has checked the others
             prompt = list(job.prompt_token_ids)
         else:
             prompt = self._prompts.without_image(job.prompt_token_ids)
         return JobPrompt(*fit_prompt(job.job_id, prompt, job.sampling, facts))
 
     async def _with_image(self, job: DecodeJob) -> JobPrompt:
-        """The engine takes one."""
+        """For an engine that takes images."""
         if len(job.images) != 1:
             raise RequestError(f"{job.job_id}: exactly one image is supported, got {len(job.images)}")
         prompt = list(job.prompt_token_ids)
@@ -73,7 +73,7 @@ class JobPrompts:
             return JobPrompt(prompt, image=await self._images.get(job.images[0]))
         except (RequestError, EngineError):
             raise
-        except Exception as error:  # whatever a file system or a codec throws fails this job alone
+        except Exception as error:  # anything a file system or a codec throws fails only this job
             raise RequestError(f"{job.job_id}: the image cannot be had: {error!r}") from error
 
     async def _beside(self, job: DecodeJob, work: Callable[[], Any]) -> Any:
@@ -88,10 +88,10 @@ class JobPrompts:
 
     @property
     def images_fetched(self) -> int:
-        """How often an image was read or downloaded."""
+        """How many images were read or downloaded."""
         return self._images.fetched
 
     async def close(self) -> None:
-        """End the store's connections, and idle threads."""
+        """Close the store's connections and stop idle threads."""
         self._pool.close()
         await self._images.close()

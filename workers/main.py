@@ -1,9 +1,9 @@
 """`arq sluice.workers.main.WorkerSettings` starts a worker too.
 
-arq's command builds its own Worker, so these settings are a shim: it polls an empty private queue, while the
-leased worker serves the real one from start-up to shutdown. The configuration comes from SLUICE_CONFIG.
+arq's command builds its own Worker, so these settings are a shim: it polls an empty private queue while the leased
+worker serves the real one from start-up to shutdown. The configuration comes from SLUICE_CONFIG.
 
-arq's own calls go through our connections: an outage of the broker must not end arq's loop either.
+arq's own calls use our connections, because a broker outage must not end arq's loop either.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _queue = f"{Keys(_config.run).prefix}arq-shim:{secrets.token_hex(6)}"
 
 
 async def never(ctx: dict[str, Any]) -> None:
-    """The private queue's only function; nothing is ever put there."""
+    """The private queue's only function; nothing is ever enqueued there."""
 
 
 async def on_startup(ctx: dict[str, Any]) -> None:
-    """Run the leased worker beside arq's loop; when it ends by itself, the process ends too."""
+    """Run the leased worker beside arq's loop; when it ends by itself, so does the process."""
     ctx["stop"], arqs_loop = asyncio.Event(), asyncio.current_task()
     assert arqs_loop is not None, "arq awaits this in its main task"
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -40,13 +40,13 @@ async def on_startup(ctx: dict[str, Any]) -> None:
 
 
 async def on_shutdown(ctx: dict[str, Any]) -> None:
-    """Drain it; its error, if any, becomes that of the process."""
+    """Drain the worker; its error, if any, becomes the process's error."""
     ctx["stop"].set()
     await ctx["worker"]
 
 
 def _stop(stop: asyncio.Event, arqs_loop: asyncio.Task[Any]) -> None:
-    """In place of arq's own handler, which would ask a broker that is gone before it lets the worker drain."""
+    """Replaces arq's own handler, which would call a broker that's gone before it lets the worker drain."""
     if not stop.is_set():
         leave_within(_config.up.stop_grace_s, default_name("worker"))
     stop.set()
@@ -54,12 +54,12 @@ def _stop(stop: asyncio.Event, arqs_loop: asyncio.Task[Any]) -> None:
 
 
 class WorkerSettings:
-    """What `arq` reads."""
+    """The settings `arq` reads."""
 
     functions = (never,)
     queue_name = _queue
     redis_pool = arq_pool(connect(_config.broker, _config.run), _queue)
-    # `arq --check` alone makes a connection of its own.
+    # Only `arq --check` opens its own connection.
     redis_settings = (
         None
         if _config.broker.sentinel_master or _config.broker.cluster

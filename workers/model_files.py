@@ -1,4 +1,4 @@
-"""What a model directory must hold, what its files say, and its tokenizer; shared by the backends.
+"""What a model directory must contain, what its files declare, and its tokenizer; shared by the backends.
 
 Padding and truncation are on the left; a tokenizer without a pad token pads with its end-of-sequence token.
 """
@@ -17,7 +17,7 @@ _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def check_directory(path: str) -> None:
-    """Raise ModelError for what is plainly no model directory; a name in the local hub cache passes."""
+    """Raise ModelError for a path that is clearly not a model directory; a name in the local hub cache passes."""
     if not path:
         raise ModelError("model.path is empty; set it to a model directory")
     directory = Path(path)
@@ -32,7 +32,7 @@ def check_directory(path: str) -> None:
 
 
 def model_config(path: str) -> dict[str, Any]:
-    """What config.json says, also for a model that transformers does not know; empty where there is none."""
+    """Contents of config.json, even for a model transformers doesn't know; empty if there is none."""
     from transformers import PretrainedConfig
 
     try:
@@ -43,7 +43,7 @@ def model_config(path: str) -> dict[str, Any]:
 
 
 def eos_token_ids(sources: Iterable[Any]) -> tuple[int, ...]:
-    """All ids that the `eos_token_id` of generation config, config and tokenizer name; -1 and None mean none."""
+    """All ids in `eos_token_id` of the generation config, config and tokenizer; -1 and None mean none."""
     found: dict[int, None] = {}
     for source in sources:
         for token in source if isinstance(source, (list, tuple)) else [source]:
@@ -53,9 +53,9 @@ def eos_token_ids(sources: Iterable[Any]) -> tuple[int, ...]:
 
 
 def end_token_ids(generation: Any, text: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The end ids of a model: `eos_token_id` of its generation config, its text part, its config and its tokenizer.
+    """A model's end ids: `eos_token_id` of its generation config, text config, config and tokenizer.
 
-    Where there is one in the generation config, that of the text part may be no more than its class's default.
+    If the generation config has one, the text config's is ignored: it may be just its class's default.
     """
     return eos_token_ids([text if generation is None else generation, config, tokenizer])
 
@@ -63,7 +63,7 @@ def end_token_ids(generation: Any, text: Any, config: Any, tokenizer: Any) -> tu
 def has_vision(model: ModelConfig, found: Any) -> bool:
     """Whether a model sees images; `found` is its transformers configuration, None if transformers knows none.
 
-    Raises ModelError if `model.variant` says that it must and it does not.
+    Raises ModelError if `model.variant` requires images and the model has no vision part.
     """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -89,7 +89,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def normalise_tokenizer(tokenizer: Any) -> Any:
-    """The same tokenizer: left padding and truncation, pad token := end-of-sequence token where it has none."""
+    """The same tokenizer, with left padding and truncation; a missing pad token becomes the end-of-sequence token."""
     tokenizer.padding_side = "left"
     tokenizer.truncation_side = "left"
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:

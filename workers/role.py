@@ -16,7 +16,7 @@ from sluice.workers.engine.contracts import EngineFacts
 
 async def work(config: Config, stop: asyncio.Event | None = None) -> None:
     """Run a decode worker until it is asked to stop, by a signal or by the given event."""
-    with contextlib.ExitStack() as gpu:  # given back last: the process holds its memory to the end
+    with contextlib.ExitStack() as gpu:  # released last: the process holds GPU memory until the end
         async with role_process(config, "worker", default_name("worker"), stop) as role:
             gpu.enter_context(use_free_gpu(wanted=config.worker.claim_gpu))
             role.status.waiting(WaitKind.ENGINE, config.model.path)
@@ -59,7 +59,7 @@ def _warn_of_a_late_guard(config: Config) -> None:
 
 
 def _facts(facts: EngineFacts) -> dict[str, object]:
-    """For the log: collections as words."""
+    """For the log: collections as text."""
     shown: dict[str, object] = {}
     for name in facts.__dataclass_fields__:
         value = getattr(facts, name)

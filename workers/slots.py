@@ -1,11 +1,11 @@
 """The slots of a decode worker: which sequences run in the engine, and which wait for a free row.
 
-    claim ──▶ waiting ──start (room in the engine)──▶ running ──ended──▶ gone with the job's last sequence
+    claim ──▶ waiting ──start (a row is free)──▶ running ──ended──▶ removed with the job's last sequence
 
-- The engine is given a few sequences more than its batch, so that a free row is filled within the same step;
-  some more wait here, so that nothing has to be fetched when a sequence ends.
+- The engine gets a few sequences more than its batch, so a free row is filled within the same step. A few more wait
+  here, so nothing has to be fetched when a sequence ends.
 - A job whose prompt is still being rendered takes no row; later jobs overtake it.
-- A job that has not started can be put back at any time; one that has started stays.
+- A job that hasn't started can be put back at any time; one that has started stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sluice.workers.job_prompts import JobPrompt
 
 @dataclass(eq=False)
 class HeldJob:
-    """One claim with its prompt, its indices that still wait, and its running tasks."""
+    """One claim with its prompt, the indices still waiting, and its running tasks."""
 
     claim: Claim
     job: DecodeJob
@@ -33,12 +33,12 @@ class HeldJob:
 
     @property
     def ready(self) -> bool:
-        """The prompt, or the error that prevented it, is there."""
+        """The prompt, or the error that prevented it, is available."""
         return isinstance(self.prompt, JobPrompt) or self.prompt.done()
 
 
 class Slots:
-    """Bounded by `capacity` sequences (a group may go over, as it is claimed whole)."""
+    """Bounded by `capacity` sequences (a group may exceed it, because it is claimed whole)."""
 
     def __init__(self, max_batch: int) -> None:
         ahead = max_batch // 4
@@ -51,18 +51,18 @@ class Slots:
         self._waiting = 0
 
     def held(self) -> KeysView[str]:
-        """Ids of the jobs."""
+        """Job ids."""
         return self._jobs.keys()
 
     def room(self) -> int:
-        """Sequences worth claiming now: first up to a batch (others may want some), then what lies ahead."""
+        """Sequences worth claiming now: up to one batch first (other workers may want some), then the lookahead."""
         held = self.running + self._waiting
         if held < self.max_batch:
             return self.max_batch - held
         return self.capacity - held if held <= self.engine_limit and self.capacity > self.max_batch else 0
 
     def fetching(self) -> int:
-        """Jobs whose prompt is not ready."""
+        """Jobs whose prompt isn't ready."""
         return sum(not held.ready for held in self._jobs.values())
 
     def full(self) -> bool:
@@ -70,13 +70,13 @@ class Slots:
         return self.running >= self.max_batch
 
     def add(self, held: HeldJob) -> None:
-        """A new claim, at the end of the line."""
+        """Add a new claim at the end of the queue."""
         self._jobs[held.claim.job_id] = held
         self._line.append(held)
         self._waiting += len(held.waiting)
 
     def fill(self, start: Callable[[HeldJob, int], asyncio.Task[None]]) -> None:
-        """Start waiting sequences while the engine has room; `start` makes the task."""
+        """Start waiting sequences while the engine has free rows; `start` makes the task."""
         while self.running < self.engine_limit and (held := self._next()) is not None:
             index = held.waiting.popleft()
             held.started = True
@@ -85,7 +85,7 @@ class Slots:
             held.tasks.add(start(held, index))
 
     def _next(self) -> HeldJob | None:
-        """The first of the line with a sequence that can be started; those that have none are taken out."""
+        """The first queued job with a sequence that can start; jobs with none left are removed."""
         while self._line and not self._line[0].waiting:
             self._line.popleft()
         return next((held for held in self._line if held.waiting and held.ready), None)
@@ -100,11 +100,11 @@ class Slots:
         return True
 
     def take_back(self, *, started: bool) -> list[HeldJob]:
-        """Remove the jobs of which nothing was started, or all of them; their tasks are cancelled."""
+        """Remove the jobs that haven't started, or all of them; their tasks are cancelled."""
         return [self._remove(held) for held in list(self._jobs.values()) if started or not held.started]
 
     def lose(self, job_id: str, attempt: int | None = None) -> bool:
-        """Remove one job and cancel its tasks; False if it (in that attempt) is not held."""
+        """Remove one job and cancel its tasks; False if the job (in that attempt) isn't held."""
         held = self._jobs.get(job_id)
         if held is None or attempt not in (None, held.claim.attempt):
             return False

@@ -1,9 +1,9 @@
-"""Pulls new weight versions into a worker's engine, between two tokens of whatever runs there.
+"""Pulls new weight versions into a worker's engine, between two tokens of the running sequences.
 
-A version is verified (digest, names, shapes, dtypes) before the engine is touched, and proved after by the probe
-score that the trainer wrote into its manifest. After a failed check or a failed probe the old version serves on; if
-it cannot be loaded back either, the worker ends. The version that the engine was started with is held to its probe as
-well: an engine that computes this architecture otherwise than the trainer ends at the start.
+A version is verified (digest, names, shapes, dtypes) before the engine is touched. After the load, the engine must
+match the probe score that the trainer wrote into the manifest. If a check or the probe fails, the old version keeps
+serving; if it can't be loaded back either, the worker ends. The version the engine started with must match its probe
+too: an engine that computes this architecture differently from the trainer ends at start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.messages import WeightVersion
 from sluice.workers.engine.contracts import Backend, WeightsProbe
 
-_HALF_LENIENCE = 4  # half precision alone must not end a worker; another model would be off by much more
+_HALF_LENIENCE = 4  # half precision alone must not end a worker; the wrong model would be off by much more
 
 
 class WeightsWatch:
@@ -33,27 +33,27 @@ class WeightsWatch:
         self._config: Config = role.config
         self._refused: int | None = None
         self._latest: int | None = None
-        self._is_proved = False  # what the engine has now scores as the trainer measured it
+        self._is_proved = False  # the loaded weights score as the trainer measured
 
     def saw(self, latest: int | None) -> None:
-        """The registry's newest version, as the last claim told it."""
+        """Record the registry's newest version, as reported by the last claim."""
         self._latest = latest
 
     async def look(self) -> None:
-        """Ask for the newest version, before the first claim: a worker that starts late starts there."""
+        """Ask for the newest version before the first claim, so a worker that starts late starts there."""
         self.saw(await self._registry.latest())
 
     def newer(self) -> int | None:
-        """A version number that the engine should move to, or None."""
+        """The version number the engine should move to, or None."""
         latest = self._latest
         if latest is None or latest == self._refused or latest <= self._backend.version:
             return None
         return latest
 
     async def prove(self) -> None:
-        """Hold the engine to the probe of the version that it was started with, once that is published.
+        """Check the engine against the probe of the version it started with, once that is published.
 
-        Raises ModelError where it scores otherwise.
+        Raises ModelError if the scores differ.
         """
         version = self._backend.version
         if self._is_proved or self._latest is None or self._latest < version:
@@ -76,7 +76,7 @@ class WeightsWatch:
             )
 
     async def pull(self, version: int) -> bool:
-        """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither serves."""
+        """Load a version; False if it was refused and the old one stays. Raises TornWeights if neither can serve."""
         limit_s = self._config.weights.load_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -94,13 +94,13 @@ class WeightsWatch:
             get_logger().error("new weights refused; the old version serves on", version=version, error=str(error))
             return False
         if published_at is None:
-            return False  # retired meanwhile: a newer one is there
+            return False  # retired in the meantime: there is a newer one
         self._is_proved = True
         get_logger().info("weights loaded", version=version, behind_s=round(time.time() - published_at, 3))
         return True
 
     async def _load(self, version: int) -> float | None:
-        """When it was published; None if it is not there any more."""
+        """When it was published; None if it no longer exists."""
         manifest = await self._registry.get(version)
         if manifest is None:
             return None
@@ -112,13 +112,13 @@ class WeightsWatch:
 
 
 _HALF_PRECISION = 10  # bf16 rounds at 2^-8: the demo model's probe differs by up to 0.17 nats from fp32
-_CHANGE = 2e-5  # nats a token in fp32: what is left of rounding in the difference of two scores
+_CHANGE = 2e-5  # nats a token in fp32: the rounding that remains in the difference of two scores
 
 
 def probe_of(manifest: WeightVersion, dtype: str, tolerance: float, loaded: int | None = None) -> WeightsProbe | None:
-    """What a model of this dtype must score, within `tolerance` nats a token in fp32; None if nothing was measured.
+    """The score required of a model of this dtype, within `tolerance` nats a token in fp32; None if unmeasured.
 
-    `loaded`: the version that the model has now; None if that is not known.
+    `loaded`: the version the model has now; None if unknown.
     """
     tokens = tuple(manifest.probe_token_ids)
     if manifest.probe_score is None or len(tokens) < 2:

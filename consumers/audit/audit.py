@@ -1,10 +1,10 @@
 """One audit, from the run's directory to the report: every sampled token is right, marked, wrong or unchecked.
 
-- wrong: a number is off, is no number, or claims another version than `versions[i] + 1`; a marked token's proximal
-  logprob is not its behaviour's; its mask, or the advantage that it is trained with, is not what it must be; or it is
-  not what the consumer handed on.
-- unchecked: nothing was found wrong, and a version that it needs is not there, or its sequence had an image.
-- marked: the behaviour logprob is right, and there is no proximal one, which `proximal_versions[i] == -1` says.
+- wrong: a number is off, not finite, or claims another version than `versions[i] + 1`; a marked token's proximal
+  logprob isn't its behaviour logprob; its mask, or the advantage it was trained with, is incorrect; or it differs from
+  what the consumer handed off.
+- unchecked: nothing was found wrong, but a version it needs is gone, or its sequence had an image.
+- marked: the behaviour logprob is right, and there is no proximal one, as `proximal_versions[i] == -1` says.
 - right: both logprobs are right.
 """
 
@@ -31,7 +31,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError
 from sluice.pipeline.weights.versions import newest_number
 
-_WORST = 5  # of a kind
+_WORST = 5  # per kind
 _COUNTS = ("tokens", "right", "marked", "wrong", "unchecked", "told_apart", "compared")
 
 
@@ -56,7 +56,7 @@ def audit_run(
         raise DataError(f"{folder}: none of its {stored} sequences has a token that the policy sampled")
     missing = recompute(directory / WEIGHTS, config.model, pairs, needed)
     trained_at = trained_versions(directory)
-    # The step after which a version is published is written down before the version is.
+    # The step after which a version is published is recorded before the version is.
     newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
     tally = Tally(tolerance, frozenset(missing), newest)
     with closing(HistoryReader(directory / HISTORY)) as history:
@@ -87,11 +87,11 @@ def audit_run(
 
 @dataclass
 class Tally:
-    """Counts of tokens and the largest errors (nats) of what was judged so far."""
+    """Token counts and the largest errors (nats) so far."""
 
     tolerance: float
-    missing: frozenset[int] = frozenset()  # versions that could not be recomputed
-    newest: int | None = None  # the newest version that the run ever had, where that is known
+    missing: frozenset[int] = frozenset()  # versions that couldn't be recomputed
+    newest: int | None = None  # the newest version that the run ever had, if known
     tokens: int = 0
     right: int = 0
     marked: int = 0
@@ -105,7 +105,7 @@ class Tally:
     versions_per_sequence: Counter[int] = field(default_factory=Counter)
     worst: list[Fault] = field(default_factory=list)
     advantages: Counter[Literal["right", "wrong", "unchecked"]] = field(default_factory=Counter)
-    not_checked: dict[Unchecked, list[int]] = field(default_factory=dict)  # sampled tokens, one entry a sequence
+    not_checked: dict[Unchecked, list[int]] = field(default_factory=dict)  # sampled tokens, one entry per sequence
 
     def judge(self, stored: Stored, again: Recomputed, evidence: Evidence) -> None:
         """Count one sequence."""
@@ -140,20 +140,20 @@ class Tally:
         self.proximal_error = max(self.proximal_error, _largest(proximal[compared[1]]))
         self._skip("version_gone", unchecked)
         for what, where in evidence.mask.unchecked.items():
-            if what != "mask_of_task" or evidence.handed_on is None:  # else compared with the task's own
+            if what != "mask_of_task" or evidence.handed_on is None:  # else it is compared with the task's mask
                 self._skip(what, where & ~wrong)
         if evidence.handed_on is None:
             self._skip("handed_on", sampled)
         self._keep_worst(stored, again, evidence, off)
 
     def refuse(self, stored: Stored, why: Unchecked) -> None:
-        """Count one sequence of which nothing can be judged."""
+        """Count one sequence that can't be judged at all."""
         self._skip(why, stored.sampled)
         self.tokens += int(stored.sampled.sum())
         self.unchecked += int(stored.sampled.sum())
 
     def summary(self) -> list[NotChecked]:
-        """What could not be checked, in the order in which it was met."""
+        """What couldn't be checked, in order of first occurrence."""
         return [
             NotChecked(what=what, sequences=len(tokens), tokens=sum(tokens))
             for what, tokens in self.not_checked.items()
@@ -167,7 +167,7 @@ class Tally:
         return np.zeros_like(versions, dtype=bool) if self.newest is None else versions > self.newest
 
     def _advantage(self, stored: Stored, evidence: Evidence) -> Mask:
-        """The tokens that are trained with a wrong one; the sequence is counted, also where none is."""
+        """Trained tokens with a wrong advantage; counts the sequence, even if no token is wrong."""
         nothing, trained = np.zeros_like(stored.sampled), stored.sampled & (stored.mask == 1)
         found = evidence.advantage
         if not evidence.is_rewarded_alike or (isinstance(found, Compared) and not found.is_right):
@@ -185,7 +185,7 @@ class Tally:
             places = np.flatnonzero(where).tolist()
             self.faults[kind] += len(places)
             if kind == "advantage":
-                places = places[:1]  # one number of the whole sequence
+                places = places[:1]  # one number for the whole sequence
             known = [fault for fault in self.worst if fault.kind == kind]
             rest = [fault for fault in self.worst if fault.kind != kind]
             self.worst = rest + nlargest(
@@ -198,12 +198,12 @@ def _error(stored: NDArray[np.float32], again: NDArray[np.float32]) -> NDArray[n
 
 
 def _largest(errors: NDArray[np.float64]) -> float:
-    """Of the numbers among them: JSON knows no other, and what is no number is wrong already."""
+    """Of the finite ones: JSON has no others, and a non-finite error is wrong already."""
     return float(errors[np.isfinite(errors)].max(initial=0.0))
 
 
 def _garbage(stored: Stored) -> Mask:
-    """Marked as not scored, and the value is neither the behaviour's nor, where it is not trained, 0."""
+    """Marked as not scored, but the value is neither the behaviour logprob nor, where it isn't trained, 0."""
     values, marked = stored.proximal_logprobs, stored.proximal_versions == -1
     if not len(stored.sample.proximal_logprobs):
         return np.zeros_like(marked)
@@ -225,7 +225,7 @@ def _fault(kind: FaultKind, stored: Stored, again: Recomputed, evidence: Evidenc
 
 
 def _numbers(kind: FaultKind, stored: Stored, again: Recomputed, evidence: Evidence, at: int) -> tuple[Any, Any]:
-    """What is stored, and what it should be."""
+    """The stored value, and the expected one."""
     if kind in ("proximal", "proximal_version"):
         return stored.proximal_logprobs[at], again.proximal[at]
     if kind == "marked":

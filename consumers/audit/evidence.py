@@ -1,23 +1,23 @@
-"""What is known of a sequence beside its recomputed logprobs: its advantage, its mask, and what was handed on.
+"""Evidence about a sequence besides its recomputed logprobs: its advantage, its mask, and what was handed off.
 
-Advantages are computed again from the stored rewards of the group, by the run's own definition:
+Advantages are recomputed from the group's stored rewards, using the run's own definition:
 
-- A group is trained in one step, so its members are sought there, also where `--limit` leaves some of them out.
-- The advantage compares all members that had a reward. `group_rewards` says how many they were; with fewer stored (the
-  trainer dropped some) nothing can be said, unless it needs no comparison.
-- Parts of one index (a rollout whose history forked) count once, with the reward of the first one.
+- A group is trained in one step, so its members are looked up there, even if `--limit` leaves some of them out.
+- The advantage compares all members that had a reward. `group_rewards` is their number; if fewer are stored (the
+  trainer dropped some), the advantage can't be checked, unless it needs no comparison.
+- Parts of one index (a rollout with a forked history) count once, with the reward of the first one.
 
 A response mask is 1 exactly where the policy sampled the token and nothing left it out:
 
-- What a run stores of the turns is `versions`: a token has one where the policy sampled it, and -1 where a tool, the
-  template or a guard wrote it.
-- What the trainer left out says why (`left_out`), and each reason has a rule that can be checked again.
-- A task of your own may clear what was sampled; of the built-in ones none does.
+- A run stores its turns as `versions`: a token has one if the policy sampled it, and -1 if a tool, the template or a
+  guard wrote it.
+- `left_out` gives the trainer's reason for each token it left out, and each reason has a rule that can be rechecked.
+- Your own task may clear sampled tokens; the built-in ones never do.
 
-The sample as the consumer handed it on is in the run's history, a second copy of what was stored:
+The sample as the consumer handed it off is in the run's history, a second copy of what was stored:
 
-- The trainer changes the proximal logprobs, clears masks and the weights of stale tokens; nothing else of it.
-- A sequence is known by its id and the time it was enqueued: an id that was used again is another sequence.
+- The trainer changes the proximal logprobs, clears masks and the weights of stale tokens, and nothing else.
+- A sequence is identified by its id and enqueue time: a reused id is another sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sluice.consumers.tasks.segments import LeftOut
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.wire.messages import TrainingSample
 
-_RELATIVE = 1e-6  # the same code on the same numbers, maybe on another machine
+_RELATIVE = 1e-6  # same code and numbers, maybe another machine
 Place = int | str
 """Index in the group; of samples that do not say theirs, the id of the sequence."""
 Mask = NDArray[np.bool_]
@@ -46,7 +46,7 @@ _BY_THE_TRAINER = (LeftOut.foreign, LeftOut.stale, LeftOut.missing)
 
 @dataclass(frozen=True)
 class Compared:
-    """An advantage that was computed again; `expected` None where there should be none."""
+    """A recomputed advantage; `expected` is None if there should be none."""
 
     stored: float | None
     expected: float | None
@@ -60,9 +60,9 @@ class Compared:
 
 @dataclass(frozen=True)
 class _Group:
-    expected: dict[Place, float]  # advantages of the members that have a reward
+    expected: dict[Place, float]  # advantages of the members with a reward
     names: frozenset[str]
-    is_forked: bool  # parts of one index differ in their rewards
+    is_forked: bool  # parts of one index have different rewards
 
 
 class Groups:
@@ -74,7 +74,7 @@ class Groups:
         self._compared: dict[tuple[int, str], _Group] = {}
 
     def noting(self, sequences: Iterable[Stored]) -> Iterator[Stored]:
-        """The same sequences; their rewards are noted as they pass."""
+        """Yields the same sequences, recording their rewards."""
         for stored in sequences:
             sample = stored.sample
             member = (sample.seq_id, sample.index, sample.reward)
@@ -82,7 +82,7 @@ class Groups:
             yield stored
 
     def compare(self, stored: Stored) -> Compared | Unchecked | None:
-        """None where there is no advantage and none is due."""
+        """None if there is no advantage and none is expected."""
         sample, policy = stored.sample, self._config.policy
         if not sample.group_rewards:
             if sample.advantage is None:
@@ -93,7 +93,7 @@ class Groups:
         if policy.advantage != "reward" and (gap := self._gap(sample, len(group.expected))):
             return gap
         found = Compared(sample.advantage, group.expected.get(_place(sample.seq_id, sample.index, group.names)))
-        # The first part may be one that the trainer dropped, and parts may have rewards of their own.
+        # The trainer may have dropped the first part, and parts may have their own rewards.
         return "group_incomplete" if group.is_forked and not found.is_right else found
 
     def _gap(self, sample: TrainingSample, rewards: int) -> Unchecked | None:
@@ -117,7 +117,7 @@ class Groups:
 
 
 def _place(seq_id: str, index: int, names: frozenset[str]) -> Place:
-    """Without an index `r/1` is a part of `r`, if there is an `r`."""
+    """Without an index, `r/1` is a part of `r` if there is an `r`."""
     if index >= 0:
         return index
     whole, _, part = seq_id.rpartition("/")
@@ -126,14 +126,14 @@ def _place(seq_id: str, index: int, names: frozenset[str]) -> Place:
 
 @dataclass(frozen=True, eq=False)
 class MaskFindings:
-    """Shapes (tokens,). `unchecked` are the tokens for which a rule could not be checked."""
+    """Shapes (tokens,). `unchecked` are the tokens with a rule that couldn't be checked."""
 
     off: Mask
     unchecked: dict[Unchecked, Mask] = field(default_factory=dict)
 
 
 def check_mask(stored: Stored, config: Config, trainer_version: int | None) -> MaskFindings:
-    """`trainer_version`: that of the weights that trained the sample; None when it is not known."""
+    """`trainer_version`: that of the weights that trained the sample; None if unknown."""
     sampled, is_on = stored.sampled, stored.mask == 1
     odd = (stored.mask != 0) & ~is_on
     if stored.left_out is not None:
@@ -141,7 +141,7 @@ def check_mask(stored: Stored, config: Config, trainer_version: int | None) -> M
     cleared = sampled & ~is_on
     if config.rollout_matching.target is not None:
         return MaskFindings(odd, {"mask_of_task": cleared})
-    # An older release's trainer cleared the proximal logprob with the mask, and did not say why.
+    # An older release's trainer cleared the proximal logprob with the mask, without recording why.
     silent = cleared & (stored.proximal_versions == -1) & (stored.proximal_logprobs == 0)
     if stored.sample.advantage is None:
         silent = np.zeros_like(cleared)
@@ -170,14 +170,14 @@ def _of_the_trainer(
         lag = version - stored.versions
         over = sampled & (lag > policy.max_token_staleness)
         off |= (why[LeftOut.stale] & ~over) | (is_on & over) | (why[LeftOut.missing] & (lag == 0))
-    # A token that nobody sampled is told by its version: "version" is the fault's name there.
+    # A token that nobody sampled is identified by its version, so that fault is called "version".
     return MaskFindings(off & (sampled | ~is_on), unchecked)
 
 
 def handed_on(history: HistoryReader, stored: Stored) -> TrainingSample | None:
     """The sample as the consumer gave it to the trainer.
 
-    None when the history does not hold it, or not any more. Raises DataError for a damaged history.
+    None if the history doesn't hold it, or no longer does. Raises DataError for a damaged history.
     """
     found = history.sequence(stored.seq_id)
     sample = None if found is None else found.sample
@@ -185,7 +185,7 @@ def handed_on(history: HistoryReader, stored: Stored) -> TrainingSample | None:
 
 
 def changed_tokens(stored: Stored, before: TrainingSample) -> NDArray[np.bool_]:
-    """Where the stored sample is not the one that was handed on; shape (tokens,)."""
+    """Where the stored sample differs from the one handed off; shape (tokens,)."""
     after = stored.sample
     size = len(after.token_ids)
     if len(before.token_ids) != size or _of_the_whole(before) != _of_the_whole(after):
@@ -209,7 +209,7 @@ def changed_tokens(stored: Stored, before: TrainingSample) -> NDArray[np.bool_]:
 
 
 def is_rewarded_alike(before: TrainingSample, after: TrainingSample) -> bool:
-    """Whether reward, advantage and place are those that were handed on."""
+    """Whether reward, advantage and place equal those handed off."""
     names = ("group_id", "index", "group_rewards", "reward", "advantage")
     was, now = ([getattr(sample, name) for name in names] for sample in (before, after))
     return all(one == other or (one != one and other != other) for one, other in zip(was, now, strict=True))
@@ -220,7 +220,7 @@ def _cleared_by_the_trainer(stored: Stored) -> NDArray[np.bool_]:
         return np.isin(stored.left_out, _BY_THE_TRAINER)
     if stored.sample.advantage is None:
         return np.zeros(len(stored.mask), dtype=bool)
-    # An older release's trainer did not say what it cleared, but cleared the proximal logprob with it.
+    # An older release's trainer didn't record what it cleared, but cleared the proximal logprob as well.
     is_marked = stored.sampled & (stored.proximal_versions == -1)
     return is_marked & (stored.mask == 0) & (stored.proximal_logprobs == 0)
 
@@ -236,12 +236,12 @@ def _of_the_whole(sample: TrainingSample) -> tuple[object, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What is known of one sequence beside its recomputed logprobs."""
+    """Evidence about one sequence besides its recomputed logprobs."""
 
     mask: MaskFindings
     advantage: Compared | Unchecked | None  # None: it has none
-    handed_on: Mask | None  # where it differs from what the consumer handed on; None: nothing to compare with
-    is_rewarded_alike: bool = True  # reward and advantage are those that were handed on
+    handed_on: Mask | None  # where it differs from what the consumer handed off; None: nothing to compare
+    is_rewarded_alike: bool = True  # reward and advantage equal those handed off
 
 
 def evidence_of(

@@ -1,4 +1,4 @@
-"""Logprobs by plain forward passes of a stored version: fp32, eval, no cache, no padding, one sequence at a time."""
+"""Logprobs from plain forward passes of a stored version: fp32, eval, no cache, no padding, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sluice.pipeline.errors import DataError, ModelError, WeightsError
 from sluice.pipeline.terminal import Console
 from sluice.pipeline.weights.versions import read_manifest, verify
 
-_ROWS = 256  # positions whose softmax is taken at a time: (rows, vocab) in fp32
+_ROWS = 256  # positions per softmax: (rows, vocab) in fp32
 _PLAIN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """A sequence's logprobs as recomputed, shape (tokens,); NaN where nothing was."""
+    """A sequence's recomputed logprobs, shape (tokens,); NaN where none was."""
 
     behaviour: NDArray[np.float32]
     proximal: NDArray[np.float32]
@@ -40,7 +40,7 @@ Pairs = list[tuple[Stored, Recomputed]]
 
 
 def recompute(root: Path, config: ModelConfig, pairs: Pairs, needed: list[int]) -> set[int]:
-    """Fill in every version that is there, one load each; returns those that are not."""
+    """Fill in every version on disk, one load each; returns the missing ones."""
     work: dict[int, Pairs] = {version: [] for version in needed}
     for pair in pairs:
         for version in pair[0].needed():
@@ -77,9 +77,9 @@ def _recompute_version(root: Path, version: int, config: ModelConfig, pairs: Pai
 
 
 def open_version(root: Path, version: int, config: ModelConfig) -> Any | None:
-    """The model of `root/v000012`, its digest checked; None when it is not there (any more).
+    """The model of `root/v000012`, its digest checked; None if it isn't there (any more).
 
-    Raises WeightsError (damaged) or ModelError (transformers cannot load it).
+    Raises WeightsError (damaged) or ModelError (transformers can't load it).
     """
     directory = root / f"v{version:06d}"
     if not directory.is_dir():
@@ -93,7 +93,7 @@ def open_version(root: Path, version: int, config: ModelConfig) -> Any | None:
     except (WeightsError, ModelError):
         if directory.is_dir():
             raise
-        return None  # retired by its run while it was read
+        return None  # retired by its run during the read
 
 
 def logprobs_of(model: Any, sequence: Stored, positions: NDArray[np.intp]) -> NDArray[np.float32]:
@@ -121,7 +121,7 @@ def _load(directory: Path, config: ModelConfig) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # the vision tensors that a text model leaves aside, at every version
+    transformers_logging.set_verbosity_error()  # about the vision tensors that a text model ignores, for every version
     attention = config.attn_implementation if config.attn_implementation in ("eager", "sdpa") else None
     refused: list[Exception] = []
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
@@ -145,7 +145,7 @@ def _load(directory: Path, config: ModelConfig) -> Any:
 
 
 def _check_whole(loading: dict[str, Any]) -> None:
-    """A tensor that the files lack is random, and a text model of a multimodal checkpoint may find none of its own."""
+    """A missing tensor is random, and a text model of a multimodal checkpoint may find none of its own."""
     lacking = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
     if lacking:
         raise ValueError(f"{len(lacking)} tensors of the model are not in its files, {lacking[0]} among them")
@@ -162,7 +162,7 @@ def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:
 
 
 class Meter:
-    """Progress in (sequence, version) pairs: a bar on a terminal, else a line now and then; on standard error.
+    """Progress in (sequence, version) pairs: a bar on a terminal, else occasional lines; on standard error.
 
     Use it with `with`.
     """
@@ -185,12 +185,12 @@ class Meter:
         self._bar.stop()
 
     def doing(self, what: str) -> None:
-        """The next step of the work."""
+        """Start the next step of the work."""
         self._doing = what
         self._bar.update(self._task, description=what)
 
     def advance(self, count: int = 1) -> None:
-        """So many pairs are done."""
+        """Count finished pairs."""
         self._done += count
         self._bar.advance(self._task, count)
         if self._bar.disable and time.monotonic() - self._printed >= _PLAIN_EVERY_S:

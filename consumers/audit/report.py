@@ -1,4 +1,4 @@
-"""What an audit found; `--json` prints it as one object, `print_report` for people."""
+"""The result of an audit; `--json` prints it as one object, `print_report` for people."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sluice.pipeline.terminal import Console
 
 FaultKind = Literal["version", "proximal_version", "behaviour", "proximal", "marked", "mask", "advantage", "handed_on"]
 Unchecked = Literal[
-    "images",  # its logprobs depend on pixels, which are not stored: nothing of the sequence is judged
+    "images",  # its logprobs depend on pixels, which aren't stored: nothing in the sequence is judged
     "version_gone",  # a version that its numbers need is not on disk
-    "group_incomplete",  # members whose rewards made the advantage are not among the stored samples
-    "advantage_of_task",  # the task gave the advantage itself
-    "advantage_unstamped",  # an older release stored it: how many rewards made it is not known
-    "mask_of_task",  # the target is a function of your own, and may have cleared the mask
-    "mask_unstamped",  # an older release stored it: why the trainer cleared the mask is not known
+    "group_incomplete",  # some members with a reward in the advantage aren't among the stored samples
+    "advantage_of_task",  # the task set the advantage itself
+    "advantage_unstamped",  # stored by an older release: the number of rewards behind it is unknown
+    "mask_of_task",  # the target is your own function, and may have cleared the mask
+    "mask_unstamped",  # stored by an older release: why the trainer cleared the mask is unknown
     "staleness",  # metrics.jsonl has no such step, so the trainer's version is not known
-    "handed_on",  # the history does not hold the sequence as it was handed to the trainer
+    "handed_on",  # the history doesn't hold the sequence as handed off to the trainer
 ]
 """What could not be checked of a sequence. But for `images` and `version_gone`, all else of it was judged."""
-_WIDE = 160  # columns, where there is no terminal
+_WIDE = 160  # columns, if there is no terminal
 _FAULTS: dict[FaultKind, str] = {
     "version": "sampled, and no version says by which weights",
     "proximal_version": "proximal version is neither version + 1 nor -1",
@@ -50,7 +50,7 @@ _NOT_CHECKED: dict[Unchecked, str] = {
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One wrong token; `position` counts from the first prompt token. Numbers that are none are null in JSON."""
+    """One wrong token; `position` counts from the first prompt token. Non-finite numbers are null in JSON."""
 
     kind: FaultKind
     step: int
@@ -58,16 +58,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     version: int
     proximal_version: int
-    stored: float  # nats; of `mask` 0 or 1, of `advantage` itself, of `handed_on` the token's id
+    stored: float  # nats; for `mask` 0 or 1, for `advantage` its value, for `handed_on` the token's id
     recomputed: float  # the same
 
 
 class NotChecked(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of the audited sequences one cause kept from being checked."""
+    """How much one cause kept from being checked, among the audited sequences."""
 
     what: Unchecked
     sequences: int
-    tokens: int  # sampled ones that it concerns
+    tokens: int  # affected sampled tokens
 
 
 class Advantages(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,41 +79,41 @@ class Advantages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokens` = right + marked + wrong + unchecked; errors are in nats, of finite numbers."""
+    """`tokens` = right + marked + wrong + unchecked; errors are in nats, of finite numbers only."""
 
     schema_version: int = 1
     run: str
-    tokens: int  # sampled ones
+    tokens: int  # number sampled
     right: int
     marked: int
     wrong: int
     unchecked: int
-    told_apart: int  # right ones whose two logprobs differ by more than the tolerance: a mix-up would show
+    told_apart: int  # right tokens with two logprobs further apart than the tolerance: a mix-up would show
     max_error: float
     max_behaviour_error: float
     max_proximal_error: float
-    compared: int  # logprobs
+    compared: int  # number of logprobs
     tolerance: float
-    steps: list[int]  # of the audited sequences
-    sequences: int  # audited
+    steps: list[int]  # steps of the audited sequences
+    sequences: int  # number audited
     stored_sequences: int
     versions: list[int]  # recomputed
-    missing_versions: list[int]  # needed, and not there
+    missing_versions: list[int]  # needed, but not on disk
     versions_per_sequence: dict[int, int]  # number of versions that sampled one sequence -> sequences
-    faults: dict[FaultKind, int]  # wrong tokens by what is wrong; one token may have two
+    faults: dict[FaultKind, int]  # wrong tokens by kind; one token may have two
     worst: list[Fault]
     advantages: Advantages
     not_checked: list[NotChecked]
 
 
 def listed(numbers: list[int]) -> str:
-    """`0, 1, 4`, and long lists cut in the middle."""
+    """`0, 1, 4`; long lists are shortened in the middle."""
     words = [str(number) for number in numbers]
     return ", ".join(words if len(words) <= 8 else [*words[:4], "…", *words[-3:]])
 
 
 def print_report(found: Report, *, may_be_half: bool) -> None:
-    """Shares, largest error, versions per sequence, and the worst tokens where some are wrong."""
+    """Shares, largest error, versions per sequence, and the worst tokens if some are wrong."""
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
 
     def say(line: str) -> None:
@@ -205,7 +205,7 @@ def _table(*names: str, right: tuple[int, ...]) -> Table:
 
 
 def _percent(count: int, total: int) -> str:
-    """Never rounded to 0 or to 100 when it is neither."""
+    """Never rounded to 0 or 100 unless it is exact."""
     share = 100 * count / total if total else 0.0
     if 0 < share < 0.1:
         return "< 0.1 %"

@@ -1,7 +1,7 @@
 """Stored sequences, as numpy arrays over the whole sequence (prompt and response).
 
-- A sampled token has `versions` >= 0; what the trainer masked later stays in the audit.
-- What was not stamped is NaN (logprobs) or -1 (versions), so it can never pass for a number.
+- A sampled token has `versions` >= 0; tokens that the trainer masked later stay in the audit.
+- Missing values are NaN (logprobs) or -1 (versions), so they can never pass for a number.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Stored:
 
     @property
     def temperature(self) -> float:
-        """Of both logprobs."""
+        """Shared by both logprobs."""
         return self.sample.temperature
 
     @property
     def has_images(self) -> bool:
-        """Its logprobs depend on pixels, which are not stored."""
+        """If true, its logprobs depend on pixels, which aren't stored."""
         return bool(self.sample.images)
 
     @property
     def left_out(self) -> NDArray[np.int32] | None:
-        """Codes of `LeftOut`; None where the trainer's fill had no part in it."""
+        """Codes of `LeftOut`; None if the trainer's fill didn't process it."""
         codes = self.sample.left_out
         return np.array(codes.expand(), dtype=np.int32) if len(codes) else None
 
@@ -64,7 +64,7 @@ class Stored:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """Where a proximal logprob is claimed, of the version that it must have."""
+        """Where a proximal logprob is claimed, with the version it must have."""
         return self.sampled & (self.proximal_versions == self.versions + 1)
 
     def needed(self) -> set[int]:
@@ -77,7 +77,7 @@ class Stored:
 
 
 def read_sequences(folder: Path, steps: str | None = None) -> Iterator[Stored]:
-    """Every stored sequence of those steps, in order; raises DataError where there is none or a file is damaged."""
+    """Every stored sequence of those steps, in order; raises DataError if there is none or a file is damaged."""
     first, last = step_bounds(steps)
     held: list[int] = []
     for step, batch in read_rollouts(folder):
@@ -91,7 +91,7 @@ def read_sequences(folder: Path, steps: str | None = None) -> Iterator[Stored]:
 
 
 def choose(sequences: Iterable[Stored], limit: int | None, seed: int) -> tuple[list[Stored], int]:
-    """(a seeded random sample of at most `limit` in their order, how many there were)."""
+    """(a seeded random sample of at most `limit`, in order; the total number)."""
     draw, chosen, seen = random.Random(seed), list[tuple[int, Stored]](), 0
     for seen, sequence in enumerate(sequences, 1):
         if limit is None or seen <= limit:
@@ -129,11 +129,11 @@ class _Step(msgspec.Struct):
 
 
 def trained_versions(directory: Path) -> dict[int, int]:
-    """The version of the weights that each step trained, by step; raises DataError for a damaged metrics.jsonl."""
+    """Version of the weights that each step trained, by step; raises DataError for a damaged metrics.jsonl."""
     file = directory / METRICS
     if not file.is_file():
         return {}
-    # A last line without its end is being written.
+    # A last line without its line end is still being written.
     whole = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and line.strip()]
     try:
         steps = [read_json(line, _Step, f"line {number}") for number, line in enumerate(whole, 1)]

@@ -2,7 +2,7 @@
 
     request ─▶ SafeHeaders ─▶ Gate ─▶ HostGate ─▶ BodyLimit ─▶ routes ─▶ Monitor, HistoryReader
 
-- A page module has `router`, and is listed in `PAGES`; what it renders extends templates/base.html.j2.
+- A page module has a `router` and is listed in `PAGES`; its templates extend templates/base.html.j2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GRACE_S = 3.0
 
 
 def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = False) -> ASGIApp:
-    """`key`: what every request but /health must bring; None: only this machine may ask, see auth.py."""
+    """`key`: required of every request but /health; None: only this machine has access, see auth.py."""
     config = monitor.config.dashboard
     app = FastAPI(title="Sluice dashboard", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.monitor, app.state.allow_actions = monitor, allow_actions
@@ -49,7 +49,7 @@ def make_app(monitor: Monitor, key: str | None = None, *, allow_actions: bool = 
     for page in PAGES:
         app.include_router(page.router)
     add_problem_pages(app)
-    return SafeHeaders(app)  # not as middleware: the page of an error nobody expected is made outside of those
+    return SafeHeaders(app)  # not a middleware: the page for an unexpected error is made outside of those
 
 
 def _health(monitor: Monitor) -> JSONResponse:
@@ -69,7 +69,7 @@ async def dashboard(config: Config, *, allow_actions: bool, stop: asyncio.Event 
 async def run_dashboard(
     role: Role, key: str | None, *, allow_actions: bool, on_ready: Callable[[int], object] = bool
 ) -> None:
-    """The dashboard inside a role."""
+    """The dashboard inside an existing role."""
     config, reader = role.config.dashboard, HistoryReader(history_directory(role.config))
     monitor = Monitor(role.config, role.client, reader)
     role.spawn(monitor.run())
@@ -90,6 +90,6 @@ async def run_dashboard(
 
 
 async def _close_streams(role: Role, monitor: Monitor) -> None:
-    """Streams have no end of their own, and would use up the grace time."""
+    """Streams never end by themselves, and would use up the grace time."""
     await role.stop.wait()
     monitor.close()

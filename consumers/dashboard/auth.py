@@ -1,10 +1,10 @@
-"""Who may see the dashboard, and the security headers of every answer.
+"""Who may see the dashboard, and the security headers of every response.
 
 - With a key: HTTP Basic (any user name, the key as password) or a bearer token; compared in constant time.
-- Without one, only this machine: the address that is bound is a loopback one (`check_host`), and so is the name that is
-  asked for, or it is one of `dashboard.hosts` (pipeline/http/middleware.py).
-- `/health` is answered to everybody.
-- `SafeHeaders`: nothing is loaded from elsewhere, nothing runs inline, and no other page may frame this one.
+- Without one, only this machine: the bound address is a loopback one (`check_host`), and so is the requested host
+  name, or it is one of `dashboard.hosts` (pipeline/http/middleware.py).
+- `/health` is open to everybody.
+- `SafeHeaders`: nothing loads from elsewhere, nothing runs inline, and no other page may frame this one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Gate:
 
 
 def check_host(config: DashboardConfig, key: str | None) -> None:
-    """Raises ConfigError where everybody on the network could look."""
+    """Raises ConfigError if everybody on the network would have access."""
     if key is None and not is_loopback(config.host):
         raise ConfigError(
             f"dashboard.host is {config.host!r}, which others can reach, and no key is set; "

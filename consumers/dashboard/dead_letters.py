@@ -1,11 +1,11 @@
-"""Dead letters: by reason, a page at a time, and one with its payload; replayed and dropped where that is allowed.
+"""Dead letters: by reason, a page at a time, and one with its payload; replayed and dropped if allowed.
 
-- A page looks at `_SCANNED` rows at most; where fewer fit, its `next` continues from there.
-- Reasons are counted over the newest `_COUNTED`, and counted again only when the stream changed.
-- Rows hold payloads, so reading many takes long: a list ends after `_LIST_S`, a search for one letter after `_FIND_S`.
-- Actions: only with `--allow-actions`, from a page of this very address (no other site can make a browser do it), and
-  by htmx, whose header no plain form of another site can send. One has `_ACT_S`; what was not done by then stays
-  listed, and the answer says so. The answer is a fragment; `letters-changed` makes the list load again.
+- A page reads at most `_SCANNED` rows; if fewer match, its `next` continues from there.
+- Reasons are counted over the newest `_COUNTED`, and recounted only when the stream changed.
+- Rows hold payloads, so reading many is slow: a list stops after `_LIST_S`, a search for one letter after `_FIND_S`.
+- Actions: only with `--allow-actions`, from a page at this very address (no other site can make a browser do it), and
+  through htmx, since a plain form on another site can't send its header. Each has `_ACT_S`; anything not done by then
+  stays listed, and the response says so. The response is a fragment; `letters-changed` makes the list reload.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ELSEWHERE = "This did not come from a page of this dashboard, so nothing was do
 
 
 class Reasons(NamedTuple):
-    """How often each reason stands in the newest letters of a stream that ended at `newest` and held `entries`."""
+    """Count of each reason among the newest letters of a stream that ended at `newest` and held `entries`."""
 
     newest: str
     entries: int
@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 @router.get("/dead-letters")
 async def dead_letters(request: Request, reason: str = "", job: str = "", before: str = "") -> Response:
-    """Newest first, of one reason and job where they are given."""
+    """Newest first, filtered by reason and job if given."""
     monitor = monitor_of(request)
     if before and not _ENTRY.fullmatch(before):
         raise HTTPException(400, "That is no place in the list. Begin with its first page.")
@@ -81,7 +81,7 @@ async def dead_letters(request: Request, reason: str = "", job: str = "", before
 
 @router.get("/dead-letters/{seq_id:path}")
 async def dead_letter(request: Request, seq_id: str, entry: str = "") -> Response:
-    """All of one; it need not be searched where its `entry` in the stream is given."""
+    """One letter in full; no search is needed if its stream `entry` is given."""
     monitor, name = monitor_of(request), checked_id(seq_id)
     known = entry if _ENTRY.fullmatch(entry) else None
     try:
@@ -99,12 +99,11 @@ async def dead_letter(request: Request, seq_id: str, entry: str = "") -> Respons
 
 
 def letters_of(monitor: Monitor) -> DeadLetters:
-    """The dead letters of this run."""
     return DeadLetters(monitor.client, monitor.config)
 
 
 async def _page(letters: DeadLetters, reason: str, job: str, before: str) -> Found:
-    """The newest `_SHOWN` that fit."""
+    """The newest `_SHOWN` matches."""
     rows: list[Row] = []
     until = time.monotonic() + _LIST_S
     for _ in range(_SCANNED // _AT_ONCE):
@@ -151,13 +150,13 @@ async def replay(request: Request) -> Response:
 
 @router.post("/dead-letters/drop")
 async def drop(request: Request) -> Response:
-    """Throw letters away."""
+    """Delete letters."""
     selection = await _selection(request)
     return _answer(request, "dropped", await in_time(letters_of(monitor_of(request)).drop(selection), "dropped"))
 
 
 async def in_time(work: Awaitable[list[Done]], word: str, deadline_s: float = _ACT_S) -> list[Done]:
-    """What was done; 503 when it takes longer."""
+    """The results; 503 if it takes longer."""
     try:
         async with asyncio.timeout(deadline_s):
             return await work
@@ -168,7 +167,7 @@ async def in_time(work: Awaitable[list[Done]], word: str, deadline_s: float = _A
 
 
 def check_origin(request: Request) -> None:
-    """Raises 403 unless actions are on and a page of this dashboard asks."""
+    """Raises 403 unless actions are on and the request comes from a page of this dashboard."""
     if not request.app.state.allow_actions:
         raise HTTPException(403, _OFF)
     headers = request.headers
@@ -181,7 +180,7 @@ def check_origin(request: Request) -> None:
 
 
 async def _selection(request: Request) -> Selection:
-    """What the form means: one sequence, a reason, or all."""
+    """The form as a selection: one sequence, a reason, or all."""
     check_origin(request)
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != _FORM:
         raise HTTPException(400, "The form cannot be read.")

@@ -1,8 +1,8 @@
-"""The filters of every template: numbers, times and ids as a reader wants them, and untrusted text made visible.
+"""Template filters: numbers, times and ids for readers, and untrusted text made visible.
 
-- Every control, formatting or unassigned character becomes its escape (`\\x00`, `\\u202e`), so nothing hides, turns
-  the line around or breaks the page's encoding. Line breaks and tabs stay, with a sign before them.
-- This is not HTML escaping, which the templates do.
+- Every control, formatting or unassigned character becomes its escape (`\\x00`, `\\u202e`), so nothing can hide,
+  reverse the line or break the page's encoding. Line breaks and tabs stay, with a symbol before them.
+- This isn't HTML escaping; the templates do that.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _BRIEF = 130  # characters
 
 
 def visible(text: object, limit: int = 0) -> str:
-    """One line of text with what hides made visible; `limit` > 0 cuts it and says so."""
+    """One line of text with invisible characters escaped; `limit` > 0 truncates it and says so."""
     shown = _HIDDEN.sub(_escape, str(text)).replace("\n", "\u23ce").replace("\t", "\u21e5")
     return shown if not limit or len(shown) <= limit else shown[: limit - 1] + "\u2026"
 
 
 def block(text: object, limit: int = 20_000) -> str:
-    """Text of many lines for a <pre>; its line breaks and tabs stay as they are."""
+    """Multi-line text for a <pre>; its line breaks and tabs are kept."""
     shown = _HIDDEN.sub(_escape, str(text))
     return shown if len(shown) <= limit else f"{shown[:limit]}\n\u2026 ({len(shown) - limit} more characters)"
 
 
 def token_text(text: str) -> str:
-    """As `block`, with a sign before each line break and tab; a token that completes no character is a middle dot."""
+    """Like `block`, with a symbol before line breaks and tabs; a token with no complete character is a middle dot."""
     return _HIDDEN.sub(_escape, text).replace("\n", "\u23ce\n").replace("\t", "\u21e5\t") or "\u00b7"
 
 
 def pretty(value: Any, limit: int = 20_000) -> str:
-    """JSON of anything a message may hold, for a <pre>."""
+    """JSON of any message content, for a <pre>."""
     try:
         return block(json.dumps(value, indent=2, ensure_ascii=False, default=repr), limit)
-    except (TypeError, ValueError):  # keys that JSON does not have
+    except (TypeError, ValueError):  # keys that JSON doesn't have
         return block(repr(value), limit)
     except RecursionError:
         return "(nested too deeply to be shown)"
@@ -65,7 +65,7 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def rate(value: float | None) -> str:
-    """A number per second in three figures or so."""
+    """A number per second with about three figures."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"
@@ -93,12 +93,12 @@ def size(num_bytes: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A length of time."""
+    """A duration."""
     return NOTHING if seconds is None else length(seconds)
 
 
 def ago(at: float | None) -> str:
-    """How long since a Unix time."""
+    """Time since a Unix time."""
     return NOTHING if not at else f"{length(max(0.0, time.time() - at))} ago"
 
 
@@ -113,17 +113,17 @@ def clock(at: float | None) -> str:
 
 
 def url(part: str) -> str:
-    """An id as one part of an address, whatever it holds."""
+    """An id as one URL path segment, whatever it contains."""
     return quote(part, safe="")
 
 
 def query(fields: Mapping[str, object]) -> str:
-    """The part of an address behind its `?`: what is set of the fields, so that it can be shared."""
+    """The query string of an address: the fields that are set, so the address can be shared."""
     return urlencode({name: value for name, value in fields.items() if value not in ("", None)}, errors="replace")
 
 
 def sentence(text: str) -> list[str]:
-    """A sentence of ours, cut where `code` begins and ends: a capital first, unless it begins with a name."""
+    """Our own sentence, split where `code` begins and ends: capitalised, unless it begins with a name."""
     if text.partition(" ")[0].isalpha():
         text = text[:1].upper() + text[1:]
     return (text if text.endswith((".", "?", "!")) else text + ".").split("`")

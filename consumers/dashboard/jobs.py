@@ -2,9 +2,9 @@
 
 - The live table is bounded and refreshed while the page is open; finished jobs are paged by a cursor.
 - When the broker is away, only the live half is missing.
-- A job's page draws its events as spans of time: waiting in the queue, and each attempt. Spans follow one another; the
-  last one of a job that is not over is open and ends now. An attempt ends by the event that says so; where the log has
-  lost it, by the next event, and its end says that.
+- A job's page draws its events as time spans: waiting in the queue, and each attempt. Spans are consecutive; if the job
+  isn't over, the last one is open and ends now. An attempt ends with the event that ends it; if the log has lost that
+  event, it ends with the next one, and its ending says so.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from sluice.pipeline.queue.live_jobs import JOB_STATES, JobEvent, LiveJob, LiveJ
 FINISHED = "finished"
 ROWS = 50
 _LIVE_ROWS = 100
-_GLANCE = 20  # of them where nothing is asked for
-_SPANS = 60  # shown of one job
-_MEMBERS = 200  # sequences listed of one job
+_GLANCE = 20  # jobs shown without a filter
+_SPANS = 60  # shown per job
+_MEMBERS = 200  # sequences listed per job
 _GONE = (
     "No such job is in the queue or in the history. It may have been pruned (history.max_sequences), or"
     " history.enabled is off."
 )
 _AWAY = "The broker does not answer, so what is in the queue is not shown."
 router = APIRouter()
-WIDTH = 1000.0  # of the drawing
-_MIN_WIDTH = 2.0  # a bar that can still be seen
+WIDTH = 1000.0  # width of the drawing
+_MIN_WIDTH = 2.0  # narrowest visible bar
 _ENDINGS = {"handed_back": "handed back", "lost": "lost", "ended": "ended"}
 
 
 @router.get("/jobs")
 async def jobs(request: Request) -> Response:
-    """The lists; those in the queue alone for htmx."""
+    """The lists; only the queued jobs for htmx."""
     monitor, asked = monitor_of(request), request.query_params
     wanted = {name: clean(asked.get(name, "")) for name in ("search", "state", "worker")}
     live, problem = await _live(monitor, wanted)
@@ -72,7 +72,7 @@ async def jobs(request: Request) -> Response:
 
 @router.get("/jobs/{job_id:path}")
 async def job(request: Request, job_id: str) -> Response:
-    """One job, whether it runs, is over, or both (when it was replayed)."""
+    """One job: running, over, or both (if it was replayed)."""
     monitor, job_id = monitor_of(request), checked_id(job_id)
     live, problem = await _live_job(monitor, job_id)
     past = await asyncio.to_thread(monitor.reader.job, job_id)
@@ -98,7 +98,7 @@ async def job(request: Request, job_id: str) -> Response:
 
 
 async def _live(monitor: Monitor, wanted: dict[str, str]) -> tuple[LiveJobs | None, str]:
-    """The jobs in the queue that fit; None where they are not asked for or the broker is away."""
+    """The matching jobs in the queue; None if they weren't requested or the broker is away."""
     search, state, worker = wanted["search"], wanted["state"], wanted["worker"]
     if state and state not in JOB_STATES:
         return None, ""
@@ -121,7 +121,7 @@ async def _live_job(monitor: Monitor, job_id: str) -> tuple[LiveJob | None, str]
 
 @dataclass(frozen=True)
 class Span:
-    """`start` and `end` are Unix times; `ending` is "" while it goes on."""
+    """`start` and `end` are Unix times; `ending` is "" while it is open."""
 
     kind: Literal["waiting", "attempt"]
     start: float
@@ -133,12 +133,11 @@ class Span:
 
     @property
     def took_s(self) -> float:
-        """Seconds."""
         return max(0.0, self.end - self.start)
 
     @property
     def css(self) -> str:
-        """Its class in the drawing."""
+        """Its CSS class."""
         return "waiting" if self.kind == "waiting" else (self.ending or "running").replace(" ", "-")
 
 
@@ -152,7 +151,7 @@ class Bar:
 
 
 def spans(events: Sequence[JobEvent], now: float | None) -> list[Span]:
-    """`now`: for a job that is not over; None: its last span ends with its last event."""
+    """`now`: for a job that isn't over; None: its last span ends with its last event."""
     found: list[Span] = []
     kind: Literal["waiting", "attempt"] | None = None
     start, held = 0.0, JobEvent(at=0.0, kind="enqueued")
@@ -181,7 +180,7 @@ def spans(events: Sequence[JobEvent], now: float | None) -> list[Span]:
 
 
 def bars(found: Sequence[Span]) -> list[Bar]:
-    """The spans side by side on one axis of WIDTH units."""
+    """The spans, one after the other on an axis of WIDTH units."""
     if not found:
         return []
     first = min(span.start for span in found)

@@ -1,9 +1,9 @@
-"""Fragments that browsers get as they change: server-sent events of `GET /events?show=overview`.
+"""Pushes changed fragments to browsers: server-sent events from `GET /events?show=overview`.
 
-    Monitor.next ─▶ rendered once, whoever listens ─▶ every stream that has not seen it
+    Monitor.next ─▶ rendered once for all listeners ─▶ every stream that hasn't sent it
 
-- A stream ends with the dashboard, with its browser, or after `_LIFE_S` (the browser comes back by itself).
-- At most `MOST_STREAMS` at a time; one more is told so (503), and its page stays as it was loaded.
+- A stream ends with the dashboard, with its browser, or after `_LIFE_S` (the browser reconnects).
+- At most `MOST_STREAMS` at a time; one more gets a 503, and its page stays as loaded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ router = APIRouter()
 
 
 class Live:
-    """The fragments of one dashboard; a page adds its own with `add`."""
+    """The fragments of one dashboard; pages register theirs with `add`."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor, self.streams = monitor, 0
         self._made: dict[str, tuple[int, str]] = {}
 
     def render(self, name: str) -> str:
-        """A fragment at the newest snapshot; raises KeyError."""
+        """A fragment for the newest snapshot; raises KeyError."""
         template, values = FRAGMENTS[name]
         made = self._made.get(name)
         if made is None or made[0] != self.monitor.number:
@@ -45,7 +45,7 @@ class Live:
         return made[1]
 
     async def stream(self, names: Sequence[str]) -> AsyncIterator[bytes]:
-        """Server-sent events: each fragment when it changed, and `tick` at every snapshot."""
+        """Server-sent events: each changed fragment, and `tick` at every snapshot."""
         sent: dict[str, str] = {}
         until = time.monotonic() + _LIFE_S
         yield f"retry: {_RETRY_MS}\n\n".encode()
@@ -64,7 +64,7 @@ def add(name: str, template: str, values: Values = lambda monitor: {}) -> None:
 
 
 def event(name: str, text: str) -> str:
-    """One server-sent event; a line of text is a line of data."""
+    """One server-sent event; each line of text becomes a line of data."""
     return f"event: {name}\n" + "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"
 
 
@@ -85,7 +85,7 @@ class _Counted(StreamingResponse):
 
 @router.get("/events")
 async def events(request: Request, show: str = "overview") -> Response:
-    """503 where too many listen already."""
+    """503 if there are too many streams already."""
     live: Live = request.app.state.live
     names = [name for name in FRAGMENTS if name in show.split(",")]
     if not names:

@@ -1,11 +1,11 @@
-"""What the pages see of the run: its newest state, its rates and its history.
+"""The run's newest state, rates and history, for the pages.
 
 | waits for         | unblocked by                                                                  |
 |-------------------|-------------------------------------------------------------------------------|
 | the next snapshot | a second                                                                      |
 | the broker        | the broker, or `_INSPECT_S`: the pages then show the last snapshot, and why   |
 
-- One task inspects the run (`Monitor.run`); pages and streams read what it saw.
+- One task inspects the run (`Monitor.run`); pages and streams read its results.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _WINDOW = 16  # heartbeats
 
 
 class Monitor:
-    """The newest snapshot of one run, and what a page may ask further."""
+    """The newest snapshot of one run, plus queries that a page may make."""
 
     def __init__(self, config: Config, client: Redis, reader: HistoryReader) -> None:
         self.config, self.client, self.keys = config, client, Keys(config.run)
         self.reader, self.rates, self.process_rates = reader, Rates(), ProcessRates()
         self.newest = Snapshot(run=config.run, state="new")  # until the first one
-        self.seen_at: float | None = None  # Unix seconds of that snapshot
-        self.problem: str | None = None  # why `newest` is not of now
-        self.number = 0  # of tries, also of those that failed
+        self.seen_at: float | None = None  # Unix time of that snapshot, in seconds
+        self.problem: str | None = None  # why `newest` is out of date
+        self.number = 0  # number of attempts, failed ones included
         self.closing = asyncio.Event()
         self._next = asyncio.Event()
 
     async def refresh(self) -> None:
-        """One snapshot; never raises for a broker that is away."""
+        """Take one snapshot; never raises if the broker is away."""
         try:
             async with asyncio.timeout(_INSPECT_S):
                 self.newest = await inspect(self.client, self.keys, self.config.consumer.count)
@@ -62,7 +62,7 @@ class Monitor:
             self.seen_at, self.problem = time.time(), None
         except (RedisError, OSError, TimeoutError) as error:
             self._is_old(_AWAY, error)
-        except (SluiceError, msgspec.MsgspecError) as error:  # written by another release, or by nobody of ours
+        except (SluiceError, msgspec.MsgspecError) as error:  # written by another release, or by a foreign program
             self._is_old("the run's state cannot be read", error)
         self.number += 1
         self._next.set()
@@ -80,12 +80,12 @@ class Monitor:
             await asyncio.sleep(EVERY_S)
 
     async def next(self) -> None:
-        """Until the next snapshot, or the end."""
+        """Wait for the next snapshot, or the end."""
         if not self.closing.is_set():
             await self._next.wait()
 
     def close(self) -> None:
-        """No stream outlives this."""
+        """End all streams."""
         self.closing.set()
         self._next.set()
 
@@ -94,7 +94,7 @@ class Monitor:
         return stages(self.newest, self.rates)
 
     async def ask(self, question: Awaitable[T]) -> T:
-        """Await what a page asks of the broker; raises BrokerError when that takes too long."""
+        """Await a page's broker query; raises BrokerError if it takes too long."""
         try:
             async with asyncio.timeout(_ASK_S):
                 return await question
@@ -103,18 +103,17 @@ class Monitor:
 
 
 def monitor_of(request: Request) -> Monitor:
-    """For routes."""
     return request.app.state.monitor
 
 
 class ProcessRates:
-    """`add` every snapshot; a worker that started anew begins anew."""
+    """`add` every snapshot; a restarted worker starts over."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], deque[tuple[float, int]]] = {}
 
     def add(self, rows: Iterable[Process]) -> None:
-        """The processes of the newest snapshot; those that are gone are forgotten."""
+        """Add the newest snapshot's processes; forget those that are gone."""
         counted = {(row.name, row.pid): row for row in rows if row.is_alive and row.facts.get("tokens") is not None}
         self._seen = {key: self._seen.get(key, deque(maxlen=_WINDOW)) for key in counted}
         for key, row in counted.items():
@@ -123,7 +122,7 @@ class ProcessRates:
                 beats.append((row.at, row.facts["tokens"]))
 
     def tokens_per_s(self, row: Process) -> float | None:
-        """None where the process counts none, or was not seen twice."""
+        """None if the process doesn't count tokens, or was seen only once."""
         beats = self._seen.get((row.name, row.pid), ())
         if len(beats) < 2:
             return None

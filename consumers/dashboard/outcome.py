@@ -1,17 +1,17 @@
-"""What the task makes of a finished sequence, computed again for display. Blocking; never raises on what is stored.
+"""The task's result for a finished sequence, recomputed for display. Blocking; never raises on stored data.
 
     SequenceResult ──parse──▶ ──match──▶ Detection | Answer | Other, or Failed with the reason
 
-- The steps are those of the run's own configuration, so a task of your own runs here too. Nothing of this is stored.
-- Codec and task are loaded once, when first asked for; a failure is told on the page and tried again later.
-- Steps are the user's code and may never end, so they run in threads of their own, at most `MOST` at a time:
+- The steps are those of the run's configuration, so your own task runs here too. Nothing is stored.
+- Codec and task are loaded once, on first use; a failure is shown on the page and retried later.
+- Steps are the user's code and may never end, so they run in separate threads, at most `MOST` at a time:
 
 | waits for     | unblocked by                                             |
 |---------------|----------------------------------------------------------|
 | a free thread | another step that ends, or `free_s`: then BusyError      |
 | its own step  | the step, or `deadline_s`: then TimeoutError             |
 
-- One that is given up keeps its place until it ends. Threads are daemons: they do not keep the dashboard from ending.
+- A timed-out step keeps its thread until it ends. Threads are daemons: they don't keep the dashboard from exiting.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pair:
-    """A predicted object with its truth, either of them alone; `number` counts from 1 and labels its boxes."""
+    """A predicted object with its truth, or either alone; `number` counts from 1 and labels its boxes."""
 
     number: int
     fate: Fate
@@ -56,20 +56,19 @@ class Pair:
 
 @dataclass(frozen=True)
 class Detection:
-    """Predictions in the order of the answer, then the truths that none of them matched."""
+    """Predictions in the answer's order, then the unmatched truths."""
 
     pairs: list[Pair]
     truncated: bool
     kind: str = "detection"
 
     def count(self, fate: Fate) -> int:
-        """How many have this fate."""
         return sum(pair.fate == fate for pair in self.pairs)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Exact answers: what was read out of the text, and what is true."""
+    """Exact answers: the one extracted from the text, and the truth."""
 
     said: str | None
     truth: str | None
@@ -80,7 +79,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Other:
-    """A task that this page does not know: its own metrics of this sequence."""
+    """A task unknown to this page: its own metrics for this sequence."""
 
     valid: bool
     metrics: dict[str, float]
@@ -99,7 +98,7 @@ Outcome = Detection | Answer | Other | Failed
 
 
 def outcome(result: SequenceResult, task: Task, context: TaskContext) -> Outcome:
-    """Parse and match once more."""
+    """Run parse and match again."""
     try:
         parsed = task.parse(result, context)
         matched = task.match(parsed, result.truth, context)
@@ -110,7 +109,7 @@ def outcome(result: SequenceResult, task: Task, context: TaskContext) -> Outcome
         return Other(parsed.valid, dict(parsed.metrics | matched.metrics))
     except SluiceError as error:
         return Failed(str(error))
-    except Exception as error:  # steps are the user's code: one that fails must not take the page with it
+    except Exception as error:  # steps are user code: a failure must not break the page
         return Failed(f"the task {task.name} failed on this sequence: {type(error).__name__}: {error}")
 
 
@@ -142,7 +141,7 @@ def _answer(text: str, verdict: Verdict) -> Answer:
 
 
 class TaskRunner:
-    """Safe to use from many threads."""
+    """Thread-safe."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -152,30 +151,30 @@ class TaskRunner:
         self._task: Task | None = None
 
     def codec(self) -> HFTextCodec:
-        """Raises ModelError where the model's directory holds no tokenizer."""
+        """Raises ModelError if the model's directory has no tokenizer."""
         with self._lock:
             if self._codec is None:
                 self._codec = HFTextCodec(Path(self.config.model.path))
             return self._codec
 
     def task(self) -> tuple[Task, TaskContext]:
-        """As the consumer runs it. Raises ConfigError and ModelError."""
+        """The same task as the consumer's. Raises ConfigError and ModelError."""
         codec, config = self.codec(), self.config
-        with self._task_lock:  # another one: an import that hangs keeps nobody from the tokens
+        with self._task_lock:  # a separate lock: an import that hangs must not block the tokens
             if self._task is None:
                 self._task = load_task(config.rollout_matching)
             return self._task, TaskContext(codec, config.rollout_matching, config.seed, config.policy)
 
 
 def runner_of(state: Any, config: Config) -> TaskRunner:
-    """The one desk of an application's state, made anew when the run's configuration is another one."""
+    """The application's single runner, rebuilt when the run's configuration changes."""
     if not hasattr(state, "desk") or state.runner.config is not config:
         state.runner = TaskRunner(config)
     return state.runner
 
 
 class BusyError(SluiceError):
-    """Every thread runs a step of somebody else."""
+    """Every thread is busy with another step."""
 
 
 class StepThreads:
@@ -186,7 +185,7 @@ class StepThreads:
         self._free = asyncio.Semaphore(MOST)
 
     async def run(self, step: Callable[[], T]) -> T:
-        """What the step returns or raises. Raises BusyError and TimeoutError."""
+        """Returns or raises what the step does. Raises BusyError and TimeoutError."""
         try:
             async with asyncio.timeout(self.free_s):
                 await self._free.acquire()
@@ -194,7 +193,7 @@ class StepThreads:
             raise BusyError(f"{MOST} other sequences are being looked at, which takes long; try again later") from None
         running = asyncio.wrap_future(_started(step))
         running.add_done_callback(self._end)
-        await asyncio.wait([running], timeout=self.deadline_s)  # does not cancel: the place is taken until the end
+        await asyncio.wait([running], timeout=self.deadline_s)  # doesn't cancel: the thread stays taken until the end
         if not running.done():
             raise TimeoutError
         return running.result()
@@ -202,7 +201,7 @@ class StepThreads:
     def _end(self, ended: asyncio.Future[T]) -> None:
         self._free.release()
         if not ended.cancelled():
-            ended.exception()  # of a step that was given up nobody else asks
+            ended.exception()  # nobody else asks for the error of an abandoned step
 
 
 def _started(step: Callable[[], T]) -> Future[T]:

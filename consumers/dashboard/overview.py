@@ -1,6 +1,6 @@
-"""The overview: the flow, what each stage does or waits for, what is stalled and how to resolve it, and the numbers.
+"""The overview: the flow, what each stage does or waits for, what has stalled and how to resolve it, and the numbers.
 
-The same numbers for Prometheus: `/metrics`, and `/metrics/targets` with where the run's processes serve theirs.
+The same numbers for Prometheus: `/metrics`, and `/metrics/targets` with the metrics addresses of the run's processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Spark(NamedTuple):
 
 
 class Box(NamedTuple):
-    """One stage of the flow, and its words."""
+    """One stage of the flow, with its text."""
 
     stage: Stage
     text: StageText
@@ -67,14 +67,14 @@ class Box(NamedTuple):
 
 
 class Keeper(NamedTuple):
-    """What keeps the run, and its words."""
+    """A stall, with its text."""
 
     stall: Stall
     text: StallText
 
 
 class Sum(NamedTuple):
-    """One number of the head."""
+    """One number in the page head."""
 
     name: str
     value: str
@@ -101,7 +101,7 @@ def _parts(monitor: Monitor) -> dict[str, Any]:
 
 
 def _stalls(monitor: Monitor) -> dict[str, Any]:
-    """What blocks the run, and what would end by itself but did not yet."""
+    """What blocks the run, and waits that should have ended by themselves."""
     now = monitor.newest
     lasting = [stall for stall in now.stalls if not stall.blocks and now.at - (stall.since or 0) > _LASTING_S]
     return {
@@ -115,7 +115,7 @@ def _metrics(monitor: Monitor) -> dict[str, Any]:
 
 
 def _flow(monitor: Monitor) -> list[Box]:
-    """The line first; what stands beside it only where this run has it."""
+    """The main line first; side stages only if this run has them."""
     found = {stage.name: stage for stage in monitor.stages()}
     stages = [found[name] for name in _TITLES if name in found]
     shown = [stage for stage in stages if stage.state != "off" or not is_optional(stage.name)]
@@ -140,7 +140,7 @@ def _sums(now: Snapshot, monitor: Monitor) -> list[Sum]:
 
 
 def _served(now: Snapshot) -> str:
-    """How far the workers are with the newest version."""
+    """How far the workers are behind the newest version."""
     if now.latest_version is None:
         return ""
     if not now.alive("worker"):
@@ -156,7 +156,7 @@ def _spark(monitor: Monitor, name: str, title: str, unit: str) -> Spark:
 
 
 def points(series: Sequence[float]) -> str:
-    """SVG points of a line over the whole width; empty for fewer than two values."""
+    """SVG points of a line across the full width; empty for fewer than two values."""
     if len(series) < 2:
         return ""
     most = max(series) or 1.0
@@ -174,7 +174,7 @@ live.add("metrics", "metrics.html.j2", _metrics)
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Run-level numbers of the newest snapshot."""
+    """Run-level metrics of the newest snapshot."""
     return Response(run_metrics.run_page(monitor_of(request).newest), media_type=CONTENT_TYPE)
 
 

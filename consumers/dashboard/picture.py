@@ -1,12 +1,12 @@
-"""The picture of a sequence: its file, found and read (blocking), and the boxes drawn over it.
+"""The picture of a sequence: its file, located and read (blocking), and the boxes drawn over it.
 
 - Which picture: the first of the result's images that is a path or a digest, else `metadata["picture"]`, a path.
-- Only files below the data file's directory or `images.roots` are read, whatever links and dots a name has: the
-  resolved path is opened name by name, and no link is followed.
-- Only images of the formats of `images.formats`, told by their content, within `images.max_mb` and `max_pixels`.
-- Boxes are xyxy 0-999 of the picture's width and height; the drawing is WIDTH wide and keeps the picture's shape.
-- A truth is dashed, a prediction solid; its fate is said by its label as well as by its colour. Labels stay inside the
-  drawing: a prediction's is above its box or, for want of room, within; a truth's below.
+- Only files below the data file's directory or `images.roots` are read, whatever links and dots a name contains: the
+  resolved path is opened component by component, and no link is followed.
+- Only images in the formats of `images.formats`, detected by content, within `images.max_mb` and `max_pixels`.
+- Boxes are xyxy 0-999 of the picture's width and height; the drawing is WIDTH wide and keeps the aspect ratio.
+- A truth is dashed, a prediction solid; the label states its fate as well as the colour. Labels stay inside the
+  drawing: a prediction's is above its box or, if there is no room, inside it; a truth's is below.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _MEDIA = {
     "JPEG": "image/jpeg", "MPO": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp", "GIF": "image/gif",
     "BMP": "image/bmp",
 }  # fmt: skip
-_UNKNOWN = "application/octet-stream"  # of a format that browsers do not show
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_UNKNOWN = "application/octet-stream"  # a format that browsers don't show
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF tags
 WIDTH = 720.0
 _MIN_SIDE = 120.0
 _MAX_SIDE = 1440.0
-_LINE = 18.0  # height of a label
-_CHAR = 10.3  # its width, roughly
+_LINE = 18.0  # label height
+_CHAR = 10.3  # approximate character width
 _MAX_SHAPES = 400
-_MOST_LINES = 5  # that a label gives way
+_MOST_LINES = 5  # by which a label is shifted
 _CLASS = {"matched": "matched", "false positive": "false-positive", "missed": "missed"}
 _SIGN = {"matched": "\u2713", "false positive": "\u2717", "missed": "?"}
 
@@ -59,7 +59,7 @@ class Picture:
 
 
 def names_of(result: SequenceResult) -> list[str]:
-    """Paths that may hold its picture; empty when it has none on disk."""
+    """Paths that may hold its picture; empty if it has none on disk."""
     for image in result.images:
         if image.path:
             return [image.path]
@@ -70,7 +70,7 @@ def names_of(result: SequenceResult) -> list[str]:
 
 
 def read_picture(config: Config, result: SequenceResult) -> Picture | None:
-    """None for a sequence without a picture. Raises RequestError that says why its picture cannot be shown."""
+    """None for a sequence without a picture. Raises RequestError that says why its picture can't be shown."""
     names = names_of(result)
     if not names:
         return None
@@ -99,16 +99,16 @@ def read_below(roots: list[str], names: list[str], max_mb: float) -> bytes:
 
 
 def check_picture(data: bytes, limits: ImagesConfig) -> Picture:
-    """Raises RequestError for what is no image of an accepted format and size; no pixel is decoded."""
+    """Raises RequestError unless it is an image of an accepted format and size; decodes no pixels."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is our own, below
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we apply our own limit below
             image = Image.open(io.BytesIO(data), formats=limits.formats)
         with image:
             width, height = image.size
             is_within = width * height <= limits.max_pixels
             on_its_side = is_within and _is_on_its_side(image)
-    except Exception as error:  # Pillow's readers raise anything over bytes that somebody made up
+    except Exception as error:  # Pillow's readers may raise anything on crafted bytes
         raise RequestError(f"the picture is no image of a format in images.formats ({type(error).__name__})") from error
     if not is_within:
         raise RequestError(f"the picture has {width}x{height} pixels; images.max_pixels allows {limits.max_pixels}")
@@ -117,12 +117,12 @@ def check_picture(data: bytes, limits: ImagesConfig) -> Picture:
 
 
 def _is_on_its_side(image: Image.Image) -> bool:
-    """Only where EXIF stands before the pixels: Pillow decodes a whole PNG to look for it at the end."""
+    """Only if EXIF precedes the pixels: otherwise Pillow decodes a whole PNG to look for it at the end."""
     return "exif" in image.info and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
 
 
 def _read(root: str, inside: str, max_bytes: int) -> bytes | None:
-    """None where there is no such file."""
+    """None if there is no such file."""
     *folders, name = inside.split(os.sep)
     try:
         here = os.open(root, _FOLDER)
@@ -167,7 +167,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What to draw; `hidden` shapes were left out for their number."""
+    """What to draw; `hidden` shapes were left out because there are too many."""
 
     width: float
     height: float
@@ -183,7 +183,7 @@ def drawing(pairs: Iterable[Pair], size: tuple[int, int] | None = None) -> Drawi
 
 
 def _apart(shapes: list[Shape], height: float) -> list[Shape]:
-    """Labels that would lie on one another go down a line, a few times at most."""
+    """Overlapping labels move down a line, a few times at most."""
     placed: list[Shape] = []
     for shape in shapes:
         for _ in range(_MOST_LINES):
@@ -202,7 +202,7 @@ def _overlap(one: Shape, other: Shape) -> bool:
 
 
 def _shapes(pair: Pair, height: float) -> list[Shape]:
-    """Of a matched pair the truth first, so that the prediction lies over it."""
+    """For a matched pair the truth comes first, so that the prediction is drawn over it."""
     shapes: list[Shape] = []
     css = _CLASS.get(pair.fate, "")
     if pair.truth_box is not None:

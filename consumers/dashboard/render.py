@@ -1,10 +1,10 @@
-"""Templates → responses. `render(request, "jobs.html.j2", rows=rows)` is all that a page needs.
+"""Templates → responses. A page only needs `render(request, "jobs.html.j2", rows=rows)`.
 
 - Autoescape is on, and an undefined name is an error.
 - Every page has: `monitor`, `now` (the newest Snapshot), `run`, `path`, `allow_actions`, and the filters of
   `formats.py`.
-- Errors become pages that help; to htmx and to programs they are short. What was sent is never repeated without being
-  escaped and cut, and no traceback reaches a browser.
+- Errors become helpful pages; for htmx and programs they are short. User input is never echoed without being escaped
+  and truncated, and no traceback reaches a browser.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _AWAY = "The broker does not answer. The overview shows what was seen last; `slu
 
 
 def render(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """A page, or a fragment of one."""
+    """A page, or a page fragment."""
     monitor = monitor_of(request)
     own = {"path": request.url.path, "allow_actions": request.app.state.allow_actions}
     return HTMLResponse(fragment(monitor, template, **own, **values), status)
@@ -63,7 +63,7 @@ def fragment(monitor: Monitor, template: str, **values: Any) -> str:
 
 @cache
 def templates() -> Environment:
-    """Compiled once a process."""
+    """Compiled once per process."""
     made = Environment(
         loader=FileSystemLoader(HERE / "templates"),
         autoescape=True,
@@ -78,24 +78,24 @@ def templates() -> Environment:
 
 @cache
 def asset(name: str) -> str:
-    """The address of a static file; it changes with the file, so browsers may keep it."""
+    """The address of a static file; it changes with the content, so browsers may cache it."""
     return f"/static/{name}?v={sha256((STATIC / name).read_bytes()).hexdigest()[:12]}"
 
 
 def clean(text: str) -> str:
-    """Without control characters, which no id may have, and not too long."""
+    """Without control characters, which no id may contain, and truncated."""
     return _CONTROL.sub("", text).strip()[:MOST_CHARS].strip()
 
 
 def checked_id(text: str) -> str:
-    """An id from an address; 404 for what can be none."""
+    """An id from an address; 404 if it can't be one."""
     if not text or len(text) > MOST_ID or any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
         raise HTTPException(404, "No id looks like this one: it is empty, too long, or has control characters.")
     return text
 
 
 def add_problem_pages(app: FastAPI) -> None:
-    """Every error of a route becomes a page."""
+    """Turn every error of a route into a page."""
 
     async def http(request: Request, error: Any) -> Response:
         says = error.detail if error.detail != "Not Found" else "There is no such page."
@@ -124,7 +124,7 @@ def add_problem_pages(app: FastAPI) -> None:
 
 
 def problem_page(request: Request, status: int, says: str, headers: dict[str, str] | None = None) -> Response:
-    """The page, or what fits the one who asked."""
+    """The page, or a shorter form that fits the client."""
     if "HX-Request" in request.headers:
         answer = render(request, "problem_fragment.html.j2", status, says=says)
     elif "text/html" in request.headers.get("Accept", "*/*") or "*/*" in request.headers.get("Accept", "*/*"):

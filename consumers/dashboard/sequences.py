@@ -1,11 +1,11 @@
-"""The sequence browser: the list with its filter, one sequence, and its picture.
+"""The sequence browser: the filtered list, one sequence, and its picture.
 
-- The list is a plain form; with scripts htmx asks for the table alone while one types, and the address follows. Values
-  of an address are cut, never trusted; one that cannot be read is left out, and the page says so.
-- All that blocks (SQLite, tokenizer, the task's steps, files) runs in threads; a task's steps have a deadline.
-- What cannot be made (no tokenizer, a task that fails or takes too long, a picture that is gone) is said in its
-  place; the rest of the page stands.
-- At most MOST_TOKENS tokens are drawn at once, whatever the address asks for.
+- The list is a plain form; with scripts, htmx fetches just the table while you type, and updates the address. Values
+  in an address are truncated, never trusted; unreadable ones are ignored, and the page says so.
+- Everything that blocks (SQLite, tokenizer, the task's steps, files) runs in threads; a task's steps have a deadline.
+- Anything that fails (no tokenizer, a task that fails or takes too long, a missing picture) is replaced by a message;
+  the rest of the page is unaffected.
+- At most MOST_TOKENS tokens are drawn at once, whatever the address requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GONE = (
 )
 router = APIRouter()
 MOST_TOKENS = 500
-_LEAD = 40  # prompt tokens before the first sampled one, where the page has to begin somewhere
+_LEAD = 40  # prompt tokens shown before the first sampled one, by default
 SHEETS = {"sampled": "What was sampled", "trained": "What is trained on"}
 _TEXTS = ("search", "state", "finish_reason", "worker", "task", "job_id")
 _VERSION_DIGITS = 12
@@ -57,7 +57,7 @@ _VERSION_DIGITS = 12
 
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
-    """The list; its table alone for htmx."""
+    """The list; only its table for htmx."""
     monitor, asked = monitor_of(request), request.query_params
     wanted, problem = read_filter(asked)
     before = asked.get("before", "")[:MOST_CURSOR]
@@ -83,7 +83,6 @@ async def sequences(request: Request) -> Response:
 
 @router.get("/sequences/{seq_id:path}")
 async def sequence(request: Request, seq_id: str) -> Response:
-    """One sequence."""
     monitor = monitor_of(request)
     detail = await asyncio.to_thread(monitor.reader.sequence, checked_id(seq_id))
     if detail is None:
@@ -97,7 +96,7 @@ async def sequence(request: Request, seq_id: str) -> Response:
 
 @router.get("/pictures/{seq_id:path}")
 async def picture(request: Request, seq_id: str) -> Response:
-    """The picture of a finished sequence, as it lies on disk."""
+    """The picture of a finished sequence, as stored on disk."""
     monitor = monitor_of(request)
     detail = await asyncio.to_thread(monitor.reader.sequence, checked_id(seq_id))
     if detail is None or detail.result is None:
@@ -113,7 +112,7 @@ async def picture(request: Request, seq_id: str) -> Response:
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a sequence the address asks for; `start` None: wherever it is most telling."""
+    """The part of a sequence that the address selects; `start` None: the most informative position."""
 
     sheet: str = "sampled"
     colour: str = "mask"
@@ -121,7 +120,7 @@ class Choice:
 
     @classmethod
     def read(cls, asked: Mapping[str, str]) -> Choice:
-        """Values that make no sense count as not given."""
+        """Invalid values count as not given."""
         sheet, colour, start = asked.get("sheet", ""), asked.get("colour", ""), asked.get("start", "")
         return cls(
             sheet if sheet in SHEETS else "sampled",
@@ -142,7 +141,7 @@ class Tokens:
     first_sampled: int
     counts: dict[str, int]
     legends: dict[str, list[Entry]]
-    sheets: dict[str, str]  # that there are
+    sheets: dict[str, str]  # the available sheets
     seq_id: str
 
     @property
@@ -151,18 +150,18 @@ class Tokens:
         return self.start + len(self.shown)
 
     def address(self, **changes: str | int) -> str:
-        """This page with another choice."""
+        """This page with changed parameters."""
         now = {"sheet": self.choice.sheet, "colour": self.choice.colour, "start": self.start}
         return f"/sequences/{url(self.seq_id)}?{urlencode(now | changes)}#tokens"
 
     def fresh(self, sheet: str) -> str:
-        """Another sheet, from where it is most telling."""
+        """Another sheet, at its most informative position."""
         return f"/sequences/{url(self.seq_id)}?{urlencode({'sheet': sheet, 'colour': self.choice.colour})}#tokens"
 
 
 @dataclass(frozen=True)
 class SequencePage:
-    """What sequence.html.j2 shows besides the detail itself."""
+    """Everything sequence.html.j2 shows besides the detail itself."""
 
     tokens: Tokens | None
     tokens_problem: str
@@ -173,7 +172,7 @@ class SequencePage:
 
 
 async def build(runner: TaskRunner, config: Config, detail: SequenceDetail, choice: Choice) -> SequencePage:
-    """`config`: of this process, which says what pictures may be read. Never raises for what is stored."""
+    """`config`: this process's, which says what pictures may be read. Never raises on stored data."""
     tokens, tokens_problem = await asyncio.to_thread(_tokens, runner, detail, choice)
     result = detail.result
     if result is None:
@@ -244,7 +243,7 @@ def _tokens(runner: TaskRunner, detail: SequenceDetail, choice: Choice) -> tuple
 
 
 def _sheet(config: Config, detail: SequenceDetail, name: str) -> Sheet:
-    """A proximal logprob is needed where the policy loss is on, of tokens older than the weights that trained them."""
+    """A proximal logprob is needed with a policy loss, for tokens older than the weights that trained them."""
     trained = detail.trained
     scores = Scores.of(trained, detail.sample) if trained and detail.sample else None
     newest = trained.version if trained else math.inf
@@ -257,7 +256,7 @@ def _sheet(config: Config, detail: SequenceDetail, name: str) -> Sheet:
 
 
 def read_filter(asked: Mapping[str, str]) -> tuple[SequenceFilter, str]:
-    """The filter, and what of it could not be read ("" if all was)."""
+    """The filter, and its unreadable parts ("" if none)."""
     texts = {name: clean(asked.get(name, "")) for name in _TEXTS}
     version, triggered = asked.get("version", "").strip(), asked.get("triggered", "")
     problem = ""
@@ -279,5 +278,5 @@ def address(wanted: SequenceFilter, before: str = "") -> str:
 
 
 def count_set(wanted: SequenceFilter) -> int:
-    """How many conditions it has."""
+    """Number of conditions."""
     return sum(value not in ("", None) for value in msgspec.structs.asdict(wanted).values())

@@ -1,7 +1,7 @@
-"""The run's resolved configuration, as a searchable table. It holds no secrets.
+"""The run's resolved configuration, as a searchable table. It contains no secrets.
 
-- The configuration is the one that the run was made with, where it left one; else the one this dashboard was started
-  with. It is read again when its file changes: a run that starts again may have another one.
+- The configuration is the one stored with the run, if any; else the one this dashboard was started with. It is reread
+  when its file changes: a restarted run may have another one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from sluice.pipeline.config.load import hide_password
 from sluice.pipeline.errors import ConfigError
 
 router = APIRouter()
-_MOST = 100  # characters of a search
+_MOST = 100  # characters in a search
 _OWN = "as this dashboard was started with"
 
 
 class Setting(NamedTuple):
-    """One key."""
-
     key: str
     value: str
     default: str
@@ -37,7 +35,7 @@ class Setting(NamedTuple):
 
 @router.get("/config")
 async def config(request: Request, search: str = "", changed: str = "") -> Response:
-    """Keys and values that contain `search`; with `changed`, those that are no default."""
+    """Keys and values that contain `search`; with `changed`, only non-default ones."""
     text = search.strip()[:_MOST]
     resolved = await asyncio.to_thread(run_config_of(request).read)
     every = settings(resolved.config)
@@ -47,7 +45,7 @@ async def config(request: Request, search: str = "", changed: str = "") -> Respo
 
 
 def settings(config: Config) -> list[Setting]:
-    """Every key of a configuration, in the order of its file."""
+    """Every configuration key, in file order."""
     defaults = dict(_flat(msgspec.to_builtins(Config())))
     tree = yaml.safe_load(resolved_yaml(config))
     return [
@@ -65,7 +63,7 @@ def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """As YAML has it, passwords in addresses hidden."""
+    """As in YAML, with passwords in addresses hidden."""
     if isinstance(value, str):
         return (hide_password(value) if "://" in value else value) or '""'
     return msgspec.json.encode(value).decode()
@@ -83,7 +81,7 @@ class Resolved(NamedTuple):
 
 
 class RunConfig:
-    """Safe to use from many threads; at worst two of them read at once."""
+    """Thread-safe; at worst two threads read at once."""
 
     def __init__(self, given: Config) -> None:
         self._given = given
@@ -110,5 +108,4 @@ class RunConfig:
 
 
 def run_config_of(request: Request) -> RunConfig:
-    """For routes."""
     return request.app.state.run_config

@@ -1,15 +1,15 @@
-"""The tokens of a finished sequence, each with everything known about it, and how it is drawn. Pure.
+"""The tokens of a finished sequence, each with everything known about it, and its rendering. Pure.
 
     SequenceResult (sampled) ─┐
                               ├─▶ Sheet (per-token lists) ─window─▶ Token, Token, … ─paint─▶ Painted, …
     TrainingSample (trained) ─┘
 
-- Tokens are the ids that were sampled or trained; their text comes from `char_ends`, never from tokenising a text.
-  A character that spans tokens stands at the token that completes it, so the texts joined are the decoded text.
-- Two sheets: what was sampled, with the weights of the sample where both still agree; and what is trained on.
-- A proximal logprob is valid at versions[i] + 1 only; where nothing needs one, none is missing.
-- A token has one class per colouring; the page's radio buttons choose which of them show, without a script. No meaning
-  is in a colour alone: lines under the token, marks, the legend and the token's title say the same.
+- Tokens are the ids that were sampled or trained; their text comes from `char_ends`, never from re-tokenising.
+  A character that spans tokens belongs to the token that completes it, so the joined texts are the decoded text.
+- Two sheets: the sampled tokens, with the sample's weights up to where both agree; and the trained tokens.
+- A proximal logprob is valid only at versions[i] + 1; if none is needed, none counts as missing.
+- A token has one class per colouring; the page's radio buttons select one, without a script. Colour is never the only
+  cue: underlines, marks, the legend and the token's title say the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Kind = Literal["prompt", "sampled", "other", "added"]
 Proximal = Literal["valid", "missing", "not_needed"]
 COLOURINGS = {"mask": "Mask", "version": "Weight version", "logprob": "Logprob", "proximal": "Proximal"}
 HUES = 8
-SURPRISE = (0.05, 0.5, 1.0, 2.0, 4.0, 8.0)  # nats, upper ends of the classes l0…l5; l6 is above
+SURPRISE = (0.05, 0.5, 1.0, 2.0, 4.0, 8.0)  # nats, upper bounds of classes l0…l5; l6 is above
 KINDS: dict[Kind, str] = {
     "prompt": "prompt",
     "sampled": "sampled by the policy",
@@ -45,7 +45,7 @@ PROXIMAL = {"valid": "valid: scored under version + 1", "missing": "missing", "n
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One position; None where there is no such thing."""
+    """One position; None means absent."""
 
     at: int
     token_id: int
@@ -58,27 +58,27 @@ class Token:
     proximal_state: Proximal
     weight: float | None
     segment: str
-    losses: tuple[str, ...]  # that train it
-    label: int | None  # the target here, where it is another token
+    losses: tuple[str, ...]  # losses that train it
+    label: int | None  # the target here, if it is another token
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Proximal logprobs as the trainer filled them in, of shape (len(sample.token_ids),)."""
+    """Proximal logprobs as filled in by the trainer, shape (len(sample.token_ids),)."""
 
     logprobs: FloatArray
     versions: Runs
 
     @classmethod
     def of(cls, trained: Trained, sample: TrainingSample) -> Scores | None:
-        """None where there are none, or they are of another attempt's sample."""
+        """None if there are none, or they belong to another attempt's sample."""
         logprobs, versions = trained.proximal_logprobs, trained.proximal_versions
         return cls(logprobs, versions) if len(logprobs) == len(versions) == len(sample.token_ids) else None
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Lists of shape (num_tokens,); `supervision` ends where the sample's tokens do, or leave the sampled ones."""
+    """Lists of shape (num_tokens,); `supervision` ends where the sample ends or diverges from the sampled tokens."""
 
     ids: list[int]
     kinds: list[Kind]
@@ -86,13 +86,13 @@ class Sheet:
     logprobs: list[float]
     proximal_versions: list[int]
     proximal_logprobs: list[float]
-    needed_below: float  # proximal logprobs are needed of versions below this one
+    needed_below: float  # tokens of versions below this one need a proximal logprob
     supervision: TrainingSample | None
-    agreed: int  # tokens of which `supervision` speaks
+    agreed: int  # number of tokens that `supervision` covers
     boxes: frozenset[int]  # positions with a box to regress
 
     def window(self, codec: TextCodec, start: int, count: int) -> list[Token]:
-        """The tokens from `start` on, at most `count`; their text is that of the whole sheet."""
+        """At most `count` tokens from `start` on; their text is cut from that of the whole sheet."""
         ends = codec.char_ends(self.ids)
         text = codec.decode(self.ids)
         segments = self.supervision.segments.expand() if self.supervision else []
@@ -102,15 +102,15 @@ class Sheet:
         ]
 
     def versions_seen(self) -> list[int]:
-        """Ascending, of the sampled tokens."""
+        """Ascending, among sampled tokens."""
         return sorted({version for version in self.versions if version >= 0})
 
     def first_sampled(self) -> int:
-        """Position of the first token that the policy sampled; 0 where there is none."""
+        """Position of the first token that the policy sampled; 0 if there is none."""
         return next((at for at, kind in enumerate(self.kinds) if kind == "sampled"), 0)
 
     def counts(self) -> dict[str, int]:
-        """Tokens by kind, in the order of their first appearance."""
+        """Tokens by kind, in order of first appearance."""
         found: dict[str, int] = {}
         for kind, run in groupby(self.kinds):
             found[kind] = found.get(kind, 0) + sum(1 for _ in run)
@@ -183,7 +183,7 @@ def sampled_sheet(
 def trained_sheet(
     sample: TrainingSample, result: SequenceResult | None, scores: Scores | None = None, needed_below: float = math.inf
 ) -> Sheet:
-    """What the trainer sees: the kept tokens, and what the task added."""
+    """The trainer's input: the kept tokens, and those that the task added."""
     tokens, length = sample.sampled, len(sample.token_ids)
     own = scores or Scores(sample.proximal_logprobs, sample.proximal_versions)
     return Sheet(
@@ -201,7 +201,7 @@ def trained_sheet(
 
 
 def segment_name(code: int) -> str:
-    """`matched_desc`, …; a code that this release does not know is shown as a number."""
+    """`matched_desc`, …; an unknown code is shown as a number."""
     try:
         return Segment(code).name
     except ValueError:
@@ -209,7 +209,7 @@ def segment_name(code: int) -> str:
 
 
 def _kinds(mask: Sequence[int], sample: TrainingSample, result: SequenceResult | None) -> list[Kind]:
-    """What is not sampled here came with the sequence where it was not sampled there either, else the task added it."""
+    """A token not sampled here came with the sequence if it wasn't sampled there either; else the task added it."""
     between: set[int] = set()
     if result is not None:
         start = len(result.prompt_token_ids)
@@ -222,7 +222,7 @@ def _kinds(mask: Sequence[int], sample: TrainingSample, result: SequenceResult |
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
@@ -237,7 +237,7 @@ def _spread(values: list[Any], start: int, length: int, empty: Any) -> list[Any]
 
 @dataclass(frozen=True, slots=True)
 class Painted:
-    """One token for the template; `mark` names its version where another one begins."""
+    """One token for the template; `mark` names its version where a new one begins."""
 
     css: str
     text: str
@@ -255,7 +255,7 @@ class Entry:
 
 
 def paint(tokens: Iterable[Token], versions: Sequence[int]) -> list[Painted]:
-    """`versions`: all of the sequence, ascending; hues follow their rank."""
+    """`versions`: all versions of the sequence, ascending; hues follow their rank."""
     hues = {version: f"v{rank % HUES}" for rank, version in enumerate(versions)}
     painted: list[Painted] = []
     before: int | None = None
@@ -272,12 +272,12 @@ def paint(tokens: Iterable[Token], versions: Sequence[int]) -> list[Painted]:
 
 
 def surprise_class(logprob: float) -> str:
-    """`l0` (sure) to `l6` (below -8 nats); what is no number is `l6`."""
+    """`l0` (likely) to `l6` (below -8 nats); NaN is `l6`."""
     return f"l{bisect_left(SURPRISE, -logprob) if logprob == logprob else len(SURPRISE)}"
 
 
 def title(token: Token) -> str:
-    """All of a token, for a pointer that rests on it."""
+    """Everything about a token, for its tooltip."""
     parts = [f"#{token.at}  id {token.token_id}  {visible(token.text, 40)!r}", KINDS[token.kind]]
     if token.version is not None:
         parts.append(f"version {token.version}")
@@ -295,7 +295,7 @@ def title(token: Token) -> str:
 
 
 def legends(versions: Sequence[int], kinds: Iterable[Kind]) -> dict[str, list[Entry]]:
-    """By colouring."""
+    """One per colouring."""
     ends = ["0", *(f"-{end:g}" for end in SURPRISE)]
     steps = [f"{high} to {low}" for high, low in pairwise(ends)] + [f"below {ends[-1]} nats"]
     return {

@@ -1,6 +1,6 @@
-"""Every process of the run: alive or not, what it waits for, and what it says of itself.
+"""Every process of the run: alive or not, what it waits for, and its facts.
 
-Beside it the page of the published weight versions: their size, whether they are still on disk, and who serves them.
+Also the page of the published weight versions: size, whether they are still on disk, and which workers have them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _DIGEST = b":digest"
 
 
 class Line(NamedTuple):
-    """One process as the table shows it."""
+    """One row of the process table."""
 
     row: Process
     state: str
-    wait: str  # what it waits for, empty where it does not
+    wait: str  # what it waits for, empty if it doesn't
     css: str
     guard: str
     tokens_per_s: float | None
@@ -101,7 +101,7 @@ async def weights(request: Request) -> Response:
 
 
 def _versions(monitor: Monitor, table: dict[bytes, bytes]) -> list[Version]:
-    """Newest first; sizes of the shown ones alone are looked up."""
+    """Newest first; only the sizes of shown ones are looked up."""
     served: dict[int, list[str]] = defaultdict(list)
     for row in monitor.newest.alive("worker"):
         if isinstance(number := row.facts.get("version"), int):
@@ -122,12 +122,12 @@ def _version(number: int, table: dict[bytes, bytes], served_by: list[str], *, wi
 def _manifest(raw: bytes | None) -> WeightVersion | None:
     try:
         return None if raw is None else decode(WeightVersion, raw)
-    except MessageError:  # of a newer release: its digest is still shown
+    except MessageError:  # from a newer release: its digest is still shown
         return None
 
 
 def bytes_of(directory: Path) -> int | None:
-    """Of the safetensors files; None where there are none here."""
+    """Size of the safetensors files; None if there are none here."""
     try:
         sizes = [file.stat().st_size for file in directory.glob("*.safetensors")]
     except OSError:

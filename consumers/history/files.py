@@ -1,8 +1,8 @@
-"""The files: where they are, what is in them, how one is opened.
+"""History files: paths, schema, opening.
 
-- `num` grows with every new sequence (job) of a file, so the order by it is the order in time, and needs no index.
-- `sequences` is narrow, to be scanned; `details` holds what is shown, whole messages compressed.
-- A file of another schema is refused with DataError; one that is being made counts as empty.
+- `num` grows with every new sequence (job) of a file, so sorting by it sorts by time and needs no index.
+- `sequences` is narrow for fast scans; `details` holds what pages show, with whole messages compressed.
+- A file with another schema is refused with DataError; one that is still being created counts as empty.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ create table trained (
 
 
 def history_directory(config: Config) -> Path:
-    """Where the files of a run are."""
     return Path(config.run_dir) / config.run / "history"
 
 
 def consumer_file(partition: int) -> str:
-    """The name of one consumer's file."""
     return f"consumer-{partition}.sqlite"
 
 
 def consumer_files(directory: Path) -> list[str]:
-    """The names of those that are there now."""
+    """Names of the consumer files that exist now."""
     return sorted(path.name for path in directory.glob("consumer-*.sqlite"))
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The file, made if need be. Raises DataError for another schema; OSError and sqlite3.Error as they come."""
+    """Open the file, creating it if needed. Raises DataError for another schema; OSError and sqlite3.Error pass
+    through.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     db = sqlite3.connect(path, timeout=5, isolation_level=None, check_same_thread=False)
     try:
@@ -68,8 +68,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection | None:
-    """None while there are no tables in it yet. Raises DataError for what is no history of this schema."""
-    # Without its writer there is no shared memory to read through, and on a read-only disk none can be made.
+    """None until it has tables. Raises DataError if it isn't a history with this schema."""
+    # Without its writer there is no shared memory to read through, and a read-only disk can't create any.
     settled = not path.with_name(path.name + "-wal").exists() and not os.access(path.parent, os.W_OK)
     uri = f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if settled else "")
     db = sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None, check_same_thread=False)
@@ -91,7 +91,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection | None:
 
 
 def is_made(db: sqlite3.Connection, path: Path) -> bool:
-    """Whether the tables are there; raises DataError for another schema."""
+    """Whether the tables exist; raises DataError for another schema."""
     (version,) = db.execute("pragma user_version").fetchone()
     if version not in (0, SCHEMA):
         raise DataError(

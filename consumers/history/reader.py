@@ -1,10 +1,10 @@
 """All history files of a run as one, newest first. Blocking: call it in a thread.
 
-- Safe while the files are written: no page repeats or skips a row that was there when the first page was read, unless
-  it has been pruned since. A page's cursor holds, for each file, the number below which the next page begins.
-- Files that are not there yet count as empty; DataError for one that cannot be read, or is of another schema. A file
-  that was replaced by another of the same name is reopened.
-- One reader may be used from several threads: a lock lets one query through at a time.
+- Safe while the files are being written: no page repeats or skips a row that existed when the first page was read,
+  unless it has been pruned since. A page's cursor holds, for each file, the number below which the next page starts.
+- Missing files count as empty; DataError for one that can't be read or has another schema. A file that was replaced by
+  another of the same name is reopened.
+- Thread-safe: a lock lets one query through at a time.
 """
 
 from __future__ import annotations
@@ -43,17 +43,16 @@ _END = 1 << 62
 
 
 class HistoryReader:
-    """One run's history; may be used from several threads."""
+    """One run's history; thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._files, self._unreadable = Files(directory), Unreadable()
 
     def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
     def sequences(self, filter: SequenceFilter, limit: int = 50, before: str = "") -> Page[SequenceRow]:
-        """The newest `limit` that fit; `before` is the `next` of the page before."""
+        """The newest `limit` matches; `before` is the previous page's `next`."""
         where, args = conditions(filter)
         sql = (
             "select sequences.num, sequences.at, details.row from sequences cross join details using (num)"
@@ -69,7 +68,7 @@ class HistoryReader:
         return Page(self._files.with_trained(rows), cursor)
 
     def sequence(self, seq_id: str) -> SequenceDetail | None:
-        """All of one; None when it is not there, or not there any more."""
+        """One sequence in full; None if it isn't there, or was pruned."""
         sql = f"select {_STORED} from sequences cross join details using (num) where seq_id = ?"
         names = self._files.consumers()
         found = [one for name in names for one in self._files.details(name, self._files.ask(name, sql, [seq_id]))]
@@ -83,13 +82,13 @@ class HistoryReader:
         return Page([_job(row[2:]) for row in found], cursor)
 
     def job(self, job_id: str) -> JobRow | None:
-        """One with its events."""
+        """One job with its events."""
         sql = f"select {_JOB}, log from jobs where job_id = ?"
         found = [_job(row) for name in self._files.consumers() for row in self._files.ask(name, sql, [job_id])]
         return max(found, key=lambda job: job.at, default=None)
 
     def choices(self) -> dict[str, list[str]]:
-        """What there is to filter by: workers, tasks, finish reasons, states."""
+        """Values to filter by: workers, tasks, finish reasons, states."""
         columns = ("worker", "task", "finish_reason", "state")
         names = self._files.consumers()
         return {
@@ -98,7 +97,7 @@ class HistoryReader:
         }
 
     def totals(self) -> dict[str, int]:
-        """Sequences that are kept, by state."""
+        """Number of stored sequences by state."""
         counts = Counter[str](dict.fromkeys(STATES, 0))
         for name in self._files.consumers():
             for state, count in self._files.ask(name, "select state, count(*) from sequences group by state"):
@@ -106,7 +105,7 @@ class HistoryReader:
         return dict(counts)
 
     def handed_on(self, batch: int = 256) -> Iterator[SequenceDetail]:
-        """All that gave samples, oldest first."""
+        """All sequences that gave samples, oldest first."""
         streams = [self._oldest_first(name, batch) for name in self._files.consumers()]
         return heapq.merge(*streams, key=lambda detail: detail.row.at)
 
@@ -153,9 +152,9 @@ def _job(row: Sequence[Any]) -> JobRow:
 
 
 def conditions(wanted: SequenceFilter) -> tuple[str, list[Any]]:
-    """`and …` over the table `sequences`, and its arguments."""
+    """`and …` on the table `sequences`, with its arguments."""
     text, args = "", list[Any]()
-    # What no index finds goes through the whole table; by way of an index that takes several times as long.
+    # These conditions need a full table scan; going through an index takes several times as long.
     plus = "+" if wanted.version is not None or wanted.search else ""
     if wanted.job_id:
         text, args = f"{text} and job_id = ?", [*args, wanted.job_id]
@@ -172,7 +171,7 @@ def conditions(wanted: SequenceFilter) -> tuple[str, list[Any]]:
 
 
 def distinct(column: str) -> str:
-    """All values of an indexed column of `sequences`, one look into the index each."""
+    """All values of an indexed column of `sequences`, with one index lookup each."""
     return (
         f"with recursive seen(value) as (select min({column}) from sequences union all"
         f" select (select min({column}) from sequences where {column} > seen.value) from seen"
@@ -181,7 +180,7 @@ def distinct(column: str) -> str:
 
 
 class Cursor:
-    """Per file the number below which to go on."""
+    """Per file, the number below which to continue."""
 
     def __init__(self, text: str = "") -> None:
         self._below: dict[str, int] = {}
@@ -192,16 +191,16 @@ class Cursor:
             self._below[name] = int(number)
 
     def below(self, file: str) -> int:
-        """Of a file that the page before did not know: nothing."""
+        """For a file that the previous page didn't know: nothing."""
         return self._below.get(file, 0 if self._below else _END)
 
     def after(self, files: Mapping[str, Sequence[int]], taken: Mapping[str, int]) -> str:
-        """The cursor behind a page: `files` as (newest first) numbers that were found, `taken` how many were used."""
+        """The cursor after a page: `files` are the numbers found (newest first), `taken` how many of them were used."""
         below = dict(self._below)
         for name, numbers in files.items():
             if used := taken.get(name, 0):
                 below[name] = numbers[used - 1]
-            else:  # what comes into an empty one meanwhile is newer than this page
+            else:  # whatever an empty one gets meanwhile is newer than this page
                 below[name] = numbers[0] + 1 if numbers else 0
         return ".".join(f"{name}_{number}" for name, number in sorted(below.items()))
 
@@ -215,17 +214,16 @@ class Files:
         self._one_at_a_time = threading.Lock()
 
     def close(self) -> None:
-        """Close them all."""
         with self._one_at_a_time:
             while self._open:
                 self._open.popitem()[1][1].close()
 
     def consumers(self) -> list[str]:
-        """The names of what is there now."""
+        """Names of the consumer files that exist now."""
         return consumer_files(self._directory)
 
     def ask(self, name: str, sql: str, args: Sequence[Any] = ()) -> list[Any]:
-        """The rows; none of a file that is not there yet. Raises DataError for one that cannot be read."""
+        """The rows; none if the file doesn't exist yet. Raises DataError if it can't be read."""
         path = self._directory / name
         with self._one_at_a_time, reading(path):
             db = self._opened(path)
@@ -248,7 +246,7 @@ class Files:
         return db
 
     def with_trained(self, rows: Sequence[SequenceRow]) -> list[SequenceRow]:
-        """The rows with the step of each, as far as the trainer has recorded one."""
+        """The rows with their training step, where the trainer has recorded one."""
         marks = ",".join("?" * len(rows))
         sql = f"select seq_id, step, state from trained where seq_id in ({marks})"
         known = {seq_id: (step, state) for seq_id, step, state in self.ask(TRAINER, sql, [row.seq_id for row in rows])}
@@ -260,7 +258,7 @@ class Files:
         ]
 
     def details(self, name: str, found: Sequence[Any]) -> list[SequenceDetail]:
-        """Whole sequences of rows (row, result, sample, letter) as stored in that file."""
+        """Whole sequences from rows (row, result, sample, letter) as stored in that file."""
         path = self._directory / name
         with reading(path):
             rows = self.with_trained([unpack(SequenceRow, row[0]) for row in found])
@@ -284,7 +282,7 @@ class Files:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Names the file in whatever goes wrong."""
+    """Add the file's name to any error."""
     try:
         yield
     except (sqlite3.Error, zlib.error, msgspec.MsgspecError, MessageError) as error:

@@ -1,10 +1,10 @@
-"""What the consumer and the trainer call to record what they finish, and the one writer of a history file.
+"""Records what the consumer and the trainer finish; the only writer of a history file.
 
-- Written before the hand-off: a consumer that dies in between is redone, and its successor writes the same again.
-- The first failure is logged, and ends the recording: history never stops a role.
+- Written before the hand-off: if a consumer dies in between, its successor redoes the work and writes the same again.
+- The first failure is logged and ends the recording: history never stops a role.
 - One transaction per call. Writing a sequence again replaces it in place and keeps the order.
-- Beyond `max_sequences` or `max_mb` the oldest jobs are deleted, whole; the newest one always stays. Freed pages are
-  reused, so a file neither shrinks nor grows.
+- Beyond `max_sequences` or `max_mb` whole jobs are deleted, oldest first; the newest one always stays. Freed pages are
+  reused, so the file neither shrinks nor grows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ C = TypeVar("C", contravariant=True)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence as it is stored; messages are compressed."""
+    """One sequence as stored; messages are compressed."""
 
     row: SequenceRow
     result: bytes | None = None
@@ -63,12 +63,12 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, row: SequenceRow, result: SequenceResult | None, sample: TrainingSample | None, letter: DeadLetter | None
     ) -> Finished:
-        """Encodes and compresses the messages."""
+        """Encode and compress the messages."""
         return cls(row=row, result=_small(result), sample=_small(sample), letter=_small(letter))
 
 
 class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One group with all of its sequences; `log` as the queue's scripts wrote it."""
+    """One group with all its sequences; `log` as the Lua scripts wrote it."""
 
     job_id: str
     sequences: list[Finished]
@@ -82,7 +82,7 @@ class _File:
         (self._page_bytes,) = self._db.execute("pragma page_size").fetchone()
 
     def close(self) -> None:
-        """The file is whole without its write-ahead log afterwards."""
+        """Close and fold in the write-ahead log, so the file is complete without it."""
         self._db.close()
 
     @contextmanager
@@ -165,10 +165,8 @@ class HistoryStore(_File):
 
 
 class TrainedStore(_File):
-    """The trainer's file."""
-
     def record(self, rows: Sequence[Trained]) -> None:
-        """Write what became of the samples of some steps."""
+        """Write what happened to the samples of some steps."""
         with self._transaction() as db:
             for row in rows:
                 stored = zlib.compress(pack(row), 1)
@@ -193,7 +191,7 @@ class _Store(Protocol[C]):
 
 
 class _Recorder(Generic[R]):
-    """Holds what is noted until `flush`; opens its file with the first one."""
+    """Buffers notes until `flush`; opens its file with the first one."""
 
     def __init__(self, config: Config, open_store: Callable[[], _Store[R]]) -> None:
         self._on, self._open_store = config.history.enabled, open_store
@@ -201,17 +199,16 @@ class _Recorder(Generic[R]):
         self._noted: list[R] = []
 
     async def flush(self) -> None:
-        """Write what was noted."""
+        """Write the buffer."""
         noted, self._noted = self._noted, []
         if noted and self._on:
             await asyncio.to_thread(self._try, lambda: self._write(noted))
 
     def forget(self) -> None:
-        """Drop what was noted: it will be done again."""
+        """Discard the buffer: the work will be redone."""
         self._noted = []
 
     async def close(self) -> None:
-        """Close the file."""
         store, self._store = self._store, None
         if store is not None:
             await asyncio.to_thread(self._try, store.close)
@@ -224,32 +221,31 @@ class _Recorder(Generic[R]):
     def _try(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # a full disk, a file of another release, …: none of them may stop the role
+        except Exception as error:  # a full disk, a file of another release, …: none may stop the role
             self._on, self._store = False, None
             get_logger().warning("history is not written any more; all else goes on", cause=str(error) or repr(error))
 
 
 class Recorder(_Recorder[FinishedJob]):
-    """Of one consumer."""
+    """The consumer's recorder."""
 
     def __init__(self, config: Config, partition: int) -> None:
         path, limits = history_directory(config) / consumer_file(partition), config.history
         super().__init__(config, lambda: HistoryStore(path, limits.max_sequences, limits.max_mb))
-        self._logs: dict[str, bytes] = {}  # group id → the longest log that came with one of its entries
+        self._logs: dict[str, bytes] = {}  # group id → the longest log that came with any of its entries
 
     def log(self, group_id: str, raw: bytes) -> None:
-        """The job's log, as an entry of the group brought it."""
+        """The job's log, from an entry of the group."""
         if self._on and len(raw) > len(self._logs.get(group_id, b"")):
             self._logs[group_id] = raw
 
     def note(self, group: Group, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
-        """A finished group."""
         self.keep(self.encoded(group, samples, letters))
 
     def encoded(
         self, group: Group, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]
     ) -> list[FinishedJob]:
-        """For `keep`: takes its time, so call it in a thread. Empty where there is no history."""
+        """Input for `keep`; slow, so call it in a thread. Empty if history is off."""
         found: list[FinishedJob] = []
         log = self._logs.pop(group.group_id, b"")
         if self._on:
@@ -261,21 +257,19 @@ class Recorder(_Recorder[FinishedJob]):
         self._noted += finished
 
     def forget(self) -> None:
-        """Drop what was noted: it will be done again."""
+        """Discard the buffer: the work will be redone."""
         super().forget()
         self._logs.clear()
 
 
 class TrainedRecorder(_Recorder[Trained]):
-    """Of the trainer."""
-
     def __init__(self, config: Config) -> None:
         path, limits = history_directory(config) / TRAINER, config.history
         most, most_mb = (limit * config.consumer.count for limit in (limits.max_sequences, limits.max_mb))
         super().__init__(config, lambda: TrainedStore(path, most, most_mb))
 
     def note(self, step: int, version: int, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
-        """What one step trains, and what was dropped before it; `version` is that of the weights it starts from."""
+        """What one step trained, and what was dropped before it; `version` is that of the weights it started from."""
         if not self._on:
             return
         for sample in samples:

@@ -1,7 +1,8 @@
-"""What readers of the history see.
+"""The types that history readers get.
 
-- A row is what lists show; a detail is the whole sequence. `step` and `trained` are the trainer's, put in on reading.
-- `at` never goes back within one file: order by it is the order in which a consumer finished things.
+- A row is for lists; a detail is the whole sequence. `step` and `trained` come from the trainer's file, joined on
+  reading.
+- `at` never decreases within one file: sorting by it gives the order in which a consumer finished things.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 
 
 class SequenceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished sequence; what a dead one never had is 0, -1 or ""."""
+    """One finished sequence; fields that a dead one never had are 0, -1 or ""."""
 
     seq_id: str
     job_id: str  # the group's
@@ -32,7 +33,7 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     task: str = ""
     state: SequenceState
-    reason: str = ""  # why it was dropped or is dead
+    reason: str = ""  # why it was dropped or died
     at: float  # Unix time when the consumer finished it
     enqueued_at: float = 0.0
     queue_s: float = 0.0
@@ -41,25 +42,25 @@ class SequenceRow(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
     attempt: int = 0
     prompt_tokens: int = 0
-    new_tokens: int = 0  # those that the policy sampled
+    new_tokens: int = 0  # tokens that the policy sampled
     version_min: int = -1
     version_max: int = -1
     finish_reason: str = ""
-    triggered: bool = False  # a repeat guard ended it
+    triggered: bool = False  # a repeat guard stopped it
     reward: float | None = None
-    metrics: dict[str, float] = {}  # of its sample
-    text: str = ""  # its first TEXT_CHARS
+    metrics: dict[str, float] = {}  # from its sample
+    text: str = ""  # the first TEXT_CHARS
     num_turns: int = 1
     step: int | None = None
     trained: Literal["trained", "dropped"] | None = None
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer did with one; arrays have shape (len(sample.token_ids),) or none."""
+    """What the trainer did with one sequence; arrays have shape (len(sample.token_ids),) or are absent."""
 
     seq_id: str
     step: int
-    version: int  # of the weights that the step started from
+    version: int  # weights that the step started from
     state: Literal["trained", "dropped"]
     reason: str = ""
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
@@ -67,7 +68,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is known about one."""
+    """Everything known about one sequence."""
 
     row: SequenceRow
     result: SequenceResult | None = None
@@ -82,29 +83,29 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str
     task: str = ""
     group_size: int
-    enqueued_at: float = 0.0  # Unix time; 0: not known
+    enqueued_at: float = 0.0  # Unix time; 0: unknown
     at: float
     attempts: int = 0
-    sequences: int = 0  # kept in the history
+    sequences: int = 0  # number kept in the history
     states: dict[str, int] = {}
-    events: list[JobEvent] = []  # of `job` only
+    events: list[JobEvent] = []  # set by `job` only
 
 
 class SequenceFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is given must hold."""
+    """All given conditions must hold."""
 
-    search: str = ""  # part of seq_id
+    search: str = ""  # substring of seq_id
     state: str = ""
     finish_reason: str = ""
     worker: str = ""
     task: str = ""
-    version: int | None = None  # some token was sampled under it, or between two of its tokens' versions
+    version: int | None = None  # some token was sampled under it, or between the versions of two tokens
     triggered: bool | None = None
     job_id: str = ""
 
 
 class Page(msgspec.Struct, Generic[R], frozen=True):
-    """Newest first; `next` is the `before` of the page after it, "" at the end."""
+    """Newest first; `next` is the `before` of the next page, "" at the end."""
 
     rows: list[R]
     next: str = ""
@@ -116,7 +117,7 @@ def pack(value: msgspec.Struct) -> bytes:
 
 
 def unpack(kind: type[T], raw: bytes) -> T:
-    """The counterpart of `pack`; raises MessageError for what does not fit."""
+    """The inverse of `pack`; raises MessageError if the bytes don't fit the type."""
     try:
         return msgspec.msgpack.decode(raw, type=kind, dec_hook=from_wire)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""A task says what a finished sequence teaches, in three pure steps.
+"""A task turns a finished sequence into a training sample, in three pure steps.
 
     SequenceResult ──parse──▶ Parsed ──match──▶ Matched ──target──▶ TrainingSample
 
@@ -6,5 +6,5 @@
 - `registry`: the tasks by name; a config replaces single steps by import path.
 - `exact_answer`, `detection`: the built-in tasks.
 - `codec` (text ↔ token ids), `rollout` (turns, counters, per-token arrays) and `segments` (what each token is) serve
-  every task, also one of your own.
+  every task, including your own.
 """

@@ -1,9 +1,9 @@
 """Text ↔ token ids from a tokenizer directory, and characters ↔ tokens.
 
-- Byte-level vocabularies are decoded here, byte by byte, so that `char_ends` is exact and linear where one
+- Byte-level vocabularies are decoded here, byte by byte, so that `char_ends` is exact and linear even if one
   character spans tokens: the character belongs to the token that completes it.
 - Other vocabularies (SentencePiece style) go through a sliding window of the tokenizer's own decoder.
-- A token covers the characters it completes; a torn one belongs to what it begins.
+- A token covers the characters it completes; an incomplete one belongs to the character it begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def coord_token(value: int) -> str:
 class HFTextCodec:
     """The TextCodec of a Hugging Face model directory (needs `tokenizer.json`).
 
-    `eos_token_ids`: the tokenizer's own `eos_token` first, then generation_config.json's and config.json's.
+    `eos_token_ids`: the tokenizer's `eos_token` first, then those in generation_config.json and config.json.
     Raises ModelError when the tokenizer, a terminator or some of the 1000 coordinate tokens are missing.
     """
 
@@ -50,13 +50,13 @@ class HFTextCodec:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Exact text of the ids, special tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
+        """Exact text of the ids, special tokens spelled out; invalid UTF-8 becomes U+FFFD."""
         if self._alphabet is None:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return b"".join(map(self._token_bytes, token_ids)).decode("utf-8", "replace")
 
     def char_ends(self, token_ids: Sequence[int]) -> list[int]:
-        """Per token the number of complete characters up to and with it, shape (len(token_ids),); linear."""
+        """Per token, the number of complete characters up to and including it, shape (len(token_ids),); linear time."""
         if self._alphabet is None:
             return self._windowed_ends(list(token_ids))
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -82,7 +82,7 @@ class HFTextCodec:
         return piece.encode()
 
     def _windowed_ends(self, token_ids: list[int]) -> list[int]:
-        """Ends by decoding a few tokens back; a window that ends inside a character waits for its rest."""
+        """Ends found by decoding a few tokens back; a window that ends inside a character is extended."""
         ends: list[int] = []
         total = len(self.decode(token_ids))
         start = read = length = 0
@@ -118,7 +118,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character → byte: printable bytes stand for themselves, the others follow U+0100."""
+    """Character → byte: printable bytes map to themselves, the others follow from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]
     table = {chr(byte): byte for byte in plain}
@@ -160,7 +160,7 @@ def _coords(path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def covering(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """First and last token (inclusive) that hold characters [start, stop), which must not be empty."""
+    """First and last token (inclusive) covering characters [start, stop), which must not be empty."""
     first = bisect_left(ends, start) if start else 0
     if start and ends[first] == start:
         first += 1
@@ -168,10 +168,9 @@ def covering(ends: Sequence[int], start: int, stop: int) -> tuple[int, int]:
 
 
 def clean_cut(codec: TextCodec, ids: Sequence[int], text: str, cut: int) -> tuple[int, int]:
-    """The most tokens that spell a beginning of text[:cut], and how many characters they spell.
+    """The most tokens that spell a prefix of text[:cut], and how many characters they spell.
 
-    One token less than the cut needs when that token straddles it; fewer still only where a character's bytes
-    are torn apart at the border.
+    One token short of the cut if that token straddles it; fewer still only if a character's bytes are split there.
     """
     if cut == 0:
         return 0, 0

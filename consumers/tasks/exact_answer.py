@@ -1,16 +1,16 @@
 """Text task: the answer is right or wrong.
 
-Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds the answer in what the model
-wrote (last match; group 1 when there is one). Both sides are compared without white space around them.
+Truth: a string, or `{"answer": str, "pattern": str}` where the pattern finds the answer in the model's text
+(last match; group 1 if there is one). Both sides are compared with surrounding white space stripped.
 
 - Right: reward 1, trained on the sampled tokens. Wrong: reward 0, trained on the truth's answer.
-- In a rollout of several turns, the last turn gives the answer. Right: the sampled tokens of all turns are trained.
-  Wrong: the turns before it stay, with weight 0, and the truth's answer replaces the last one.
+- In a multi-turn rollout, the last turn gives the answer. Right: the sampled tokens of all turns are trained.
+  Wrong: earlier turns stay, with weight 0, and the truth's answer replaces the last one.
 - A rollout that has a reward needs no truth: it is right when its reward is above 0.
-- With a policy loss both keep what was sampled, all of it and nothing else; `policy.ce_weight` is the
-  cross-entropy weight of what is right.
-- Refusing nested quantifiers would leave the polynomial patterns, so the search itself is bounded: the last
-  2000 characters, and a deadline that the `regex` engine keeps. A search that hits it counts as wrong.
+- With a policy loss both keep exactly the sampled tokens; `policy.ce_weight` is the cross-entropy weight of right
+  answers.
+- Refusing nested quantifiers would still allow polynomial patterns, so the search itself is bounded: the last
+  2000 characters, and a deadline enforced by the `regex` engine. A search that hits it counts as wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_PATTERN = 1000
 
 @dataclass(frozen=True)
 class Answer:
-    """The truth, checked."""
+    """The truth, validated."""
 
     text: str
     pattern: regex.Pattern[str] | None
@@ -41,9 +41,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the rollout says the answer."""
+    """Whether the rollout's answer is right."""
 
-    answer: Answer | None  # None: its reward says it
+    answer: Answer | None  # None: judged by the reward
     right: bool
 
 
@@ -62,7 +62,7 @@ def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
 
 
 def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
-    """Compare with the truth; raises TaskError for a truth that cannot be used."""
+    """Compare with the truth; raises TaskError for an unusable truth."""
     reward = parsed.result.reward
     if truth is None and reward is not None:
         return Matched(parsed, Verdict(None, reward > 0), {})
@@ -72,7 +72,7 @@ def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
 
 
 def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
-    """Sampled tokens or the truth's answer, then the turn terminator, all of weight 1; see above for a policy loss."""
+    """Sampled tokens or the truth's answer, then the terminator, all with weight 1; see above for a policy loss."""
     parsed, verdict = matched.parsed, matched.value
     response = _sampled(parsed, verdict, ctx) if ctx.policy.enabled else _taught(parsed, verdict, ctx)
     metrics = parsed.metrics | matched.metrics
@@ -80,10 +80,10 @@ def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
 
 
 def _sampled(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
-    """Every token of the result; where one was not sampled, its mask says so and its weight becomes 0."""
+    """Every token of the result; tokens that weren't sampled keep mask 0 and get weight 0."""
     ids = list(parsed.result.token_ids)
     if verdict.answer and not verdict.right:
-        _encode(verdict.answer.text, parsed.result.seq_id, ctx)  # a truth that cannot be written is never right
+        _encode(verdict.answer.text, parsed.result.seq_id, ctx)  # a truth that can't be encoded is never right
     return Response(
         token_ids=ids,
         labels=ids,
@@ -113,7 +113,7 @@ def _taught(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> Response:
 
 
 def _codes(result: SequenceResult, right: bool, ctx: TaskContext) -> list[int]:
-    """The segment of each token of the result; what stands between two turns is a prompt."""
+    """The segment of each token of the result; text between two turns is a prompt."""
     stops, code = set(ctx.codec.eos_token_ids), Segment.matched_desc if right else Segment.false_positive
     on = [*result.sampled.mask[: last_turn(result)[1]], *[1] * len(result.token_ids)]
     return [
@@ -132,7 +132,7 @@ def _truth_ids(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> list[int]:
 
 
 def read_answer(truth: Any, where: str) -> Answer:
-    """Check the truth; raises TaskError that says where and what to do."""
+    """Validate the truth; raises TaskError that says where the problem is and how to fix it."""
     fields = {"answer": truth} if isinstance(truth, str) else truth
     if not isinstance(fields, dict) or not set(fields) <= {"answer", "pattern"}:
         raise TaskError(f"{where}: truth is {truth!r:.80}; give a string or {{answer, pattern}}")
@@ -150,7 +150,7 @@ def read_answer(truth: Any, where: str) -> Answer:
 
 
 def extract(text: str, pattern: regex.Pattern[str] | None) -> str | None:
-    """The answer in the text, stripped; None when the pattern does not match in time."""
+    """The answer in the text, stripped; None if the pattern doesn't match in time."""
     if pattern is None:
         return text.strip()
     try:

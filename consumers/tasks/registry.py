@@ -24,10 +24,9 @@ _STEPS = ("parse", "match", "target")
 
 
 def load_task(options: RolloutMatchingConfig) -> Task:
-    """The task of a config, with the steps that it replaces.
+    """The configured task, with the steps that the config replaces.
 
-    A name of your own needs all three import paths. Raises ConfigError for an unknown task or a path that
-    cannot be imported.
+    A new task name needs all three import paths. Raises ConfigError for an unknown task or a failed import.
     """
     base = TASKS.get(options.task)
     own = {step: getattr(options, step) for step in _STEPS}
@@ -45,7 +44,7 @@ def load_task(options: RolloutMatchingConfig) -> Task:
 
 
 def check_options(task: Task, ctx: TaskContext) -> None:
-    """Raises ConfigError at start when the task's options do not go with the tokenizer or the policy loss."""
+    """Raises ConfigError at start if the task's options don't fit the tokenizer or the policy loss."""
     if task.target is detection_target.target:
         if ctx.policy.enabled:
             raise ConfigError(

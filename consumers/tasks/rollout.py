@@ -1,4 +1,4 @@
-"""What every task takes from a rollout: its last turn, its counters, and the per-token arrays of the kept tokens."""
+"""Rollout helpers that every task uses: last turn, counters, and per-token arrays of the kept tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Response:
 
 
 def last_turn(result: SequenceResult) -> tuple[int, int]:
-    """First token and end of the last turn that the policy sampled; an end that a guard forced is not part of it."""
+    """First token and end of the last turn that the policy sampled; excludes an end forced by a guard."""
     at, turn = 0, (0, 0)
     for value, count in result.response_mask.runs or ((1, len(result.token_ids)),):
         if value == 1:
@@ -48,7 +48,7 @@ def answer_ids(result: SequenceResult, codec: TextCodec) -> list[int]:
 
 
 def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> dict[str, float]:
-    """Counters of one sequence that do not depend on the task."""
+    """Task-independent counters of one sequence."""
     guard = result.triggers
     triggered = bool(guard.get("repeat_terminate"))
     saved = max(0, result.sampling.max_new_tokens - int(guard.get("at_token", 0))) if triggered else 0
@@ -71,7 +71,7 @@ def rollout_metrics(result: SequenceResult, options: RolloutMatchingConfig) -> d
 
 
 def final_turn(result: SequenceResult) -> SequenceResult:
-    """The last turn alone; all before it is its prompt."""
+    """The last turn alone; everything before it becomes its prompt."""
     start, _ = last_turn(result)
     if start == 0:
         return result
@@ -80,14 +80,14 @@ def final_turn(result: SequenceResult) -> SequenceResult:
 
 
 def rewarded(sample: TrainingSample, reward: float | None) -> TrainingSample:
-    """The sample with the reward that the agent's side gave its rollout, if it gave one."""
+    """The sample with the reward that the agent's side gave its rollout, if any."""
     return sample if reward is None else replace(sample, reward=reward, metrics=sample.metrics | _rewards(reward))
 
 
 def training_sample(
     result: SequenceResult, response: Response, metrics: dict[str, float], reward: float | None = None
 ) -> TrainingSample:
-    """Prompt (weight 0) + response, with behaviour and proximal arrays of the kept sampled tokens."""
+    """Prompt (weight 0) + response, with the behaviour and proximal arrays of the kept sampled tokens."""
     prompt = list(result.prompt_token_ids)
     start, kept = len(prompt), result.sampled[: response.kept]
     weights = [w if at >= len(kept) or kept.mask[at] else 0.0 for at, w in enumerate(response.weights)]
@@ -110,7 +110,7 @@ def training_sample(
 
 
 def _temperature(result: SequenceResult) -> float:
-    """The temperature of its logprobs; greedy tokens have those of temperature 1."""
+    """The temperature of its logprobs; greedy tokens are scored at temperature 1."""
     return 1.0 if result.logprobs_mode == "raw_logprobs" else result.sampling.temperature or 1.0
 
 

@@ -1,4 +1,4 @@
-"""What each position of a training sample is, and why a sampled one is not in the policy loss."""
+"""What each position of a training sample is, and why a sampled one isn't in the policy loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Segment(IntEnum):
-    """Codes in `TrainingSample.segments`; on the wire, so a code is never reused."""
+    """Codes in `TrainingSample.segments`; part of the wire format, so a code is never reused."""
 
     prompt = 0
     matched_structure = 1
@@ -36,7 +36,7 @@ MIXED_ORDER = (
 
 
 class LeftOut(IntEnum):
-    """Codes in `TrainingSample.left_out`; on the wire, so a code is never reused."""
+    """Codes in `TrainingSample.left_out`; part of the wire format, so a code is never reused."""
 
     no = 0
     as_it_came = 1

@@ -2,7 +2,7 @@
 
     SequenceResult ──parse──▶ Parsed ──match──▶ Matched ──target──▶ TrainingSample
 
-- Steps never do I/O and never raise on what a model wrote: a bad rollout is data. A bad *truth* raises TaskError.
+- Steps never do I/O and never raise on model output: a bad rollout is data. A bad *truth* raises TaskError.
 - `metrics` are counters under the frozen keys of pipeline/telemetry/training_metrics.py.
 """
 
@@ -31,13 +31,13 @@ class TextCodec(Protocol):
         ...
 
     def char_ends(self, token_ids: Sequence[int]) -> list[int]:
-        """For each token the length of the decoded text up to and with it; non-decreasing, shape (len(token_ids),)."""
+        """Per token, the length of the decoded text up to and including it; non-decreasing, shape (len(token_ids),)."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What every step may use."""
+    """Shared inputs of every step."""
 
     codec: TextCodec
     options: RolloutMatchingConfig
@@ -58,7 +58,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Matched:
-    """Predictions against the truth; `value` is the task's own type."""
+    """Predictions compared to the truth; `value` is the task's own type."""
 
     parsed: Parsed
     value: Any

@@ -1,13 +1,14 @@
-"""What a trainer resumes from: model, optimiser, random state and place in the batch stream; whole or absent.
+"""What a trainer resumes from: model, optimiser, random state and position in the batch stream; complete or absent.
 
     checkpoints/step-000012/    model.safetensors config.json …   trainer/{optimizer.safetensors, state.json,
                                 digests.json}
-    weights/v000012/handoff.json   the same state beside the weights that a loop of one's own published
-    handoff.json                   of what such a loop finished without a version since; the newer step of the two holds
+    weights/v000012/handoff.json   the same state, next to the weights that your own training loop published
+    handoff.json                   what such a loop has finished since without a version; the file with the newer
+                                   step wins
 
-The state names the batches whose effect the weights hold, and what was dropped from them. They are acked only after
-the rename, so a trainer that is killed anywhere trains each batch once: acked twice is harmless, trained twice
-impossible. A file that changed after that does not match its digest: the checkpoint before is taken, and the damaged
+The state lists the batches that the weights were trained on, and what was dropped from them. They are acked only after
+the rename, so a trainer killed at any point trains each batch once: acking twice is harmless, training twice
+impossible. A file that changed after that doesn't match its digest: the previous checkpoint is used, and the damaged
 one is set aside.
 """
 
@@ -42,12 +43,12 @@ _TOTALLED = ("rollout/repeat_terminate_triggered_sequences", "rollout/repeat_ter
 
 
 class TrainerState(msgspec.Struct, kw_only=True):
-    """Everything that is not a tensor. A shallow copy is a copy: its methods replace what they change."""
+    """Everything but tensors. A shallow copy is enough: methods replace what they change."""
 
     step: int = 0
     version: int = 0
-    unacked: list[tuple[str, int]] = []  # (stream id, samples) inside these weights, ack perhaps not yet sent
-    unacked_drops: dict[str, list[DeadLetter]] = {}  # stream id -> letters of those of its samples that were dropped
+    unacked: list[tuple[str, int]] = []  # (stream id, samples) in these weights, ack possibly not sent yet
+    unacked_drops: dict[str, list[DeadLetter]] = {}  # stream id -> letters of its dropped samples
     recent: list[str] = []  # newest trained sequence ids
     dropped: dict[str, str] = {}  # newest dropped sequence ids -> why
     samples: int = 0
@@ -61,14 +62,14 @@ class TrainerState(msgspec.Struct, kw_only=True):
         return {f"total/{key}": value for key, value in self.totals.items()}
 
     def take(self, batches: Iterable[tuple[str, int, list[DeadLetter]]]) -> None:
-        """Their effect is in the weights: (stream id, samples, letters of those that were dropped)."""
+        """Record batches that are now in the weights: (stream id, samples, letters of the dropped ones)."""
         for entry_id, samples, letters in batches:
             self.unacked = [*self.unacked, (entry_id, samples)]
             if letters:
                 self.unacked_drops = {**self.unacked_drops, entry_id: letters}
 
     def remember(self, seq_ids: list[str]) -> None:
-        """Keep the newest ids, to discard a batch that a broker brings again after a power loss."""
+        """Keep the newest ids, to discard a batch that the broker delivers again after a power loss."""
         self.recent = (self.recent + seq_ids)[-_RECENT_IDS:]
 
     def remember_dropped(self, letters: Iterable[DeadLetter]) -> None:
@@ -98,9 +99,9 @@ def save(
 
 
 def newest(root: Path) -> Path | None:
-    """The newest whole checkpoint; None where none was ever written. Sets damaged ones aside, as `damaged-step-…`.
+    """The newest complete checkpoint; None if none was ever written. Sets damaged ones aside, as `damaged-step-…`.
 
-    Raises ModelError where all are damaged: to begin anew would train everything twice.
+    Raises ModelError if all are damaged: starting over would train everything twice.
     """
     damaged: list[str] = []
     for directory in reversed(_all(root)):
@@ -127,7 +128,7 @@ def newest(root: Path) -> Path | None:
 
 
 def _damage(directory: Path) -> str | None:
-    """Why a checkpoint is not what was saved; one of an older release has no digests, and `load` sees what it can."""
+    """How a checkpoint differs from what was saved; older releases wrote no digests, so `load` must find it."""
     file = directory / _DIGESTS
     try:
         if not file.exists() and (directory / _STATE).exists():
@@ -141,7 +142,7 @@ def _damage(directory: Path) -> str | None:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """sha256 of every file but the table itself, by its path in the checkpoint."""
+    """sha256 of every file except the digest table, by path within the checkpoint."""
     digests: dict[str, str] = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory)
@@ -156,7 +157,7 @@ def load(
 ) -> TrainerState:
     """Fill model, optimiser and random state; raises ModelError for a damaged checkpoint.
 
-    `config`: how the model is loaded; None as by default.
+    `config`: how the model is loaded; None for the defaults.
     """
     try:
         state = read_json((directory / _STATE).read_bytes(), TrainerState, _STATE.name)
@@ -170,7 +171,7 @@ def load(
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep`, and what a killed trainer left half-written."""
+    """Delete all but the newest `keep`, and anything a killed trainer left half-written."""
     for leftover in root.glob(".step-*.tmp"):
         shutil.rmtree(leftover)
     for directory in _all(root)[:-keep]:
@@ -178,7 +179,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def _all(root: Path) -> list[Path]:
-    """Oldest first; a number may outgrow its six digits."""
+    """Oldest first; a number may outgrow six digits."""
     return sorted(root.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
@@ -200,17 +201,17 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.T
 
 
 def read_state(run_dir: Path) -> TrainerState:
-    """How far a loop of one's own has come: the newer of the two files. Raises DataError for a damaged one."""
+    """The progress of your own training loop: the newer of the two files. Raises DataError for a damaged one."""
     root = run_dir / "weights"
     number = newest_number(root)
-    of_version = _read_handoff(root / f"v{number:06d}") if number > 0 else TrainerState()  # 0 is the run's own model
+    of_version = _read_handoff(root / f"v{number:06d}") if number > 0 else TrainerState()  # 0: the initial model
     state = max((of_version, _read_handoff(run_dir)), key=lambda state: state.step)
     state.version = max(number, 0)
     return state
 
 
 def write_state(directory: Path, state: TrainerState) -> None:
-    """Whole or not at all."""
+    """Atomic."""
     write_atomic(directory / HANDOFF_FILE, msgspec.json.encode(state))
 
 

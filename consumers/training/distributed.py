@@ -2,10 +2,10 @@
 
     started_sharded() ─▶ sharding() ─▶ load ─▶ TrainStep ─▶ shard(model, optimizer) ─▶ Trainer
 
-- State dicts of a sharded model and its optimiser are whole: plain tensors, under the names and numbers that they
-  have without FSDP. So checkpoints and versions are the same files, and either trainer resumes from the other's.
-- accelerate is imported in a process that it launched, and in no other.
-- What a configuration asks for and this trainer does not do is an error, never left out silently.
+- State dicts of a sharded model and its optimiser are full: plain tensors, under the same names and indices as without
+  FSDP. So checkpoints and versions are the same files, and either trainer can resume from the other's.
+- accelerate is imported only in a process that it launched.
+- A setting that this trainer doesn't support is an error; it's never silently ignored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _GUIDE = "see docs/training-distributed.md"
 
 
 def started_sharded(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` started this process with FSDP; raises ConfigError for what cannot be run.
+    """Whether `accelerate launch` started this process with FSDP; raises ConfigError for an unsupported setup.
 
-    Its launcher sets ACCELERATE_MIXED_PRECISION and one of `_LAUNCHED`; ACCELERATE_USE_FSDP and FSDP_* for FSDP, and
-    torchrun's LOCAL_RANK and WORLD_SIZE beside them.
+    The launcher sets ACCELERATE_MIXED_PRECISION and one of `_LAUNCHED`; for FSDP also ACCELERATE_USE_FSDP and FSDP_*,
+    and torchrun's LOCAL_RANK and WORLD_SIZE.
     """
     if "ACCELERATE_MIXED_PRECISION" not in environ or not any(name in environ for name in _LAUNCHED):
         return False
@@ -76,9 +76,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 @contextlib.contextmanager
 def sharding(config: ModelConfig) -> Generator[Shard | None]:
-    """Hold the process group for the length of the block; yields what shards a model in place, None without FSDP.
+    """Hold the process group inside the block; yields a function that shards a model in place, None without FSDP.
 
-    Raises ConfigError for what cannot be run.
+    Raises ConfigError for an unsupported setup.
     """
     if not started_sharded(os.environ):
         yield None
@@ -105,8 +105,8 @@ def _accelerator(device: torch.device) -> Any:
     accelerator = Accelerator(cpu=device.type == "cpu", kwargs_handlers=[waits])
     state = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
-        # accelerate takes up FSDP on accelerators only. Its preparation works with gloo as well, so that a
-        # configuration can be tried where there is no GPU.
+        # accelerate enables FSDP on accelerators only. Its preparation also works with gloo, so a configuration can be
+        # tried without a GPU.
         plugin = FullyShardedDataParallelPlugin()
         if state.mixed_precision != "no":
             plugin.set_mixed_precision(state.mixed_precision)
@@ -133,7 +133,7 @@ def _shard(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opti
 
 
 def keep_model_whole(model: torch.nn.Module) -> None:
-    """From here on `state_dict` gives whole tensors, tied ones as one, and `load_state_dict` takes them."""
+    """Make `state_dict` return full tensors, tied ones as one, and `load_state_dict` accept them."""
     from torch.distributed.tensor import DTensor
 
     parts: dict[str, Any] = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, DTensor)}
@@ -152,7 +152,7 @@ def keep_model_whole(model: torch.nn.Module) -> None:
 
 
 def keep_optimizer_whole(optimizer: torch.optim.Optimizer) -> None:
-    """From here on `state_dict` gives whole tensors, and `load_state_dict` takes them."""
+    """Make `state_dict` return full tensors, and `load_state_dict` accept them."""
 
     def gather(_optimizer: Any, tree: dict[str, Any]) -> dict[str, Any]:
         state = {at: {name: whole(value) for name, value in kept.items()} for at, kept in tree["state"].items()}
@@ -171,12 +171,12 @@ def keep_optimizer_whole(optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole(tensor: Any) -> Any:
-    """The full tensor of a sharded one; any other value as it is."""
+    """The full tensor of a sharded one; any other value unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _like(part: Any, value: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, laid out like a part of a sharded model."""
+    """A full tensor with the layout of a sharded part."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(part, DTensor) or isinstance(value, DTensor):

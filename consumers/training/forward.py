@@ -1,24 +1,24 @@
-"""The trainer's forward pass: samples laid into rows, their logits, and the proof at start that the layout is right.
+"""The trainer's forward pass: samples laid out in rows, their logits, and the start-up proof that the layout is right.
 
-    samples ─▶ micro_batches ─▶ PackedRows ─▶ logits        masks are made by the model's own code, a layer type each
+    samples ─▶ micro_batches ─▶ PackedRows ─▶ logits        masks are made by the model's own code, per layer type
 
-The model is given positions that start anew with each sample, and no mask: transformers then keeps the samples of a
-row apart in every attention layer, with that layer's window. A mask made here would be taken as it is by all of them.
-Layers that keep a state along the row (linear attention, convolutions) need boundaries that some kernels take and
-others swallow. So the layout is not read off the model's name; the first one is taken that the proof finds right:
+The model gets positions that restart with each sample, and no mask: transformers then keeps the samples of a row apart
+in every attention layer, with that layer's window. A mask built here would be used as is by all of them.
+Layers that carry state along the row (linear attention, convolutions) need boundaries that some kernels respect and
+others ignore. So the layout isn't derived from the model's name; the first one that passes the proof is used:
 
 | layout  | rows                    | how samples are told apart                                   |
 |---------|-------------------------|--------------------------------------------------------------|
 | packed  | several samples each    | positions                                                    |
-| bounded | the same, one a pass    | positions, cumulative lengths and sequence numbers as well   |
+| bounded | the same, one per pass  | positions, cumulative lengths and sequence numbers as well   |
 | single  | one sample each         | nothing to tell apart, no positions; padding is on the right |
 
-Batches that are handed to a training loop of your own have a fourth, which is proved in the same way (handoff):
+Batches for your own training loop use a fourth layout, proved in the same way (handoff):
 
 | padded  | one sample each         | an attention mask of 1 and 0                                 |
 
-The proof: a probe row with samples shorter and longer than the model's window, against plain passes of each sample
-alone, a token at a time (pipeline/weights/agreement.py). It runs on the model, device and kernels that will train.
+The proof: a probe row with samples shorter and longer than the model's window, compared to plain passes of each sample
+alone, a token at a time (pipeline/weights/agreement.py). It runs on the model, device and kernels used for training.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 _PROBE_SEED = 20
 _MOST_SAMPLES = 16
 _FEW = 4
-_MODEL_CODE = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)  # what its code may raise
+_MODEL_CODE = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)  # what model code may raise
 _DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class Layout(StrEnum):
-    """How samples lie in rows; see the table above."""
+    """How samples are arranged in rows; see the table above."""
 
     packed = "packed"
     bounded = "bounded"
@@ -64,10 +64,10 @@ _OF_TRAINER = (Layout.packed, Layout.bounded, Layout.single)
 
 @dataclass(frozen=True)
 class Proof:
-    """What the start-up proof found."""
+    """Result of the start-up proof."""
 
     layout: Layout
-    differences: dict[Layout, float]  # nats, the largest of any token; NaN where the model cannot run the layout
+    differences: dict[Layout, float]  # nats, the largest of any token; NaN if the model can't run the layout
     tolerance: float  # nats
 
 
@@ -75,18 +75,18 @@ class TrainerForward:
     """Logits of packed rows. The layout is proved at `prove`, or before its first use."""
 
     def __init__(self, model: Any, *, pad_id: int, row_tokens: int, micro_batch_tokens: int) -> None:
-        """`row_tokens`: most tokens of a row of several samples; `micro_batch_tokens`: padded tokens of one pass."""
+        """`row_tokens`: most tokens in a row with several samples; `micro_batch_tokens`: padded tokens per pass."""
         self.model = model
         self._pad_id, self._row_tokens, self._micro_batch_tokens = pad_id, row_tokens, micro_batch_tokens
         self._proof: Proof | None = None
 
     @property
     def proof(self) -> Proof:
-        """Raises ModelError where no layout is right."""
+        """Raises ModelError if no layout is right."""
         return self._proof or self.prove()
 
     def micro_batches(self, samples: Sequence[TrainingSample]) -> Iterator[PackedRows]:
-        """The samples in rows, at most `micro_batch_tokens` padded tokens a pass, or one row."""
+        """The samples in rows, at most `micro_batch_tokens` padded tokens per pass, or one row."""
         layout = self.proof.layout
         lengths = [len(sample.token_ids) for sample in samples]
         rows = pack_rows(lengths, 0 if layout is Layout.single else self._row_tokens)
@@ -105,11 +105,11 @@ class TrainerForward:
             yield collate(samples, chunk, self._pad_id)
 
     def logits(self, packed: PackedRows) -> Tensor:
-        """Of every position, [R, L, V]."""
+        """Logits of every position, [R, L, V]."""
         return self._logits(packed, self.proof.layout)
 
     def prove(self, layouts: Sequence[Layout] = _OF_TRAINER) -> Proof:
-        """Find the first of the layouts that is right; raises ModelError where none is, with the differences."""
+        """Find the first layout that is right; raises ModelError if none is, with the differences."""
         config = self.model.config.get_text_config()
         window = window_of(config)
         context = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
@@ -168,7 +168,7 @@ class TrainerForward:
     def _gaps(
         self, layout: Layout, samples: Sequence[TrainingSample], plain: Sequence[Tensor], window: int
     ) -> list[Gaps]:
-        """Of each sample in each row that it lies in, in strata."""
+        """Gaps of each sample in each row it appears in, by stratum."""
         found: list[Gaps] = []
         for rows in _passes(layout, [len(sample.token_ids) for sample in samples]):
             packed = collate(samples, rows, self._pad_id)
@@ -179,7 +179,7 @@ class TrainerForward:
         return found
 
     def _noise(self, samples: Sequence[TrainingSample], plain: Sequence[Tensor]) -> Iterator[Gaps]:
-        """What plain passes differ among themselves: the longest and a few short samples, beside another one."""
+        """How much plain passes differ among themselves: the longest and a few short samples, beside another."""
         order = sorted(range(len(samples)), key=lambda at: len(samples[at].token_ids))
         for at in dict.fromkeys((order[-1], *order[:_FEW])):
             beside = collate(samples, [[at], [order[-2]]], self._pad_id)
@@ -187,7 +187,7 @@ class TrainerForward:
             yield _difference(again, plain[at][0, 1:])
 
     def _epsilon(self, samples: Sequence[TrainingSample]) -> float:
-        """Of the dtype that the model computes in, by what its head gives: mixed precision leaves the parameters."""
+        """Epsilon of the compute dtype, read from the head's output: with mixed precision the parameters' differs."""
         head = self.model.get_output_embeddings()
         seen: list[torch.dtype] = [self.model.dtype]
         if head is not None:
@@ -200,9 +200,9 @@ class TrainerForward:
 
     @torch.no_grad()
     def _scored(self, packed: PackedRows, layout: Layout, *, plain: bool = False) -> Tensor:
-        """Logprobs of the rows' own tokens, [R, L]; `plain`: by the model's tokens alone, in evaluation mode.
+        """Logprobs of the rows' own tokens, [R, L]; `plain`: from the token ids only, in evaluation mode.
 
-        A layout is tried in the mode that trains, unless dropout is on: then no two passes are equal.
+        A layout is tried in training mode, unless dropout is on: then no two passes are equal.
         """
         was_training = self.model.training
         self.model.train(was_training and not plain and not _has_dropout(self.model))
@@ -223,13 +223,13 @@ class TrainerForward:
             return self.model(input_ids=ids, use_cache=False).logits
         positions = torch.from_numpy(packed.position_ids).to(device)
         if hasattr(getattr(self.model, "model", None), "get_rope_index"):
-            # Models with positions on three axes tell samples apart by a fourth plane in front, that of the text.
+            # Models with three position axes tell samples apart by a fourth plane in front, the text positions.
             positions = positions.expand(4, *positions.shape)
         given: dict[str, Any] = _boundaries(packed, device) if layout is Layout.bounded else {}
         return self.model(
             input_ids=ids,
             position_ids=positions,
-            use_cache=False,  # with a cache, transformers takes the row for one sequence
+            use_cache=False,  # with a cache, transformers treats the row as one sequence
             **given,
         ).logits
 
@@ -251,7 +251,7 @@ class TrainerForward:
 
 
 def _probe(row_tokens: int, window: int, most: int, vocabulary: int) -> list[TrainingSample]:
-    """Samples of one row: one of at most `most` tokens, twice the window if that fits, between shorter ones."""
+    """Samples of one row: one with at most `most` tokens, twice the window if that fits, between shorter ones."""
     longest = min(most, 2 * window + 8 if window else max(16, row_tokens // 2))
     lengths = [3, longest, max(2, min(window or longest, longest) // 2), 7, max(2, longest // 3), 2, 12]
     while (rest := row_tokens - sum(lengths)) > 1 and len(lengths) < _MOST_SAMPLES:
@@ -265,7 +265,7 @@ def _passes(layout: Layout, lengths: Sequence[int]) -> list[list[list[int]]]:
     order = sorted(range(len(lengths)), key=lambda at: lengths[at])
     short = order[:_FEW]
     if layout in (Layout.packed, Layout.bounded):
-        # All samples in a row; and two rows of unlike width, since kernels take another path for several rows.
+        # All samples in one row; and two rows of different width, since kernels take another path for several rows.
         passes = [[list(range(len(lengths)))], [short[::-1], short[:-1]]]
     else:
         passes = [[[at], [other]] for at, other in ((order[-1], order[-2]), (short[-1], short[0]))]
@@ -286,7 +286,7 @@ def _sample(at: int, token_ids: list[int]) -> TrainingSample:
 
 
 def _boundaries(packed: PackedRows, device: torch.device) -> dict[str, Any]:
-    """transformers' packed-sequence arguments of one row."""
+    """transformers' packed-sequence arguments for one row."""
     lengths = [place.length for place in packed.places]
     width = packed.input_ids.shape[1]
     if sum(lengths) < width:
@@ -307,7 +307,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> Gaps:
 
 
 def _keeps_states(config: Any) -> bool:
-    """Whether layers carry a state along the row. What leaks through it may be smaller than half precision shows."""
+    """Whether layers carry state along the row. A leak through it may be too small for half precision to show."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 

@@ -1,4 +1,4 @@
-"""A live run's rollouts for a training loop of your own.
+"""A live run's rollouts for your own training loop.
 
     with Rollouts("configs/text.yaml") as rollouts:
         model = AutoModelForCausalLM.from_pretrained(rollouts.model_path)
@@ -6,12 +6,12 @@
             …                             # loss, optimiser step
             rollouts.publish(model)       # the workers load these weights
 
-- This process plays the run's trainer: there is one at a time, and `sluice status` shows it.
-- What `batches` gave is finished by the next `publish` or `done`, never before: killed in between, it comes again.
-  What is finished never comes again, wherever the process is killed.
-- A thread owns the Session: its event loop, its heartbeat, its claim to the trainer's role. One request runs at a time,
-  to its end, also when its caller is interrupted. What ends the session by itself (the role is taken over, the broker
-  stays away) is raised by the call in progress and by every later one.
+- This process is the run's trainer: there is one at a time, and `sluice status` shows it.
+- A batch from `batches` is finished by the next `publish` or `done`, never before: if the process is killed in between,
+  the batch comes again. A finished one never does, wherever the process is killed.
+- A thread owns the Session: its event loop, heartbeat and claim to the trainer's role. One request runs at a time, and
+  to completion even if its caller is interrupted. Whatever ends the session (the role is taken over, the broker stays
+  away) is raised by the call in progress and by every later one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _ONE = (
     "they are made ready outside this process anyway"
 )
 T = TypeVar("T")
-_ACQUIRE_S = 20.0  # the claim of a trainer that was killed runs out after 5
+_ACQUIRE_S = 20.0  # the claim of a killed trainer expires after 5
 _RELEASE_S = 5.0
 _POLL_S = 0.5
 _REASON = re.compile("[a-z][a-z0-9_]{0,39}")
@@ -73,8 +73,8 @@ _Request = tuple[Callable[[Session], Awaitable[Any]], "Future[Any]"]
 class Batch(TypedDict):
     """B samples of at most L tokens (prompt and response). Logprobs are natural, at `temperatures`.
 
-    `labels[b, i]` is the target AT position i, predicted from positions before i: shift logits and labels against each
-    other, as transformers does. It may differ from `input_ids[b, i]`: the truth's label on a sampled prefix.
+    `labels[b, i]` is the target AT position i, predicted from positions before i: shift logits against labels, as
+    transformers does. It may differ from `input_ids[b, i]`: the truth's label on a sampled prefix.
     """
 
     seq_ids: list[str]
@@ -82,12 +82,12 @@ class Batch(TypedDict):
     input_ids: Tensor  # int64 [B, L]
     attention_mask: Tensor  # int64 [B, L]: 1 = a token, 0 = padding
     labels: Tensor  # int64 [B, L]; -100 where the weight is 0
-    weights: Tensor  # float32 [B, L]: of the cross-entropy
+    weights: Tensor  # float32 [B, L], for the cross-entropy
     prompt_lens: Tensor  # int64 [B]: the response starts here
     response_mask: Tensor  # int64 [B, L]: 1 = sampled by the policy
-    logprobs: Tensor  # float32 [B, L]: of the version that sampled the token; 0 where none did
-    versions: Tensor  # int64 [B, L]: that version; -1 where none did
-    proximal_logprobs: Tensor  # float32 [B, L]: under proximal_versions; equal to logprobs where there is none
+    logprobs: Tensor  # float32 [B, L]: under the version that sampled the token; 0 if none did
+    versions: Tensor  # int64 [B, L]: that version; -1 if none did
+    proximal_logprobs: Tensor  # float32 [B, L]: under proximal_versions; equal to logprobs if there is none
     proximal_versions: Tensor  # int64 [B, L]: versions + 1; -1 = not scored
     temperatures: Tensor  # float32 [B]
     rewards: Tensor  # float32 [B]; NaN = none
@@ -95,12 +95,12 @@ class Batch(TypedDict):
 
 
 def tensors_of(samples: Sequence[TrainingSample], pad_id: int) -> Batch:
-    """The samples in their order; `input_ids` are padded with `pad_id`. Raises TaskError for one with images."""
+    """Tensors of the samples, in order; `input_ids` are padded with `pad_id`. Raises TaskError for one with images."""
     for sample in samples:
         if sample.images:
             raise TaskError(f"{sample.seq_id}: {blind(len(sample.images))}")
     weights = _rows(samples, [sample.weights for sample in samples], 0.0, torch.float32)
-    weights[:, :1] = 0.0  # nothing stands before the first token to predict it from
+    weights[:, :1] = 0.0  # the first token has no context to predict it from
     labels = _rows(samples, [sample.labels for sample in samples], IGNORED, torch.int64)
     labels[weights == 0] = IGNORED
     proximal = [proximal_of(sample) for sample in samples]
@@ -125,7 +125,7 @@ def tensors_of(samples: Sequence[TrainingSample], pad_id: int) -> Batch:
 
 
 def _rows(samples: Sequence[TrainingSample], values: Sequence[Any], fill: float, dtype: torch.dtype) -> Tensor:
-    """An array that was not stamped is empty, and its row all `fill`."""
+    """An array that was never filled in is empty; its row is all `fill`."""
     longest = max((len(sample.token_ids) for sample in samples), default=0)
     rows = torch.full((len(samples), longest), fill, dtype=dtype)
     for row, array in zip(rows, values, strict=True):
@@ -140,8 +140,8 @@ def _or_nan(values: Sequence[float | None]) -> Tensor:
 class Rollouts:
     """The trainer's side of a run; a context manager.
 
-    `config`: a YAML file, the directory of a run that was started, or a Config. `overrides` are those of `--set`.
-    `seen`: sequence ids that the caller's own checkpoint holds; they are not given again, and count as trained.
+    `config`: a YAML file, the directory of a started run, or a Config. `overrides`: same as `--set`.
+    `seen`: sequence ids that your own checkpoint holds; they aren't returned again, and count as trained.
     """
 
     def __init__(self, config: str | Path | Config, *, overrides: Sequence[str] = (), seen: Iterable[str] = ()) -> None:
@@ -150,7 +150,7 @@ class Rollouts:
         self._root = Path(self.config.run_dir) / self.config.run / "weights"
         self._thread = SessionThread(self.config, frozenset(seen))
         self._complete = self._proved = False
-        self.version = -1  # of the newest weights; from __enter__ on
+        self.version = -1  # of the newest weights; set by __enter__
 
     def __enter__(self) -> Rollouts:
         if not self._source.is_dir():
@@ -175,13 +175,13 @@ class Rollouts:
 
     @property
     def model_path(self) -> Path:
-        """The directory of the newest version, to start or resume from: it holds all that `publish` finished."""
+        """Directory of the newest version, to start or resume from: it includes everything that `publish` finished."""
         return self._root / f"v{number:06d}" if (number := newest_number(self._root)) >= 0 else self._source
 
     def batches(self) -> Iterator[Batch]:
-        """Batches of `producer.samples_per_version` samples, fewer in the last one, to the end of the run.
+        """Batches of `producer.samples_per_version` samples, fewer in the last one, until the run ends.
 
-        Waits for them, for `trainer.batch_wait_s` at most: then DeadlineExceeded.
+        Waits for at most `trainer.batch_wait_s`, then raises DeadlineExceeded.
         """
         while not self._complete:
             samples = self._thread.call(lambda session: session.take())
@@ -190,12 +190,12 @@ class Rollouts:
             elif self._thread.call(lambda session: session.complete()):
                 self._end()
             else:
-                return  # its last samples are given, and wait for publish or done
+                return  # the last samples are out, waiting for publish or done
 
     def prove(self, model: Any) -> None:
-        """Raises ModelError unless the batches, given to `model` with their attention mask, get the logprobs of plain
-        passes. The first `publish` does it; call it before the loop to fail before the first step. What is
-        no transformers model (a directory, a wrapper) is not proved, and the log says so.
+        """Raises ModelError unless `model`, given the batches with their attention mask, reproduces the logprobs of
+        plain passes. The first `publish` does this; call it before the loop to fail before the first step. Anything but
+        a transformers model (a directory, a wrapper) isn't proved, and the log says so.
         """
         if isinstance(model, PreTrainedModel):
             config = self.config.trainer
@@ -211,10 +211,10 @@ class Rollouts:
         self._proved = True
 
     def publish(self, model: Any, *, metrics: Mapping[str, float] | None = None) -> int:
-        """Make `model` the next weight version, then finish what was given; returns its number.
+        """Make `model` the next weight version, then finish the samples taken so far; returns its number.
 
         `model`: a transformers model, or a directory that its `save_pretrained` wrote. `metrics` go to the run's
-        metrics.jsonl and status, beside those of the rollouts; TaskError for one that is no number. The first call
+        metrics.jsonl and status, next to those of the rollouts; TaskError for one that isn't a number. The first call
         proves the model (see `prove`).
         """
         record = _numbers(metrics)
@@ -227,7 +227,7 @@ class Rollouts:
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
-        # The session's from here on: an interrupted call does not end it.
+        # The session owns it from here on: an interrupted call doesn't delete it.
         weights = Weights(staged, probe, score)
         complete = self._thread.call(lambda session: _publish(session, weights, record))
         self.version = newest_number(self._root)
@@ -235,10 +235,10 @@ class Rollouts:
         return self.version
 
     def drop(self, seq_ids: Iterable[str], reason: str, detail: str = "") -> None:
-        """Train none of these, which `batches` gave: the next `publish` or `done` counts them as dropped.
+        """Don't train these samples from `batches`: the next `publish` or `done` counts them as dropped.
 
-        They never come again. `reason`: one lower-case word, which `sluice status` counts them under; `detail` goes to
-        their letters. Raises TaskError for one that was not given, or is finished.
+        They never come again. `reason`: one lower-case word, used by `sluice status` to count them; `detail` goes into
+        their letters. Raises TaskError for a sample that wasn't returned by `batches`, or is finished.
         """
         if not _REASON.fullmatch(reason):
             raise TaskError(f"{reason!r}: a reason is a lower-case word of at most 40 characters, such as too_old")
@@ -246,9 +246,9 @@ class Rollouts:
         self._thread.call(lambda session: _value(session.drop(letters)))
 
     def done(self, *, metrics: Mapping[str, float] | None = None) -> None:
-        """Finish what was given without a version: a checkpoint of your own holds it, or nothing need hold it.
+        """Finish the samples taken so far without a version: your own checkpoint holds them, or nothing needs to.
 
-        Decoding runs ahead by `producer.max_staleness` versions at most: without `publish` it comes to a halt.
+        Decoding runs ahead by at most `producer.max_staleness` versions: without `publish` it stops.
         """
         record = _numbers(metrics)
         self._end_if(self._thread.call(lambda session: finish(session, record)))
@@ -265,7 +265,7 @@ class Rollouts:
             self._end()
 
     def _end(self) -> None:
-        """Nothing is left to train. `sluice run` ends with its trainer, and a broker of its own with it."""
+        """Nothing is left to train. `sluice run` ends with its trainer, and so does the broker it started."""
         self._complete = True
         self._thread.stop(finished=True)
 
@@ -280,7 +280,7 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Flags and scalars of torch and NumPy become numbers: logs and trackers take nothing else."""
+    """Convert flags and torch and NumPy scalars to numbers: logs and trackers accept nothing else."""
     try:
         return {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:
@@ -288,14 +288,14 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 async def finish(session: Session, record: Mapping[str, float]) -> bool:
-    """What was given is a step without a version; whether the run is complete."""
+    """Make the given samples a step without a version; returns whether the run is complete."""
     await session.step(record)
     await session.commit(lambda state: write_state(session.run_dir, state), publish=False)
     return await session.complete()
 
 
 async def _publish(session: Session, weights: Weights, record: Mapping[str, float]) -> bool:
-    """The same with a version from a staged directory, which is removed."""
+    """The same with a version, from a staged directory that is removed afterwards."""
 
     def save(state: TrainerState) -> Weights:
         write_state(weights.directory, state)
@@ -314,7 +314,7 @@ async def _value(value: Any) -> Any:
 
 
 class RolloutDataset(IterableDataset[Batch]):
-    """The batches of open `rollouts`; give it to `DataLoader(dataset, batch_size=None, num_workers=0)`."""
+    """The batches of open `rollouts`; pass it to `DataLoader(dataset, batch_size=None, num_workers=0)`."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
@@ -324,12 +324,12 @@ class RolloutDataset(IterableDataset[Batch]):
             raise ConfigError(_ONE)
         return self._rollouts.batches()
 
-    def __getstate__(self) -> NoReturn:  # workers that are spawned get a copy
+    def __getstate__(self) -> NoReturn:  # spawned workers get a copy
         raise ConfigError(_ONE)
 
 
 class SessionThread:
-    """Open from the end of `start` to `stop`, or until `call` says why not."""
+    """Open from the end of `start` to `stop`, or until `call` raises why it ended."""
 
     def __init__(self, config: Config, seen: Iterable[str]) -> None:
         self._config, self._seen = config, seen
@@ -344,11 +344,10 @@ class SessionThread:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Connect and take the role; raises what is in the way."""
+        """Connect and claim the role; raises whatever prevents it."""
         self._thread.start()
         self._await(self._opened)
 
@@ -359,10 +358,10 @@ class SessionThread:
         return cast(T, self._await(answer))
 
     def stop(self, *, finished: bool = False) -> None:
-        """Give the role back and leave, once the request in progress has ended; says so when that takes too long."""
+        """Release the role and leave once the request in progress has ended; logs when that takes too long."""
         self._finished = finished
         if self._thread.is_alive() and self._loop is not None:
-            with contextlib.suppress(SluiceError):  # it ended by itself meanwhile
+            with contextlib.suppress(SluiceError):  # it ended meanwhile
                 self._post(None)
         if self._thread.ident is not None:
             self._thread.join(self._config.up.stop_grace_s)
@@ -377,7 +376,7 @@ class SessionThread:
     def _ask_to_stop(self) -> None:
         self._stop.set()
         if not self._opened.done() and self._task is not None:
-            self._task.cancel()  # it may wait long for a broker
+            self._task.cancel()  # it may wait a long time for the broker
 
     def _post(self, request: _Request | None) -> None:
         loop = self._loop
@@ -387,7 +386,7 @@ class SessionThread:
             if request is None:
                 loop.call_soon_threadsafe(self._ask_to_stop)
             loop.call_soon_threadsafe(self._requests.put_nowait, request)
-        except RuntimeError as error:  # it was closed in between
+        except RuntimeError as error:  # the loop was closed in between
             raise self._why() from error
 
     def _await(self, answer: Future[Any]) -> Any:
@@ -427,7 +426,7 @@ class SessionThread:
             await session.close()
             if self._finished:
                 await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
-            keeping.cancel()  # or its next claim could follow the release
+            keeping.cancel()  # otherwise its next claim could follow the release
             await asyncio.wait({keeping}, timeout=_RELEASE_S)
             async with asyncio.timeout(_RELEASE_S):
                 await owner.release()

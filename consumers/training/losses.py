@@ -1,4 +1,4 @@
-"""Teacher-forced losses, each a sum and what to divide it by; log-probabilities of given tokens.
+"""Teacher-forced losses, each as a sum and its divisor; log-probabilities of given tokens.
 
 - Micro-batches are combined by adding sums and totals over the optimiser batch; the loss is sum / total, so
   the split into micro-batches and rows has no effect on it.
@@ -21,7 +21,7 @@ _SCORED_AT_ONCE = 1 << 25  # logits: 128 MiB in float32
 
 
 class Weighed(NamedTuple):
-    """Scalars: `total` is without gradient; loss = sum / total over the optimiser batch."""
+    """Scalars: `total` has no gradient; loss = sum / total over the optimiser batch."""
 
     sum: Tensor
     total: Tensor
@@ -30,8 +30,8 @@ class Weighed(NamedTuple):
 def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Weighed:
     """sum_i w_i * CE_i in nats and sum_i w_i.
 
-    `logits` float [R, L, V]; `labels` int64 [R, L], -100 off; `weights` float [R, L]. Computed in float32 at
-    least, over the supervised positions only (a full float32 copy of the logits would not fit).
+    `logits` float [R, L, V]; `labels` int64 [R, L], -100 off; `weights` float [R, L]. Computed in float32 or wider,
+    over the supervised positions only (a full float32 copy of the logits would not fit).
     """
     target, weight = labels[:, 1:], weights[:, 1:]
     on = (target != IGNORED) & (weight != 0)
@@ -42,9 +42,9 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> W
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:
-    """log p in nats of `token_ids` int64 [N] under `logits` float [N, V]; float [N], float32 at least.
+    """log p in nats of `token_ids` int64 [N] under `logits` float [N, V]; float [N], float32 or wider.
 
-    `temperatures` float [N]: what the logits are divided by.
+    `temperatures` float [N]: divisors of the logits.
     """
     logits = _at_least_float32(logits)
     if temperatures is not None:
@@ -55,8 +55,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | Non
 def row_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None = None) -> Tensor:
     """log p in nats of each of `token_ids` int64 [R, L] given those before it in its row; 0 in the first column.
 
-    `logits` float [R, L, V]; `temperatures` float [R, L], of the tokens. Returns float [R, L], float32 at least. In
-    pieces: a float32 copy of all logits would not fit.
+    `logits` float [R, L, V]; `temperatures` float [R, L], per token. Returns float [R, L], float32 or wider. Computed
+    in chunks: a float32 copy of all logits would not fit.
     """
     flat, targets = logits.flatten(0, 1), token_ids.roll(-1, dims=1).flatten()
     shifted = None if temperatures is None else temperatures.roll(-1, dims=1).flatten()
@@ -71,10 +71,10 @@ def row_logprobs(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None 
 
 
 def expected_coordinates(logits: Tensor, rows: Tensor, positions: Tensor, coord_ids: Tensor) -> Tensor:
-    """sum_k p(k) * k / (K - 1) with p over the K coordinate tokens alone; float [N, 4] in 0..1.
+    """sum_k p(k) * k / (K - 1) with p over the K coordinate tokens only; float [N, 4] in 0..1.
 
     `logits` [R, L, V]; `rows` int64 [N]; `positions` int64 [N, 4] of the coordinate tokens (> 0); `coord_ids`
-    int64 [K], in the order of the values.
+    int64 [K], ordered by value.
     """
     picked = _at_least_float32(logits[rows[:, None], positions - 1][..., coord_ids])
     steps = torch.arange(len(coord_ids), device=picked.device, dtype=picked.dtype) / (len(coord_ids) - 1)
@@ -82,7 +82,7 @@ def expected_coordinates(logits: Tensor, rows: Tensor, positions: Tensor, coord_
 
 
 def geometry_loss(predicted: Tensor, truth: Tensor, smooth_l1_weight: float = 1.0, ciou_weight: float = 1.0) -> Weighed:
-    """Over boxes the sum of smooth_l1_weight * SmoothL1 (mean of 4) + ciou_weight * (1 - CIoU); their number.
+    """Sum over boxes of smooth_l1_weight * SmoothL1 (mean of 4) + ciou_weight * (1 - CIoU); number of boxes.
 
     `predicted`, `truth` float [N, 4], xyxy in 0..1.
     """
@@ -93,7 +93,7 @@ def geometry_loss(predicted: Tensor, truth: Tensor, smooth_l1_weight: float = 1.
 
 
 def complete_iou(predicted: Tensor, truth: Tensor) -> Tensor:
-    """CIoU (Zheng et al., 2020) of xyxy boxes, float [N]; boxes without area or out of order give no NaN."""
+    """CIoU (Zheng et al., 2020) of xyxy boxes, float [N]; no NaN for boxes that are empty or out of order."""
     size, true_size = _size(predicted), _size(truth)
     low = torch.maximum(predicted[:, :2], truth[:, :2])
     high = torch.minimum(predicted[:, 2:], truth[:, 2:])

@@ -1,4 +1,4 @@
-"""The policy in the trainer: load, score a probe, write a model directory, stage one that was given."""
+"""The policy in the trainer: load it, score a probe, write a model directory, stage a given model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sluice.pipeline.weights.versions import MANIFEST, tensor_table
 
 HANDOFF_FILE = "handoff.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-_NOT_COPIED = (MANIFEST, HANDOFF_FILE)  # of a version, not of its model
+_NOT_COPIED = (MANIFEST, HANDOFF_FILE)  # files of a version, not of its model
 
 
 def load_policy(path: Path, config: ModelConfig, *, dropout: bool = False) -> torch.nn.Module:
-    """The model of a directory in fp32 master weights, training mode, on the configured device. Raises ModelError.
+    """Load a model directory: fp32 master weights, training mode, on the configured device. Raises ModelError.
 
-    A model with a vision part is loaded as what it is, so that its versions are whole. `dropout`: keep the rates of
-    its config.json; otherwise all are 0, and two passes over the same tokens give the same numbers.
+    A model with a vision part is loaded in full, so that its versions are complete. `dropout`: keep the rates in its
+    config.json; otherwise all are 0, and two passes over the same tokens give the same numbers.
     """
     if not path.is_dir():
         raise ModelError(f"{path}: no such model directory; set model.path or --model")
@@ -40,7 +40,7 @@ def load_policy(path: Path, config: ModelConfig, *, dropout: bool = False) -> to
 
 
 def read_model(path: Path, config: ModelConfig, *, dropout: bool = False) -> Any:
-    """The same on the CPU, with transformers' own errors; ValueError where the files do not fill the model."""
+    """The same on the CPU, with transformers' own errors; ValueError if the files don't fill the model."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
     from transformers.utils import logging as transformers_logging
 
@@ -72,7 +72,7 @@ def read_model(path: Path, config: ModelConfig, *, dropout: bool = False) -> Any
 
 
 def random_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
-    """(configuration, key, rate) of what is random in a training pass: dropouts of all parts, noise of routers."""
+    """(configuration, key, rate) of everything random in a training pass: dropouts of all parts, router noise."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for name, value in vars(part).items() if part is not None else ():
             is_rate = "drop" in name or name.endswith("jitter_noise")
@@ -89,21 +89,21 @@ def _has_vision(config: Any) -> bool:
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    """`auto` is CUDA where there is one."""
+    """`auto` is CUDA if available."""
     if config.device != "auto":
         return torch.device(config.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def probe_tokens(vocab_size: int, count: int, seed: int) -> list[int]:
-    """A fixed prompt of this run: seeded token ids."""
+    """A fixed prompt for this run: seeded token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (max(2, count),), generator=generator).tolist()
 
 
-@torch.no_grad()  # not inference mode: FSDP would keep what it gathers in it for training
+@torch.no_grad()  # not inference mode: FSDP would keep the tensors it gathers in it for training
 def probe_score(model: Any, token_ids: list[int]) -> float:
-    """Summed fp32 logprob (nats) of tokens 1.. given their prefix."""
+    """Sum of the fp32 logprobs (nats) of tokens 1.. given their prefix."""
     ids = torch.tensor([token_ids], device=model.device)
     was_training = model.training
     model.eval()
@@ -114,13 +114,13 @@ def probe_score(model: Any, token_ids: list[int]) -> float:
 
 
 def write_model(model: Any, source: Path, target: Path) -> None:
-    """A model directory: the weights of `model` in the hub's layout, every other file as in `source`.
+    """Write a model directory: the weights of `model` in the hub's layout, every other file as in `source`.
 
-    transformers holds some layers in other shapes than their checkpoints (experts in one tensor); its own saving turns
-    them back, so that every engine reads them.
+    transformers holds some layers in other shapes than their checkpoints (experts in one tensor); its own saving
+    converts them back, so every engine can read them.
     """
     with tempfile.TemporaryDirectory(dir=target) as saved:
-        # Given whole: the model may be sharded.
+        # The full state dict: the model may be sharded.
         model.save_pretrained(saved, state_dict=model.state_dict())
         for file in Path(saved).iterdir():
             if file.name.endswith(_WEIGHTS):
@@ -129,12 +129,12 @@ def write_model(model: Any, source: Path, target: Path) -> None:
 
 
 def stage(model: Any, source: Path, root: Path) -> Path:
-    """Write `model` aside in `root`; returns the directory, which the caller deletes.
+    """Write `model` to a staging directory in `root` and return it; the caller deletes it.
 
-    `model` has `save_pretrained` (transformers), or is the directory of a model that was saved. Raises ModelError for
-    anything else, and for tensors that the run's model, `source`, does not have.
+    `model` has `save_pretrained` (transformers), or is the directory of a saved model. Raises ModelError for anything
+    else, and for tensors that the run's model, `source`, doesn't have.
     """
-    aside = root / f".v-staged.{os.getpid()}.tmp"  # what a killed process leaves, the next publish deletes
+    aside = root / f".v-staged.{os.getpid()}.tmp"  # left by a killed process, deleted by the next publish
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     if isinstance(model, str | os.PathLike):
@@ -144,7 +144,7 @@ def stage(model: Any, source: Path, root: Path) -> Path:
     elif hasattr(model, "save_pretrained"):
         try:
             model.save_pretrained(aside)
-        except ValueError as error:  # of its generation_config, for one
+        except ValueError as error:  # from its generation_config, for one
             raise ModelError(f"the model cannot be saved: {error}") from error
     else:
         raise ModelError(f"a {type(model).__name__} has no save_pretrained; give the transformers model itself")
@@ -154,14 +154,14 @@ def stage(model: Any, source: Path, root: Path) -> Path:
 
 
 def probe_of(model: Any, tokens: list[int]) -> float | None:
-    """What workers hold a version against; None where its precision or its kind gives no exact score."""
+    """The score that workers check a version against; None if its precision or type gives no exact score."""
     if str(getattr(model, "dtype", "")) != "torch.float32" or not callable(model):
         return None
     return probe_score(model, tokens)
 
 
 def _copy(directory: Path, target: Path, but: tuple[str, ...] = ()) -> None:
-    """What the target has already stays."""
+    """Existing files in the target are kept."""
     for file in _files(directory):
         if not (target / file.name).exists() and not file.name.endswith(but):
             shutil.copy2(file, target / file.name)
@@ -172,7 +172,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _check(directory: Path, source: Path) -> None:
-    """Workers would refuse other tensors, each for itself and only in its log."""
+    """Workers would refuse other tensors, each on its own and only in its log."""
     shapes = {name: shape for name, (_, shape) in tensor_table(source).items()}
     found = {name: shape for name, (_, shape) in tensor_table(directory).items()}
     odd = sorted(name for name, shape in found.items() if shapes.get(name) != shape)

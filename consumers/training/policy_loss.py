@@ -1,23 +1,23 @@
 """The decoupled PPO loss: importance ratio against the proximal policy, corrected for the behaviour policy.
 
-    r  = exp(logp - proximal)                                   the trained policy against the proximal one
+    r  = exp(logp - proximal)                                   trained policy vs. proximal policy
     pg = max(-A·r, -A·clip(r, 1-ε, 1+ε_hi)); where A < 0: at most -A·c
     w  = exp(proximal - behaviour)                              without gradient
     L  = Σ m·pg·w / max(1, Σ m)
 
-- Tokens with w > cap or w < floor are left out of the upper sum and counted; Σ m below is taken before that.
-- Sums come out, the caller divides by Σ m of the whole optimiser batch: its split into micro-batches has no effect.
-- A token that does not count, by mask, cap, floor, clip or A = 0, gives exactly no gradient, whatever its numbers
-  are: its ratio is replaced before the exponential, since the gradient of an unused infinity is NaN.
+- Tokens with w > cap or w < floor are left out of the numerator and counted; Σ m in the denominator includes them.
+- Returns sums; the caller divides by Σ m of the whole optimiser batch, so the split into micro-batches has no effect.
+- A token excluded by mask, cap, floor, clip or A = 0 has exactly zero gradient, whatever its values: its ratio is
+  replaced before the exponential, since the gradient of an unused infinity is NaN.
 
 In a packed batch (`PolicyTerm`):
 
-- A sample takes part when it has an advantage; its tokens are those with `response_mask` 1, after its first.
-- The loss is of `token_ids`, what was sampled; `labels` may say otherwise and belong to the cross-entropy.
-- The caller has filled `proximal_logprobs` at every such token, or has cleared its mask. A token that is marked as not
-  scored (`proximal_versions` -1) has w = 1, whatever stands at it.
+- A sample takes part if it has an advantage; its tokens are those with `response_mask` 1, except the first.
+- The loss uses `token_ids`, the sampled ones; `labels` may differ and belong to the cross-entropy.
+- The caller has filled `proximal_logprobs` at every such token, or cleared its mask. A token marked as not scored
+  (`proximal_versions` -1) has w = 1, whatever its value.
 
-Source: Schulman et al., 2017 (clip); Ye et al., 2020 (dual clip); Hilton et al., 2022 (proximal against behaviour).
+Source: Schulman et al., 2017 (clip); Ye et al., 2020 (dual clip); Hilton et al., 2022 (proximal vs. behaviour).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from sluice.pipeline.config.types import PolicyConfig
 from sluice.pipeline.errors import MessageError
 from sluice.pipeline.wire.messages import TrainingSample
 
-_MOST_LOG_RATIO = 20.0  # in metrics only: one strange token must not make a mean infinite
+_MOST_LOG_RATIO = 20.0  # in metrics only: one outlier must not make a mean infinite
 
 
 class PolicySums(NamedTuple):
-    """Scalars, sums over tokens; `loss` alone has a gradient."""
+    """Scalars, sums over tokens; only `loss` has a gradient."""
 
     loss: Tensor  # Σ m·pg·w over the kept tokens
     tokens: Tensor  # Σ m
     kept: Tensor  # tokens inside cap and floor
     importance_weight: Tensor  # Σ m·r
     approx_kl: Tensor  # Σ m·((r - 1) - log r): k3, its mean estimates KL(proximal ‖ trained)
-    clipped: Tensor  # tokens whose clipped branch is the greater one
+    clipped: Tensor  # tokens where the clipped branch is the greater one
     dual_clipped: Tensor  # tokens that the dual clip changed
     behaviour_weight: Tensor  # Σ w over the kept tokens
     behaviour_kl: Tensor  # Σ m·(behaviour - proximal): k1, its mean estimates KL(behaviour ‖ proximal)
     capped: Tensor  # tokens with w > cap
-    floored: Tensor  # tokens with w < floor, or a w that is no number
+    floored: Tensor  # tokens with w < floor, or w that isn't a number
 
 
 def policy_loss(
@@ -62,8 +62,8 @@ def policy_loss(
     """Sums over the tokens where `mask` is True.
 
     `logp` (with gradient), `proximal`, `behaviour`: log-probabilities in nats of the same tokens; `advantages`;
-    all float, `mask` bool, all of one shape. Computed in float32 at least; float64 stays float64. The log-ratios
-    of the metrics are limited to ±20; those of the loss are not.
+    all float, `mask` bool, all of one shape. Computed in float32 or wider; float64 stays float64. The log-ratios
+    of the metrics are clamped to ±20; those of the loss are not.
     """
     logp = logp.to(torch.promote_types(logp.dtype, torch.float32))
     proximal, behaviour, advantages = (part.detach().to(logp) for part in (proximal, behaviour, advantages))
@@ -92,7 +92,7 @@ def policy_loss(
 def _surrogate(
     log_ratio: Tensor, advantages: Tensor, kept: Tensor, options: PolicyConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """pg per token, 0 where not kept; where the clip, and where the dual clip decided."""
+    """pg per token, 0 where not kept; where the clip and where the dual clip applied."""
     high = options.clip_eps if options.clip_eps_high is None else options.clip_eps_high
     with torch.no_grad():
         ratio = log_ratio.exp()
@@ -124,7 +124,7 @@ class PolicyRows(NamedTuple):
 
 
 def policy_mask(sample: TrainingSample) -> np.ndarray:
-    """bool (len(token_ids),): the tokens of the policy loss. Raises MessageError where their arrays are missing."""
+    """bool (len(token_ids),): the tokens of the policy loss. Raises MessageError if their arrays are missing."""
     mask = np.zeros(len(sample.token_ids), dtype=bool)
     if sample.advantage is None:
         return mask
@@ -143,7 +143,7 @@ def policy_mask(sample: TrainingSample) -> np.ndarray:
 
 
 def policy_rows(samples: Sequence[TrainingSample], packed: PackedRows) -> PolicyRows:
-    """The policy's arrays of the samples in these rows."""
+    """The policy arrays of the samples in these rows."""
     shape = packed.input_ids.shape
     rows = PolicyRows(
         np.zeros(shape, dtype=bool),
@@ -166,7 +166,7 @@ def policy_rows(samples: Sequence[TrainingSample], packed: PackedRows) -> Policy
 
 
 def temperature_rows(samples: Sequence[TrainingSample], packed: PackedRows, device: torch.device) -> Tensor | None:
-    """float32 [R, L]: that of each token's sample; None where all are 1."""
+    """float32 [R, L]: temperature of each token's sample; None if all are 1."""
     if all(samples[place.sample].temperature == 1 for place in packed.places):
         return None
     temperatures = torch.ones(packed.input_ids.shape, device=device)
@@ -176,7 +176,7 @@ def temperature_rows(samples: Sequence[TrainingSample], packed: PackedRows, devi
 
 
 class PolicyTerm:
-    """Adds up over micro-batches; the loss is divided by the tokens of the whole batch."""
+    """Accumulates over micro-batches; the loss is divided by the token count of the whole batch."""
 
     def __init__(self, samples: Sequence[TrainingSample], options: PolicyConfig, version: int | None) -> None:
         self._samples, self._options, self._version = samples, options, version
@@ -211,7 +211,7 @@ class PolicyTerm:
             self._gap_tokens += len(gaps)
 
     def record(self) -> dict[str, float]:
-        """Under `policy/` keys; the engine's gap only where tokens of the trainer's own version were in the batch."""
+        """Metrics under `policy/` keys; the engine gap only if the batch has tokens of the trainer's own version."""
         sums, tokens, kept = self._sums, max(1, self._tokens), max(1.0, self._sums["kept"])
         members = [sample for sample in self._samples if sample.advantage is not None]
         rewards = [sample.reward for sample in members if sample.reward is not None]

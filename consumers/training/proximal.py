@@ -1,24 +1,24 @@
-"""What each sampled token of a sample is trained against: planned, then filled in. Pure: no torch, no broker.
+"""The proximal logprob of each sampled token: planned, then filled in. Pure: no torch, no broker.
 
-    plan(sample, v) ─▶ score_jobs(…) and places to recompute ─▶ fill(plan, scores) ─▶ sample, or why it is dropped
+    plan(sample, v) ─▶ score_jobs(…), tokens to recompute ─▶ fill(plan, scores) ─▶ sample, or why it is dropped
 
-`v` is the version whose weights the trainer holds. A token is one with `response_mask` 1; the first line that fits:
+`v` is the version of the trainer's weights. Applies to tokens with `response_mask` 1; the first matching row wins:
 
 | token                                            | the loss uses                                        |
 |--------------------------------------------------|------------------------------------------------------|
 | no version, no finite logprob, before the answer | nothing: masked, counted as foreign                  |
 | v - versions[i] > max_token_staleness            | nothing: masked, or its sample is dropped (on_stale) |
 | versions[i] = v                                  | its behaviour logprob: on-policy, w = 1              |
-| proximal_versions[i] = versions[i] + 1           | that score, whoever made it                          |
+| proximal_versions[i] = versions[i] + 1           | that score, whatever its source                      |
 | versions[i] = v - 1                              | the trainer's own score under v, before its update   |
 | versions[i] <= v - 2                             | a score job's, under versions[i] + 1                 |
-| versions[i] > v, or none of these came           | what on_missing_proximal says                        |
+| versions[i] > v, or no such score arrived        | set by on_missing_proximal                           |
 
 - Version 0 is a version; -1 is none. A proximal version that is neither -1 nor versions[i] + 1 is never used.
-- Afterwards `proximal_versions` is true or -1 at every token that is trained, and where it is -1 the value is the
-  behaviour logprob; where the mask is 0 they are 0 and -1, and `left_out` says why a sampled token has none.
-- Whatever stands at a token that is marked -1 is never read: `proximal_of` is the one place that reads the values.
-- The sample that came in, and the batch that it is stored in, stay as they are.
+- Afterwards `proximal_versions` is correct or -1 at every trained token, and where it is -1 the value is the behaviour
+  logprob; where the mask is 0 it is -1 and the value 0, and `left_out` says why a sampled token has none.
+- The value at a token marked -1 is never read: only `proximal_of` reads the values.
+- The input sample, and the batch it is stored in, are not modified.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ DropReason = Literal["stale", "missing_proximal"]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where each token of a sample stands; every array has shape (len(token_ids),)."""
+    """The decision for each token of a sample; every array has shape (len(token_ids),)."""
 
     sample: TrainingSample
     version: int  # v
     versions: NDArray[np.int64]
     tokens: Mask
-    foreign: Mask  # masked, as nobody knows what sampled them
-    mislabelled: Mask  # their proximal version was wrong and is not used
+    foreign: Mask  # masked: unknown what sampled them
+    mislabelled: Mask  # their proximal version was wrong and isn't used
     stale: Mask
     on_policy: Mask
-    kept: Mask  # they came with a valid proximal logprob
+    kept: Mask  # they arrived with a valid proximal logprob
     recompute: Mask
     ask: Mask
-    is_lost: bool  # the sample will be dropped as stale: nothing needs to be scored
+    is_lost: bool  # the sample will be dropped as stale: nothing needs scoring
 
 
 def proximal_of(sample: TrainingSample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The proximal logprobs (nats) that may be used, and the version of each; both of shape (len(token_ids),).
+    """The usable proximal logprobs (nats) and the version of each; both of shape (len(token_ids),).
 
-    Where the version is not versions[i] + 1, or the value no finite number, they are the behaviour logprob (0 where
-    that was not handed on) and -1.
+    Where the version isn't versions[i] + 1, or the value isn't finite, they are the behaviour logprob (0 if that
+    wasn't passed on) and -1.
     """
     length = len(sample.token_ids)
     versions = np.array(sample.versions.expand() or [-1] * length, dtype=np.int64)
@@ -74,14 +74,14 @@ def proximal_of(sample: TrainingSample) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
-    """Sort the tokens of one sample; raises MessageError where a per-token array is missing altogether."""
+    """Classify the tokens of one sample; raises MessageError if a per-token array is missing altogether."""
     tokens = _ints(sample, "response_mask") == 1
     versions = _ints(sample, "versions") if tokens.any() else np.full(len(tokens), -1, dtype=np.int64)
     behaviour = _floats(sample.logprobs, len(tokens))
     claimed = np.array(sample.proximal_versions.expand() or [-1] * len(tokens), dtype=np.int64)
     if tokens.any() and not len(sample.logprobs):
         raise _missing(sample, "logprobs")
-    behind = np.arange(len(tokens)) >= max(1, sample.prompt_len)  # the very first position follows nothing
+    behind = np.arange(len(tokens)) >= max(1, sample.prompt_len)  # the very first position has no context
     usable = tokens & behind & (versions >= 0) & np.isfinite(behaviour)
     true = proximal_of(sample)[1] >= 0
     lag = version - versions
@@ -125,7 +125,7 @@ def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
 
 
 def scores_by_place(plan: Plan, results: Iterable[ScoreResult]) -> dict[int, float]:
-    """Index into the sample's `token_ids` → logprob, for what was asked and is a number; all else is left out."""
+    """Index into the sample's `token_ids` → logprob, for requested positions with a finite score."""
     found: dict[int, float] = {}
     for result in results:
         if result.seq_id != plan.sample.seq_id or result.error:
@@ -140,7 +140,7 @@ def scores_by_place(plan: Plan, results: Iterable[ScoreResult]) -> dict[int, flo
 
 @dataclass(frozen=True, eq=False)
 class Filled:
-    """A sample that can be trained, or None and the reason; what happened to its tokens."""
+    """A trainable sample, or None and the reason; what happened to its tokens."""
 
     sample: TrainingSample | None
     counts: Counts
@@ -149,10 +149,10 @@ class Filled:
 
 
 def fill(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float], options: PolicyConfig) -> Filled:
-    """Join the scores.
+    """Merge the scores.
 
     `recomputed`: shape (len(token_ids),), logprobs under the trainer's weights, read where `plan.recompute` is set
-    (empty if it is set nowhere); `asked`: those of `scores_by_place`.
+    (empty if it is set nowhere); `asked`: from `scores_by_place`.
     """
     values, known = _known(plan, recomputed, asked)
     own, jobs = known & plan.recompute, known & plan.ask
@@ -182,13 +182,13 @@ def fill(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float], op
         proximal_versions=Runs.of(np.where(known & trained, plan.versions + 1, -1).tolist()),
         response_mask=Runs.of(trained.astype(int).tolist()),
         left_out=_left_out(plan, missing & off),
-        weights=FloatArray(np.where(plan.stale, 0.0, plan.sample.weights).tolist()),  # nor by cross-entropy
+        weights=FloatArray(np.where(plan.stale, 0.0, plan.sample.weights).tolist()),  # nor in the cross-entropy
     )
     return Filled(sample, counts)
 
 
 def _left_out(plan: Plan, missing: Mask) -> Runs:
-    """Why each token has mask 0 afterwards; what was left out before keeps its reason."""
+    """Why each token has mask 0 afterwards; tokens left out before keep their reason."""
     length = len(plan.tokens)
     versions = np.array(plan.sample.versions.expand() or [-1] * length, dtype=np.int64)
     before = np.array(plan.sample.left_out.expand() or [LeftOut.no] * length, dtype=np.int64)
@@ -200,7 +200,7 @@ def _left_out(plan: Plan, missing: Mask) -> Runs:
 
 
 def _known(plan: Plan, recomputed: Sequence[float], asked: Mapping[int, float]) -> tuple[NDArray[np.float64], Mask]:
-    """What the loss uses at each token, and where that is a proximal logprob."""
+    """The logprob that the loss uses at each token, and where that is a proximal one."""
     length = len(plan.tokens)
     values, known = _floats(plan.sample.logprobs, length), plan.kept.copy()
     values[known] = proximal_of(plan.sample)[0][known]
@@ -235,7 +235,7 @@ def _missing(sample: TrainingSample, name: str) -> MessageError:
 
 
 def _floats(values: FloatArray, length: int) -> NDArray[np.float64]:
-    """NaN where nothing was stamped."""
+    """NaN if the array was never filled in."""
     return np.array(values, dtype=np.float64) if len(values) else np.full(length, np.nan)
 
 
@@ -245,35 +245,35 @@ def _count(mask: Mask) -> int:
 
 @dataclass
 class Counts:
-    """Tokens, but for `dropped` (samples); of one sample, or summed over many."""
+    """Counts of tokens, except `dropped` (samples); for one sample, or summed over many."""
 
     stale: int = 0  # over policy.max_token_staleness
-    missing: int = 0  # they needed a proximal logprob, and there is none
-    foreign: int = 0  # a producer left them without version or logprob, or with a wrong proximal version
-    scored: int = 0  # joined from score jobs
+    missing: int = 0  # needed a proximal logprob, and got none
+    foreign: int = 0  # no version or logprob from the producer, or a wrong proximal version
+    scored: int = 0  # filled in from score jobs
     recomputed: int = 0  # scored by the trainer
-    older: int = 0  # of a version below the trainer's; neither stale nor foreign
-    valid: int = 0  # of these, with a proximal logprob
+    older: int = 0  # sampled by a version below the trainer's; neither stale nor foreign
+    valid: int = 0  # of these, the ones with a proximal logprob
     dropped: int = 0
     trained: int = 0
-    lag_sum: int = 0  # versions, over the trained ones
+    lag_sum: int = 0  # versions, summed over the trained ones
     lag_max: int = 0
 
     def take_lags(self, lags: Sequence[int]) -> None:
-        """Versions between the trainer and each token that is trained."""
+        """Versions between the trainer and each trained token."""
         self.trained += len(lags)
         self.lag_sum += sum(lags)
         self.lag_max = max(self.lag_max, max(lags, default=0))
 
     def add(self, other: Counts) -> None:
-        """Sum up; the greatest lag is the greater of both."""
+        """Add up; the greatest lag is the maximum of both."""
         largest = max(self.lag_max, other.lag_max)
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
         self.lag_max = largest
 
     def record(self) -> dict[str, float]:
-        """Under `policy/` keys."""
+        """Metrics under `policy/` keys."""
         return {
             "policy/stale_tokens": float(self.stale),
             "policy/missing_proximal_tokens": float(self.missing),

@@ -1,4 +1,4 @@
-"""A trainer's side of a run: it takes batches, finishes steps, makes them durable, acks them, publishes versions.
+"""The trainer's side of a run: takes batches, finishes steps, makes them durable, acks them, publishes versions.
 
     batches ──▶ take ──▶ drop ──▶ step ──▶ commit: save ──▶ version's files ──▶ ack ──▶ register ──▶ workers
                  (some of them)  in memory        durable from here on
@@ -8,16 +8,16 @@
 | batches, in `take`   | consumers; the end of the run; `trainer.batch_wait_s`     |
 | the broker           | the broker; `broker.retry_for_s`                          |
 
-Each sample is trained or dropped once, wherever the process is killed:
+Each sample is trained or dropped exactly once, wherever the process is killed:
 
 | killed                                 | the next start                                                       |
 |----------------------------------------|----------------------------------------------------------------------|
 | before the steps are durable           | cuts their log lines; their batches come again                       |
 | before the version's files are written | writes them from the same weights, under the same number             |
-| before the ack                         | acks what the state names; a batch is counted once however often     |
+| before the ack                         | acks what the state lists; a batch acked twice is counted once       |
 | before the version is registered       | registers it                                                         |
 
-The ack comes before the version: dropped samples leave the credit of a version before it is granted.
+The ack comes before the version: dropped samples return their credit before the version grants more.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import Wait, WaitKind
 
 T = TypeVar("T")
-_READ = 8  # entries in one call
+_READ = 8  # entries per call
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model directory that becomes a version, and the probe that workers hold it against; score None: no probe."""
+    """A model directory that becomes a version, and the probe that workers check it against; score None: no probe."""
 
     directory: Path
     probe: Sequence[int] = ()
     score: float | None = None
 
 
-Save = Callable[[TrainerState], Weights | None]  # makes a state durable; its weights, where a version comes of them
+Save = Callable[[TrainerState], Weights | None]  # makes a state durable; returns its weights if it becomes a version
 
 
 @dataclass
 class Taken:
-    """A batch as it was read."""
+    """A batch as read from the stream."""
 
     entry_id: str
     num_samples: int
     fresh: list[TrainingSample]  # neither trained nor dropped before
-    letters: list[DeadLetter] = field(default_factory=list)  # of those that are dropped
+    letters: list[DeadLetter] = field(default_factory=list)  # for the dropped ones
 
 
 class Session:
-    """While this process owns the run's trainer role. One caller, one event loop."""
+    """Valid while this process owns the run's trainer role. One caller, one event loop."""
 
     def __init__(self, role: Role, owner: Ownership, trackers: Trackers, seen: Iterable[str] = ()) -> None:
-        """`seen`: ids that the caller's own checkpoint holds; they are not given, and count as trained."""
+        """`seen`: ids that the caller's own checkpoint holds; they aren't returned, and count as trained."""
         self._role, self._owner, self._seen = role, owner, frozenset(seen)
         self._config = role.config
         self.run_dir = Path(role.config.run_dir) / role.config.run
@@ -90,16 +90,16 @@ class Session:
         self._registry = WeightsRegistry(role.client, role.keys)
         self._records = StepRecords(role, trackers, self.run_dir)
         self._unread: deque[Entry] = deque()
-        self._next: list[Taken] = []  # taken, and not enough yet to be given
-        self._given: list[Taken] = []  # and not part of a step yet
+        self._next: list[Taken] = []  # taken, but not enough yet to return
+        self._given: list[Taken] = []  # returned, but not part of a step yet
         self._given_at = time.monotonic()
-        self._published: tuple[int, float | None] | None = None  # the newest version of this process, its probe's score
+        self._published: tuple[int, float | None] | None = None  # newest version of this process, its probe's score
         self.state = TrainerState()  # of the steps in memory
 
     async def open(self, state: TrainerState, weights: Weights | None) -> None:
-        """Go on from a durable state; what an earlier process left half done is finished first.
+        """Continue from a durable state; first finishes what an earlier process left half done.
 
-        `weights`: those of the state; None where the directory of its version is all there is.
+        `weights`: those of the state; None if only the directory of its version is left.
         """
         client, keys = self._role.client, self._role.keys
         self._role.status.waiting(WaitKind.VERSIONS)
@@ -125,13 +125,17 @@ class Session:
         """`producer.samples_per_version` samples; fewer at the end of the run, none when it is over or at a stop."""
         wanted, limit_s = self._config.producer.samples_per_version, self._config.trainer.batch_wait_s
         until, dry = time.monotonic() + limit_s, False
-        while sum(len(each.fresh) for each in self._next) < wanted and not self._role.stop.is_set():
+        if not self.unfinished and any(each.letters for each in self._given):
+            await self._end_dropped()
+        # What is dropped counts too: it holds credit, so waiting for others in its place might never end.
+        while sum(len(each.fresh) + len(each.letters) for each in self._next) < wanted and not self._role.stop.is_set():
             if not self._unread:
                 self._role.status.waiting(WaitKind.BATCHES, count=self.unfinished or None)
-                dry = await self._source_is_dry()  # asked first: what was handed on by then is read now
+                dry = await self._source_is_dry()  # checked first: anything handed off before this is read below
                 self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
             if self._unread:
-                await self._open(self._unread.popleft())
+                await self._open(self._unread[0])
+                self._unread.popleft()  # only now: a batch that cannot be read is an error again, not forgotten
                 until = time.monotonic() + limit_s
             elif dry:
                 break
@@ -146,9 +150,9 @@ class Session:
         return [sample for each in taken for sample in each.fresh]
 
     def drop(self, letters: Mapping[str, DeadLetter]) -> None:
-        """Train none of these, by sequence id; each is counted with its letter by the ack, and never given again.
+        """Don't train these, by sequence id; the ack counts each with its letter, and they are never returned again.
 
-        Raises TaskError for one that was not given, or is finished.
+        Raises TaskError for one that wasn't returned, or is finished.
         """
         unknown = sorted(letters.keys() - {sample.seq_id for each in self._given for sample in each.fresh})
         if unknown:
@@ -161,23 +165,20 @@ class Session:
     async def step(
         self, record: Mapping[str, float], samples: Sequence[TrainingSample] | None = None, *, empty: bool = False
     ) -> bool:
-        """What was given is one step of the weights, and waits for `commit`.
+        """Make the returned samples one step of the weights, which waits for `commit`.
 
-        `samples`: as they were trained, where that is not as they were given. False where all of them were dropped:
-        the weights have nothing of it, and it is acked at once; with `empty` it is a step all the same.
+        `samples`: as trained, if that differs from what was returned. False if all of them were dropped: the weights
+        contain nothing from it, so it is acked at once; with `empty` it's a step all the same.
         """
         if not self._given and self.uncommitted:
-            return True  # this is a second attempt: the first one's commit failed, and its steps wait for it
+            return True  # a retry: the first commit failed, and its steps are waiting for it
         if samples is None:
             samples = [sample for each in self._given for sample in each.fresh]
         letters = [each for taken in self._given for each in taken.letters]
         after = replace(self.state, step=self.state.step + 1)
         await self._owner.confirm()
         if letters and not samples and not empty:
-            get_logger().warning("all samples of a step were dropped; no update", batches=len(self._given))
-            self._records.note(after.step, after.version, [], letters)
-            await self._ack_taken(self._given, stepped=False)
-            self._given = []
+            await self._end_dropped()
             return False
         after.take([(each.entry_id, each.num_samples, each.letters) for each in self._given])
         after.samples += len(samples)
@@ -193,8 +194,19 @@ class Session:
         self._show()
         return True
 
+    async def _end_dropped(self) -> None:
+        """All that was given is dropped: there's no step, and nobody waits for one to free its credit."""
+        get_logger().warning("all samples of a step were dropped; no update", batches=len(self._given))
+        letters = [each for taken in self._given for each in taken.letters]
+        self._records.note(self.state.step + 1, self.state.version, [], letters)
+        if self.uncommitted:  # one of them may repeat what a kill would undo
+            self.state.take([(each.entry_id, each.num_samples, each.letters) for each in self._given])
+        else:
+            await self._ack_taken(self._given, stepped=False)
+        self._given = []
+
     async def commit(self, save: Save, *, publish: bool = True) -> None:
-        """Make the steps since the last commit durable by `save`, and ack their batches.
+        """Make the steps since the last commit durable with `save`, and ack their batches.
 
         With `publish` the weights that `save` returns become the next version; its state has that number.
         """
@@ -212,12 +224,12 @@ class Session:
         self._show()
 
     async def close(self) -> None:
-        """The last lines are written."""
+        """Write the last lines."""
         await self._records.close()
 
     @property
     def unfinished(self) -> int:
-        """Samples that were given and are part of no step."""
+        """Returned samples that are part of no step."""
         return sum(len(each.fresh) for each in self._given)
 
     @property
@@ -230,7 +242,7 @@ class Session:
         return (await snapshot(self._role.client, self._role.keys)).complete
 
     async def nothing_follows(self) -> bool:
-        """Whether the steps since the last commit are the run's last ones."""
+        """Whether the steps since the last commit are the last of the run."""
         if self._unread or self._next or not await self._source_is_dry():
             return False
         return await self._reader.depth() == len(self.state.unacked)
@@ -243,7 +255,7 @@ class Session:
         return now.exhausted and now.accepted + now.dead + now.dropped >= now.enqueued
 
     def _cause(self) -> str:
-        """What `take` waits for."""
+        """What `take` is waiting for."""
         return wait_text(Wait(kind=WaitKind.BATCHES, count=self.unfinished or None))
 
     def _overdue(self, waited_s: float) -> str:
@@ -255,7 +267,7 @@ class Session:
         try:
             batch = decode(TrainingBatch, entry.fields[b"b"])
         except (MessageError, KeyError) as error:
-            # Nothing but our consumer writes here: losing samples silently is worse than stopping.
+            # Only our consumer writes here: losing samples silently is worse than stopping.
             raise MessageError(f"{self._role.keys.batches} {entry.entry_id}: {error}") from error
         ids, dropped = {sample.seq_id for sample in batch.samples}, self.state.dropped
         in_hand = {sample.seq_id for each in (*self._next, *self._given) for sample in each.fresh} & ids
@@ -267,13 +279,13 @@ class Session:
         self.state.remember_dropped(blinded)
         self._records.note(self.state.step + 1, self.state.version, [], blinded)
         taken = Taken(entry.entry_id, len(batch.samples), fresh, again + blinded)
-        if fresh or in_hand:  # a repeat is acked with what it repeats
+        if fresh or in_hand:  # a repeat is acked with the original
             self._next.append(taken)
-        elif known and self.uncommitted:  # it may repeat what a kill would undo
+        elif known and self.uncommitted:  # it may repeat something that a kill would undo
             self.state.take([(taken.entry_id, taken.num_samples, taken.letters)])
         else:
             get_logger().warning("batch was finished before; acked only", batch=batch.batch_id)
-            await self._ack_taken([taken], stepped=not blinded)  # the broker undid the first count with the ack
+            await self._ack_taken([taken], stepped=not blinded)  # the broker lost the first count along with the ack
 
     async def _write_version(self, weights: Weights, state: TrainerState) -> WeightVersion:
         previous, before = self._published or (None, None)
@@ -299,7 +311,7 @@ class Session:
         self._published = (manifest.version, weights.score) if weights else None
 
     async def _writing(self, write: Callable[..., T], *args: Any) -> T:
-        """Write files; a trainer that was replaced meanwhile, whose files its successor swept, says just that."""
+        """Write files; if the trainer was replaced meanwhile and its successor deleted them, raise exactly that."""
         try:
             return await asyncio.to_thread(write, *args)
         except OSError:

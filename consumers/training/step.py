@@ -1,8 +1,8 @@
 """One optimiser step over a list of samples: packed micro-batches, one loss over all of them.
 
-- loss = Σ w·CE / Σ w + Σ geometry / boxes + Σ m·pg·w / max(1, Σ m), the sums over the whole optimiser batch, so
-  that the split into micro-batches does not change it. A sample may have any of the three.
-- It needs no broker and no session: benchmarks and tests train with it alone.
+- loss = Σ w·CE / Σ w + Σ geometry / boxes + Σ m·pg·w / max(1, Σ m), with sums over the whole optimiser batch, so
+  the split into micro-batches doesn't change it. A sample may contribute to any of the three terms.
+- Needs no broker and no session: benchmarks and tests train with it directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sluice.pipeline.wire.messages import TrainingSample
 
 
 class TrainStep:
-    """Model, optimiser and how a step is made."""
+    """Model, optimiser and the update."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class TrainStep:
     def run(self, samples: Sequence[TrainingSample], step: int, *, version: int | None = None) -> dict[str, float]:
         """Train once on the samples; returns numbers under `train/` keys, and `policy/` ones with a policy loss.
 
-        `train/loss` is the cross-entropy alone, `version` that of the weights before this step, None when they
-        have none. A gradient that is not finite skips the update and is counted.
+        `train/loss` is the cross-entropy only; `version` is that of the weights before this step, None if they
+        have none. A non-finite gradient skips the update and is counted.
         """
         total = max(sum(sum(sample.weights) for sample in samples), 1e-8)
         boxes = max(1, sum(len(sample.geometry) for sample in samples))
@@ -80,9 +80,9 @@ class TrainStep:
         return record | self._update() | ({} if policy is None else policy.record())
 
     def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
-        """Per sample the log-probability (nats) of each token given those before it under the weights of now.
+        """Per sample, the logprob (nats) of each token given those before it, under the current weights.
 
-        At the sample's temperature; shape (len(token_ids),), the first 0. The same packed micro-batches as `run`, in
+        At the sample's temperature; shape (len(token_ids),), the first 0. Same packed micro-batches as `run`, in
         evaluation mode.
         """
         scores: list[list[float]] = [[] for _ in samples]

@@ -1,12 +1,12 @@
-"""What each optimiser step leaves behind for people.
+"""The record that each optimiser step leaves for people.
 
     metrics.jsonl, trained.jsonl                                  a line per step
-    rollouts/step-000012.msgpack                                  TrainingBatch, the samples as they were trained;
-                                                                  `trainer.keep_rollouts` newest steps
+    rollouts/step-000012.msgpack                                  TrainingBatch, the samples as trained;
+                                                                  the newest `trainer.keep_rollouts` steps
     history, trackers, the numbers in `sluice status`
 
-- Written before their step is durable; a restart cuts what it will redo, and nothing is missing.
-- A rollouts file is whole or absent; a step that is redone replaces it.
+- Written before their step is durable; a restart cuts what it will redo, so nothing is missing.
+- A rollouts file is complete or absent; a redone step replaces it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def cut_after(self, step: int) -> None:
-        """Cut what lies behind the last whole line of `step` or earlier; damage before it keeps its place."""
+        """Cut everything after the last complete line of `step` or earlier; damaged lines before it stay."""
         if not self.path.exists():
             return
         size = kept = 0
@@ -51,13 +51,12 @@ class StepLog:
             os.truncate(self.path, kept)
 
     def append(self, step: int, **values: Any) -> None:
-        """One line."""
         with self.path.open("ab") as stream:
             stream.write(msgspec.json.encode({"step": step, **values}) + b"\n")
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """All lines of a step log that can be read; an empty list when there is none."""
+    """All readable lines of a step log; empty if there is no file."""
     if not path.exists():
         return []
     found: list[dict[str, Any]] = []
@@ -83,13 +82,13 @@ def _step_of(line: bytes) -> float:
 
 
 class KeptRollouts:
-    """The files of one run; `keep` steps, 0 = none, None = all."""
+    """The rollouts files of one run; `keep` steps, 0 = none, None = all."""
 
     def __init__(self, directory: Path, keep: int | None) -> None:
         self._directory, self._keep = directory, keep
 
     def save(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """Write one step's samples, and delete what is too old."""
+        """Write one step's samples, and delete files that are too old."""
         if self._keep == 0:
             return
         name = f"step-{step:06d}"
@@ -108,7 +107,7 @@ class KeptRollouts:
 
 
 def read_rollouts(directory: Path) -> Iterator[tuple[int, TrainingBatch]]:
-    """(step, samples as trained) in order; raises DataError for a file that cannot be read."""
+    """(step, samples as trained) in order; raises DataError for an unreadable file."""
     for step, path in _rollout_files(directory):
         try:
             yield step, decode(TrainingBatch, path.read_bytes())
@@ -117,13 +116,13 @@ def read_rollouts(directory: Path) -> Iterator[tuple[int, TrainingBatch]]:
 
 
 def _rollout_files(directory: Path) -> list[tuple[int, Path]]:
-    """Oldest first; a number may outgrow its six digits."""
+    """Oldest first; a number may outgrow six digits."""
     found = ((path.stem.removeprefix("step-"), path) for path in directory.glob("step-*.msgpack"))
     return sorted((int(number), path) for number, path in found if number.isdecimal())
 
 
 class StepRecords:
-    """All of it, for one trainer."""
+    """All records of one trainer."""
 
     def __init__(self, role: Role, trackers: Trackers, run_dir: Path) -> None:
         self._role, self._trackers = role, trackers
@@ -134,15 +133,15 @@ class StepRecords:
         self._written = 0
 
     def resume(self, step: int, recent: Iterable[str] = ()) -> None:
-        """Cut what belongs to later steps: they did not come to be. `recent`: ids that are trained for certain."""
+        """Cut records of later steps: they never became durable. `recent`: ids known to be trained."""
         for kept in (self._metrics, self._trained, self._kept):
             kept.cut_after(step)
         self.known.open(step, recent)
         self._history.forget()
 
     def write(self, step: int, version: int, samples: Sequence[TrainingSample], values: Mapping[str, float]) -> None:
-        """The files of one step from weights of `version`, before it is durable."""
-        if self._written == step:  # an earlier attempt at it failed
+        """Write the files of one step from weights of `version`, before it is durable."""
+        if self._written == step:  # an earlier attempt failed
             self.resume(step - 1)
         self._written = step
         self._kept.save(step, samples)
@@ -152,21 +151,20 @@ class StepRecords:
         self.known.add(step, seq_ids)
 
     def note(self, step: int, version: int, samples: Sequence[TrainingSample], letters: Sequence[DeadLetter]) -> None:
-        """For the history: what a step trains, and what was dropped before it; written by `flush`."""
+        """For the history: what a step trains, and what was dropped before it; `flush` writes it."""
         self._history.note(step, version, samples, letters)
 
     async def show(self, step: int, values: Mapping[str, float]) -> None:
-        """To trackers, telemetry and the status."""
+        """Send to trackers, telemetry and the status."""
         self._trackers.log(step, dict(values))
         self._role.telemetry.observe(sluice_train_step_seconds=values["train/step_s"])
         line = msgspec.json.encode(values).decode()
         await cast("Awaitable[bool]", self._role.client.set(self._role.keys.metrics, line))
 
     async def flush(self) -> None:
-        """The history is written; before the ack, so that nothing in it is missing."""
+        """Write the history; called before the ack, so nothing is missing from it."""
         await self._history.flush()
 
     async def close(self) -> None:
-        """Close the files."""
         await self._history.close()
         self.known.close()

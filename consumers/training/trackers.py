@@ -1,12 +1,12 @@
-"""The record of each optimiser step to TensorBoard, W&B and trackio, besides metrics.jsonl.
+"""Sends each optimiser step's record to TensorBoard, W&B and trackio, besides metrics.jsonl.
 
     Trainer ─ log(step, record) ─▶ a queue and a thread per tracker ─▶ the tracker
 
-- Training never waits for a tracker: one that fails is a warning, once, and gets nothing more; one that is slow has
+- Training never waits for a tracker: one that fails logs a single warning and gets nothing more; a slow one has
   `_CLOSE_S` at the end.
-- A tracker is opened at the first step, by the trainer that makes it: one that stands by opens none.
-- A resumed trainer continues the same run. TensorBoard takes back the steps that are made again; W&B and trackio
-  cannot, so what they have of those steps stays.
+- A tracker is opened at the first step, by the trainer that makes it: a standby trainer opens none.
+- A resumed trainer continues the same run. TensorBoard purges the steps that are redone; W&B and trackio
+  can't, so they keep the first values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Steps = Iterator[tuple[int, dict[str, float]]]
 
 
 def _tensorboard(directory: Path, config: Config, steps: Steps) -> None:
-    """Event files in <run_dir>/<run>/tensorboard; the first step purges what an earlier process wrote from it on."""
+    """Event files in <run_dir>/<run>/tensorboard; the first step purges later events of an earlier process."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = None
@@ -51,19 +51,19 @@ def _tensorboard(directory: Path, config: Config, steps: Steps) -> None:
 
 
 def _wandb(directory: Path, config: Config, steps: Steps) -> None:
-    """W&B; WANDB_MODE=offline keeps it in <run_dir>/<run>/wandb."""
+    """W&B; with WANDB_MODE=offline it stays in <run_dir>/<run>/wandb."""
     import wandb
 
     settings = wandb.Settings(
         console="off", silent=True, disable_git=True, init_timeout=_NETWORK_S, finish_timeout=_CLOSE_S
     )
     run = {"project": config.tracking.project, "name": config.run, "dir": str(directory), "settings": settings}
-    # A step is otherwise held back until the next one.
+    # Otherwise a step is held back until the next one.
     _remote("wandb", directory, steps, lambda key: wandb.init(id=key, resume="allow", **run), commit=True)
 
 
 def _trackio(directory: Path, config: Config, steps: Steps) -> None:
-    """trackio, which keeps it where TRACKIO_DIR says."""
+    """trackio, stored in TRACKIO_DIR."""
     import trackio  # pyright: ignore[reportMissingImports]
 
     project, run = config.tracking.project, config.run
@@ -71,14 +71,14 @@ def _trackio(directory: Path, config: Config, steps: Steps) -> None:
 
 
 class Sent(msgspec.Struct):
-    """What a tracker that cannot take back a step has: its run, and the last step of it."""
+    """State of a tracker that can't purge steps: its run, and the last step sent."""
 
     id: str
     step: int = 0
 
 
 def read_sent(path: Path) -> Sent:
-    """Of an earlier process, or of a new run. Raises DataError for a damaged file."""
+    """The state of an earlier process, or of a new run. Raises DataError for a damaged file."""
     try:
         return read_json(path.read_bytes(), Sent, str(path)) if path.exists() else Sent(uuid4().hex[:8])
     except MessageError as error:
@@ -102,7 +102,7 @@ _TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 
 
 class _Feeder:
-    """Feeds one tracker in a thread of its own; whatever the tracker raises ends it."""
+    """Feeds one tracker in its own thread; any exception from the tracker ends it."""
 
     def __init__(self, name: str, follow: Callable[[Steps], None]) -> None:
         self._name, self._follow, self._failed = name, follow, False
@@ -127,7 +127,7 @@ class _Feeder:
     def _feed(self) -> None:
         try:
             self._follow(iter(self._queue.get, None))
-        except Exception as error:  # a tracker's own, whatever it is
+        except Exception as error:  # trackers may raise anything
             self._give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _give_up(self, cause: str) -> None:
@@ -137,9 +137,9 @@ class _Feeder:
 
 
 class Trackers:
-    """Those that the configuration names; entered and left by the trainer's role. Raises ConfigError.
+    """The configured trackers; entered and left by the trainer's role. Raises ConfigError.
 
-    At its end it waits `close_s` at most for what they have not written.
+    On exit it waits at most `close_s` for unwritten records.
     """
 
     def __init__(self, config: Config, close_s: float = _CLOSE_S) -> None:
@@ -147,7 +147,7 @@ class Trackers:
         wanted = {name: follow for name, follow in _TRACKERS.items() if getattr(config.tracking, name)}
         for name in wanted:
             found = find_spec(name)
-            if found is None or found.origin is None:  # no origin: a folder of that name in the working directory
+            if found is None or found.origin is None:  # no origin: a folder with that name in the working directory
                 raise ConfigError(
                     f"tracking.{name} is true and {name} is not installed: pip install 'sluice[{name}]', "
                     "or set it to false"
@@ -155,7 +155,7 @@ class Trackers:
         self._feeders = [_Feeder(name, partial(follow, directory, config)) for name, follow in wanted.items()]
 
     def log(self, step: int, record: dict[str, float]) -> None:
-        """At once: the trackers' own threads do the rest."""
+        """Returns at once: the trackers' threads do the work."""
         for feeder in self._feeders:
             feeder.log(step, dict(record))
 

@@ -1,4 +1,4 @@
-"""The built-in trainer: what a Session takes becomes optimiser steps, checkpoints and versions.
+"""The built-in trainer: turns the batches of a Session into optimiser steps, checkpoints and versions.
 
     Session.take ─▶ Filler ─┬─▶ score jobs ─▶ scorers ─▶ results ─┬─▶ TrainStep ─▶ Session.step ─▶ checkpoint ─▶ commit
             (policy loss)   └─▶ the trainer's own pass under v ───┘
@@ -10,7 +10,7 @@
 | score jobs           | scorers, `policy.score_wait_s`, or a stop        |
 
 - With a policy loss every sampled token gets the proximal logprob that the loss uses, or is marked. Samples without an
-  advantage have no part in it and pass unchanged. What a scorer does not answer in time is missing, and counted.
+  advantage take no part in it and pass unchanged. Scores that don't arrive in time are counted as missing.
 - A version is registered only from a durable checkpoint that holds exactly those weights.
 """
 
@@ -50,7 +50,7 @@ from sluice.pipeline.wire.waits import WaitKind
 
 
 class Trainer:
-    """The one trainer of a run."""
+    """The run's only trainer."""
 
     def __init__(
         self, role: Role, owner: Ownership, step: TrainStep, source: Path, trackers: Trackers | None = None
@@ -66,7 +66,7 @@ class Trainer:
             self._filler = Filler(role, step, Scores(role.client, role.keys, owner.nonce))
 
     async def run(self) -> None:
-        """Train until the run is complete, `max_versions` is reached, or a stop is asked for."""
+        """Train until the run is complete, `max_versions` is reached, or a stop is requested."""
         await self._resume()
         while not self._role.stop.is_set() and not self._enough_versions():
             samples = await self._session.take()
@@ -94,7 +94,7 @@ class Trainer:
         get_logger().info("resumed", step=state.step, version=state.version)
 
     def _weights(self, directory: Path) -> Weights:
-        """Of the model in memory, which the directory holds."""
+        """The in-memory model's weights, as written to the directory."""
         return Weights(directory, self._probe, probe_score(self._step.model, self._probe))
 
     async def _train(self, taken: list[TrainingSample]) -> None:
@@ -117,7 +117,7 @@ class Trainer:
             await self._checkpoint()
 
     async def _fill(self, samples: list[TrainingSample]) -> list[TrainingSample] | None:
-        """What is trained of them, with its proximal logprobs; None when asked to stop meanwhile."""
+        """The samples to train, with their proximal logprobs; None if asked to stop meanwhile."""
         if self._filler is None:
             return samples
         ready = await self._filler.fill(samples, self._session.state.version)
@@ -136,10 +136,10 @@ class Trainer:
 
 
 class OwnScores(Protocol):
-    """The trainer's model, before the update."""
+    """The trainer's model before the update."""
 
     def score(self, samples: Sequence[TrainingSample]) -> list[list[float]]:
-        """Per sample the fp32 logprob (nats) of each token, shape (len(token_ids),); position 0 holds 0.0."""
+        """Per sample, the fp32 logprob (nats) of each token, shape (len(token_ids),); position 0 holds 0.0."""
         ...
 
 
@@ -147,20 +147,20 @@ class AskedScores(Protocol):
     """Scorers of retained versions (pipeline/queue/scores.py)."""
 
     async def ask(self, jobs: Sequence[ScoreJob], wait_s: float) -> list[ScoreResult]:
-        """The answers that came within `wait_s`, in any order."""
+        """The answers that arrived within `wait_s`, in any order."""
         ...
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Samples to train, and a letter for each that is not."""
+    """Samples to train, and a letter for each dropped one."""
 
     samples: list[TrainingSample]
     letters: dict[str, DeadLetter]  # by seq_id
 
 
 class Filler:
-    """Fills one optimiser step's samples; counts until a step's record takes the counts."""
+    """Fills in the proximal logprobs of one optimiser step's samples; accumulates counts until `record` takes them."""
 
     def __init__(self, role: Role, own: OwnScores, asked: AskedScores) -> None:
         self._role, self._own, self._asked = role, own, asked
@@ -168,7 +168,7 @@ class Filler:
         self._counts = Counts()
 
     async def fill(self, samples: Sequence[TrainingSample], version: int) -> Ready | None:
-        """`version`: that of the trainer's weights. None when the process is asked to stop meanwhile."""
+        """`version`: that of the trainer's weights. None if the process is asked to stop meanwhile."""
         plans = await asyncio.to_thread(self._plans, samples, version)
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(self._ask(list(plans.values())))
@@ -180,7 +180,7 @@ class Filler:
         return self._sort(samples, done)
 
     def record(self) -> dict[str, float]:
-        """The `policy/` keys of all that was filled since the last call: a step in which all was dropped has none."""
+        """The `policy/` keys of everything filled since the last call: a step with all samples dropped has none."""
         counts, self._counts = self._counts, Counts()
         return counts.record()
 
@@ -194,7 +194,7 @@ class Filler:
         return {sample.seq_id: row for sample, row in zip(wanted, scores, strict=True)}
 
     async def _ask(self, plans: Sequence[Plan]) -> list[ScoreResult] | None:
-        """The answers that came in time; None when the process is asked to stop."""
+        """The answers that arrived in time; None if the process is asked to stop."""
         jobs = [job for each in plans for job in score_jobs(each, self._role.config.run)]
         if not jobs or not self._role.config.scorer.count:
             return []
@@ -245,7 +245,7 @@ class Filler:
 
 
 async def train(config: Config) -> None:
-    """Run the trainer to the end of the run."""
+    """Run the trainer until the run ends."""
     with use_free_gpu(wanted=config.trainer.claim_gpu), sharding(config.model) as shard:
         await _train(config, shard)
 
@@ -254,7 +254,7 @@ async def _train(config: Config, shard: Shard | None) -> None:
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.trainer.torch_threads)
     source = Path(config.model.path)
-    trackers = Trackers(config)  # here already: one that is not installed is no reason to load a model
+    trackers = Trackers(config)  # this early: if one isn't installed, fail before loading a model
     async with role_process(config, "trainer", default_name("trainer")) as role, trackers:
         owner = Ownership(role.client, role.keys, "trainer")
         await owner.acquire(deadline_s=60, waiting=role.status.waiting)

@@ -1,4 +1,4 @@
-"""Accuracy of answers: read by the rule that also makes the reward."""
+"""Accuracy of answers, read by the same rule as the reward."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def is_right(text: str, problem: Problem) -> bool:
 
 
 def accuracy(texts: Sequence[str], problems: Sequence[Problem]) -> float:
-    """Share of right answers, 0..1; raises ValueError when the two lists differ in length."""
+    """Share of right answers, 0..1; raises ValueError if the two lists differ in length."""
     right = [is_right(text, problem) for text, problem in zip(texts, problems, strict=True)]
     return sum(right) / len(right) if right else 0.0

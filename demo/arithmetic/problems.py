@@ -1,9 +1,9 @@
-"""Sums with a chain of steps: what the arithmetic model learns to do.
+"""Sums with a chain of steps, the problems of the arithmetic task.
 
 - A problem is a two-digit number and some single digits to add or subtract: `47+8-5+9`.
-- Its answer is one step a term, `47+8=55;55-5=50;50+9=59`; the number after the last `=` is what counts.
-- Every running total has at most two digits. Steps and terms are drawn from the seed alone.
-- Train and held-out problems never overlap: a checksum of the problem's text decides where it belongs.
+- Its answer is one step per term, `47+8=55;55-5=50;50+9=59`; the number after the last `=` is what counts.
+- Every running total has at most two digits. Steps and terms depend on the seed only.
+- Train and held-out problems never overlap: a checksum of the problem's text selects the split.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Where a problem belongs, whatever seed drew it."""
+    """The split of a problem, independent of the seed."""
     return "train" if zlib.crc32(problem.text.encode()) % _HELDOUT_SHARE else "heldout"
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic task, as the demo sees it."""
+"""The demo's definition of the arithmetic task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _write(path: Path, count: int, seed: int) -> Path:
 
 
 def _heldout(count: int, seed: int) -> list[Problem]:
-    """The problems that decide; none of them is ever trained on."""
+    """The held-out problems; none is ever trained on."""
     return list(problems("heldout", count, seed))
 
 
@@ -27,7 +27,7 @@ def _score(texts: Sequence[str], chosen: Sequence[Problem]) -> dict[str, float]:
 
 
 def _rows(chosen: Sequence[Problem], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict a problem, for arithmetic.html.j2."""
+    """One dict per problem, for arithmetic.html.j2."""
     return [
         {
             "problem": problem.text,

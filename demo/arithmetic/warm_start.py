@@ -1,4 +1,4 @@
-"""Warm start of the arithmetic task: the chain's form and most of its steps; the policy learns the rest."""
+"""Warm start of the arithmetic task: the chain's format and most of its steps; the policy learns the rest."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ _RECIPE = Recipe(
 def ensure_warm_start(
     cache_dir: Path, settings: WarmStartSettings | None = None, on_progress: OnProgress | None = None
 ) -> Path:
-    """Directory of the warm-started model and its tokenizer; trained now unless an equal one is cached."""
+    """Directory of the warm-started model and its tokenizer; trained now unless it is cached."""
     return _RECIPE.ensure(cache_dir, settings or SETTINGS, on_progress)

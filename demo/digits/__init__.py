@@ -1,4 +1,4 @@
-"""Reading handwritten digits: the demo's task, small enough to be learnt on one CPU core.
+"""Reading handwritten digits: the demo's task, small enough to learn on one CPU core.
 
     load_digits ──▶ scenes ──▶ patches ──▶ data (JSONL: id, messages, truth)
                                  │           │
@@ -7,5 +7,5 @@
     answers of any engine ──▶ evaluate.detection_f1, pictures (the report)
 
 - Train and held-out scenes show different handwriting.
-- Everything follows from seeds: scenes, codebook, weights, warm start.
+- Everything is seeded: scenes, codebook, weights, warm start.
 """

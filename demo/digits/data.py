@@ -1,4 +1,4 @@
-"""Scenes as the JSONL the pipeline reads: `{"id": ..., "messages": [...], "truth": [...]}` a line."""
+"""Scenes as the JSONL that the pipeline reads, one line each: `{"id": ..., "messages": [...], "truth": [...]}`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answer_text(objects: Sequence[Mapping[str, Any]]) -> str:
 
 
 def records(split: Split, count: int, seed: int) -> Iterator[Record]:
-    """`count` records; the id names (split, seed, index), so it survives a longer or shorter rewrite."""
+    """`count` records; the id encodes (split, seed, index), so it doesn't change with `count`."""
     for index, scene in enumerate(scenes(split, count, seed)):
         yield {
             "id": f"digits-{split}-{seed}-{index:06d}",
@@ -45,5 +45,5 @@ def records(split: Split, count: int, seed: int) -> Iterator[Record]:
 
 
 def write_jsonl(path: Path, split: Split, count: int, seed: int) -> Path:
-    """Write `count` records to `path`: a complete file or, when interrupted, none."""
+    """Write `count` records to `path`: a complete file or, if interrupted, none."""
     return write_records(path, records(split, count, seed))

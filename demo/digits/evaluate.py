@@ -1,7 +1,7 @@
 """Detection F1 of answers on held-out scenes: the right digit, and a box with IoU of at least 0.5.
 
-- One prediction pairs with at most one truth, and as many pairs as possible are made.
-- A text that is no complete answer literal earns its complete leading objects only.
+- A prediction pairs with at most one truth; the number of pairs is maximal.
+- A text that isn't a complete answer literal scores its complete leading objects only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OBJECT = re.compile(rf'"object_[0-9]{{1,6}}": ({_BODY})(?:, |\}}|$)')
 
 
 class DetectionScore(TypedDict):
-    """Each in 0..1; 0 where nothing was predicted or nothing was true."""
+    """Each in 0..1; 0 if nothing was predicted or nothing was true."""
 
     f1: float
     precision: float
@@ -30,7 +30,7 @@ class DetectionScore(TypedDict):
 
 
 def read_objects(text: str) -> list[dict[str, Any]]:
-    """The complete leading objects of an answer; whatever follows the first flaw is ignored."""
+    """The complete leading objects of an answer; everything after the first error is ignored."""
     objects: list[dict[str, Any]] = []
     position = 1 if text.startswith("{") else len(text)
     while found := _OBJECT.match(text, position):
@@ -40,7 +40,7 @@ def read_objects(text: str) -> list[dict[str, Any]]:
 
 
 def iou(first: Sequence[float], second: Sequence[float]) -> float:
-    """Intersection over union of two xyxy boxes, in 0..1; inverted and empty boxes overlap with nothing."""
+    """Intersection over union of two xyxy boxes, in 0..1; inverted and empty boxes have IoU 0."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
     if width <= 0 or height <= 0:
@@ -64,7 +64,7 @@ def num_hits(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
 
 
 def detection_f1(predicted_texts: Sequence[str], truths: Sequence[Sequence[Mapping[str, Any]]]) -> DetectionScore:
-    """Micro-averaged score over all scenes; raises ValueError when the two lists differ in length."""
+    """Micro-averaged score over all scenes; raises ValueError if the two lists differ in length."""
     num_predicted = num_true = hits = 0
     for text, truth in zip(predicted_texts, truths, strict=True):
         predicted = read_objects(text)

@@ -1,6 +1,6 @@
-"""The model of the digits task: patch tokens that start from their pixels.
+"""The model of the digits task: patch embeddings initialised from pixels.
 
-- They begin as a random projection of their pixels, so that patches which look alike begin as neighbours.
+- They start as a random projection of their pixels, so similar patches start as neighbours.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _PIXEL_MAX = 16.0
 
 @dataclass(frozen=True)
 class ModelSettings(tiny.ModelSettings):
-    """The shape, and how far the pixels decide where a patch begins."""
+    """Network shape, and how much the pixels determine a patch's initial embedding."""
 
     patch_init_scale: float = 3.0
 
 
 def build_model(settings: ModelSettings, tokenizer: Any = None) -> Qwen3ForCausalLM:
-    """A fresh fp32 model in training mode; the same settings give the same weights, whatever ran before."""
+    """A fresh fp32 model in training mode; the same settings always give the same weights."""
     tokenizer = tokenizer or build_tokenizer()
     first = tokenizer.convert_tokens_to_ids(patch_token(0))
     return tiny.build_model(settings, tokenizer, lambda model: _place_patches(model, settings, first))
 
 
 def _place_patches(model: Qwen3ForCausalLM, settings: ModelSettings, first: int) -> None:
-    """Start the patch embeddings from their pixels, plus a little of their random selves."""
+    """Initialise the patch embeddings from their pixels, plus a little of their random values."""
     generator = torch.Generator().manual_seed(settings.seed)
     pixels = torch.from_numpy(codebook()) / _PIXEL_MAX
     projection = torch.randn(pixels.shape[1], settings.hidden_size, generator=generator) * tiny.INIT_STD

@@ -1,6 +1,6 @@
 """Pixels to patch tokens: a codebook of small patches, fitted on the train digits only.
 
-- A canvas becomes one token per patch, column by column and top down: a digit's patches stand close together
+- A canvas becomes one token per patch, column by column and top down: a digit's patches are close together
   in the prompt.
 - The codebook is deterministic: k-means with a fixed seed over the aligned patches of the train digits.
 """

@@ -1,4 +1,4 @@
-"""Scenes to look at: training scenes as files for the dashboard, held-out ones as the report draws them."""
+"""Pictures of scenes: training scenes as files for the dashboard, held-out ones drawn for the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INK_MAX = 16.0
 
 
 def write_with_pictures(path: Path, split: Split, count: int, seed: int) -> Path:
-    """The records as JSONL, and each scene as a PNG below `scenes` beside it, which its metadata names."""
+    """Write the records as JSONL, and each scene as a PNG in `scenes` next to it, referenced by its metadata."""
     folder = path.parent / "scenes"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -36,7 +36,7 @@ def write_with_pictures(path: Path, split: Split, count: int, seed: int) -> Path
 
 
 def pictures(scenes: Sequence[Scene], before: Sequence[str], after: Sequence[str]) -> list[dict[str, Any]]:
-    """One dict a scene, for digits.html.j2."""
+    """One dict per scene, for digits.html.j2."""
     return [
         {
             "width": scene.pixels.shape[1] * _SCALE,

@@ -1,9 +1,9 @@
-"""Scenes of real handwritten digits: what the demo model learns to read.
+"""Scenes of real handwritten digits for the demo model to read.
 
 - A scene is a small grey canvas with one or two digits of scikit-learn's `load_digits` on it.
-- Every fifth digit image is held out: held-out scenes show handwriting that no train scene ever shows.
+- Every fifth digit image is held out: held-out scenes show handwriting that appears in no train scene.
 - The same (split, count, seed) always gives the same scenes, and a longer list begins with the shorter.
-- A truth lists its objects left to right, then top to bottom; boxes hug the ink.
+- A truth lists its objects left to right, then top to bottom; boxes are tight around the ink.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def digit_images(split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _box(ink: np.ndarray, top: int, left: int) -> list[int]:
-    """The xyxy box (0-999) around the inked pixels of an 8x8 digit standing at (top, left)."""
+    """The xyxy box (0-999) around the inked pixels of an 8x8 digit at (top, left)."""
     rows, columns = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
     edges = (left + columns[0], top + rows[0], left + columns[-1] + 1, top + rows[-1] + 1)
     sizes = (WIDTH, HEIGHT, WIDTH, HEIGHT)
@@ -64,7 +64,7 @@ def _box(ink: np.ndarray, top: int, left: int) -> list[int]:
 
 
 def _places(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
-    """`count` (top, left) corners on the grid whose 8x8 cells do not overlap."""
+    """`count` (top, left) corners on the grid with non-overlapping 8x8 cells."""
     while True:
         tops = GRID * rng.integers(0, (HEIGHT - _SIDE) // GRID + 1, size=count)
         lefts = GRID * rng.integers(0, (WIDTH - _SIDE) // GRID + 1, size=count)
@@ -74,7 +74,7 @@ def _places(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
 
 
 def make_scene(split: Split, rng: np.random.Generator) -> Scene:
-    """Draw one scene of the split's own digit images."""
+    """Draw one scene from the split's digit images."""
     images, labels, _ = digit_images(split)
     pixels = np.zeros((HEIGHT, WIDTH), dtype=np.float32)
     objects: list[SceneObject] = []

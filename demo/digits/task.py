@@ -1,4 +1,4 @@
-"""The digits task, as the demo sees it."""
+"""The demo's definition of the digits task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _write(path: Path, count: int, seed: int) -> Path:
 
 
 def _heldout(count: int, seed: int) -> list[Scene]:
-    """The scenes that decide; digits that no training scene shows."""
+    """The held-out scenes; their digits appear in no training scene."""
     return list(scenes("heldout", count, seed))
 
 

@@ -1,7 +1,7 @@
-"""The tokenizer of the digits task, whose borders fall where the pipeline's token labels need them.
+"""The tokenizer of the digits task, with token boundaries where the pipeline's token labels need them.
 
-- Digit words, the integers 0-999 and the chunks of the answer's form are one token each.
-- Patch tokens are special: they never arise from ordinary text by merging.
+- Digit words, the integers 0-999 and the chunks of the answer format are one token each.
+- Patch tokens are special: they never come from ordinary text by merging.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Warm start of the digits task: the answer's form and a little reading."""
+"""Warm start of the digits task: the answer format and a little reading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["WarmStartProgress", "WarmStartSettings", "ensure_warm_start", "warm_
 
 @dataclass(frozen=True)
 class WarmStartSettings(tiny.WarmStartSettings):
-    """As for every task, with this model's shape."""
+    """The common settings, with this model's shape."""
 
     model: model.ModelSettings = field(default_factory=model.ModelSettings)
 
@@ -39,12 +39,11 @@ _RECIPE = Recipe(
 
 
 def warm_start_key(settings: WarmStartSettings) -> str:
-    """Cache key of the settings."""
     return _RECIPE.key(settings)
 
 
 def ensure_warm_start(
     cache_dir: Path, settings: WarmStartSettings | None = None, on_progress: OnProgress | None = None
 ) -> Path:
-    """Directory of the warm-started model and its tokenizer; trained now unless an equal one is cached."""
+    """Directory of the warm-started model and its tokenizer; trained now unless it is cached."""
     return _RECIPE.ensure(cache_dir, settings or WarmStartSettings(), on_progress)

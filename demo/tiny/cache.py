@@ -1,4 +1,4 @@
-"""A directory that is either complete or absent, and a key that names everything it was made from."""
+"""A directory that is either complete or absent, and a key that covers everything it was made from."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def content_key(parameters: Any, modules: Sequence[ModuleType], versions: dict[s
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """Yield a scratch directory that becomes `target` on success and vanishes on any interruption.
+    """Yield a scratch directory that becomes `target` on success and is removed on any interruption.
 
-    When another process finished the same target first, its directory stays and ours is dropped.
+    If another process finishes the same target first, its directory stays and ours is dropped.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))

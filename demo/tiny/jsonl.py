@@ -11,7 +11,7 @@ from typing import Any
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """One line a record: a complete file or, when interrupted, none."""
+    """One record per line: a complete file or, if interrupted, none."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -1,7 +1,7 @@
 """The demo's model: a Qwen3 of about a million parameters, small enough to learn on one CPU core.
 
 - fp32, tied embeddings, head size 32 (which vLLM's CPU attention supports).
-- Random weights from a seed; a task may give some rows of the embedding a start of their own.
+- Seeded random weights; a task may initialise some embedding rows itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INIT_STD = 0.05
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Shape of the network; sizes in units (hidden, intermediate), counts otherwise."""
+    """Network shape; sizes in units (hidden, intermediate), counts otherwise."""
 
     hidden_size: int = 128
     intermediate_size: int = 512
@@ -56,7 +56,7 @@ def build_config(settings: ModelSettings, tokenizer: Any) -> Qwen3Config:
 def build_model(
     settings: ModelSettings, tokenizer: Any, start: Callable[[Qwen3ForCausalLM], None] | None = None
 ) -> Qwen3ForCausalLM:
-    """A fresh fp32 model in training mode; the same settings give the same weights, whatever ran before.
+    """A fresh fp32 model in training mode; the same settings always give the same weights.
 
     `start` may change the random weights in place.
     """
@@ -72,6 +72,6 @@ def build_model(
 
 
 def save_model(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write config, generation config, weights and tokenizer files: what transformers and vLLM load."""
+    """Write config, generation config, weights and tokenizer files, as transformers and vLLM load them."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -1,10 +1,10 @@
-"""A small fast tokenizer whose borders fall where a task needs them.
+"""A small fast tokenizer with token boundaries where a task needs them.
 
 - Byte-level, so any text round-trips; a task names the words and the chunks of text that are one token each.
-- A split in front of the vocabulary keeps every value apart from the quotes, commas and brackets around it,
-  so no token ever holds both structure and value.
+- A split before the vocabulary lookup separates every value from the quotes, commas and brackets around it,
+  so no token contains both structure and value.
 - A whole pre-token that is in the vocabulary is that token (`ignore_merges`), so no merge is needed.
-- ChatML marks, and a task's special tokens, never arise from ordinary text by merging.
+- ChatML marks, and a task's special tokens, never come from ordinary text by merging.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A tokenizer with its chat template; `save_pretrained` writes all of it.
 
-    `words` (runs of letters, or up to three digits) and `chunks` (any text) are one token each, beside the 256 bytes.
+    `words` (runs of letters, or up to three digits) and `chunks` (any text) are one token each, besides the 256 bytes.
     """
     chunks = (*chunks, *_ROLES)
     core = Tokenizer(models.BPE(vocab=_vocabulary((*words, *chunks)), merges=[], ignore_merges=True))
@@ -63,17 +63,17 @@ def build_tokenizer(
 
 
 def _escape(literal: str) -> str:
-    """A literal inside an Oniguruma pattern."""
+    """A literal escaped for an Oniguruma pattern."""
     return "".join(f"\\{char}" if char in '{}[]"|.()*+?^$' else char for char in literal)
 
 
 def _split_pattern(chunks: Sequence[str]) -> str:
-    """Known chunks first (longest first), then runs of up to three digits, letters, single others."""
+    """Known chunks first (longest first), then runs of up to three digits, letters, other single characters."""
     return "|".join([*map(_escape, sorted(chunks, key=len, reverse=True)), _ORDINARY])
 
 
 def _byte_level(text: str) -> str:
-    """The spelling of a text in the byte-level alphabet."""
+    """A text spelled in the byte-level alphabet."""
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return "".join(piece for piece, _ in level.pre_tokenize_str(text))
 

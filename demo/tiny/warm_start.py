@@ -1,8 +1,8 @@
-"""Warm start: teach a random model the answer's form and a little of the task, once, and keep the result.
+"""Warm start: teach a random model the answer format and a little of the task, once, and keep the result.
 
 - Plain teacher forcing on train-split problems; the loss covers the answer tokens only.
-- Cached under a key of every setting, every source file that matters and the versions of the libraries.
-- An interrupted run leaves nothing behind: the directory is written aside and renamed.
+- Cached under a key of every setting, every relevant source file and the library versions.
+- An interrupted run leaves nothing behind: the directory is written elsewhere and renamed.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Example = tuple[list[int], ...]
 
 @dataclass(frozen=True)
 class WarmStartSettings:
-    """How long and how fast; at most `num_steps` optimiser steps of `batch_size` fresh problems each."""
+    """Duration and learning rate; at most `num_steps` optimiser steps of `batch_size` fresh problems each."""
 
     num_steps: int = 144
     batch_size: int = 32
     learning_rate: float = 3e-3
     num_warmup_steps: int = 20
     data_seed: int = 5
-    stop_loss: float | None = None  # nats; over once the mean of the last 8 steps is below it
+    stop_loss: float | None = None  # nats; stops once the mean of the last 8 steps is below it
     model: model.ModelSettings = field(default_factory=model.ModelSettings)
 
 
 @dataclass(frozen=True)
 class WarmStartProgress:
-    """What the callback hears after each step: counts, mean cross-entropy in nats, seconds so far."""
+    """Passed to the callback after each step: counts, mean cross-entropy in nats, elapsed seconds."""
 
     step: int
     num_steps: int
@@ -66,7 +66,7 @@ OnProgress = Callable[[WarmStartProgress], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task's share: `network` builds the fresh model, `pairs(count, seed, tokenizer)` gives train problems."""
+    """The task's part: `network` builds the fresh model, `pairs(count, seed, tokenizer)` yields train problems."""
 
     name: str
     sources: Sequence[ModuleType]
@@ -75,12 +75,12 @@ class Recipe:
     pairs: Callable[[int, int, PreTrainedTokenizerFast], Iterator[Example]]
 
     def key(self, settings: WarmStartSettings) -> str:
-        """Cache key: settings, the sources of the task and of this package, and the libraries."""
+        """Cache key: settings, the sources of the task and of this package, and the library versions."""
         sources = [*self.sources, cache, model, tokenizer, sys.modules[__name__]]
         return cache.content_key(asdict(settings), sources, {name: version(name) for name in _LIBRARIES})
 
     def ensure(self, cache_dir: Path, settings: WarmStartSettings, on_progress: OnProgress | None = None) -> Path:
-        """Directory of the warm-started model and its tokenizer; trained now unless an equal one is cached."""
+        """Directory of the warm-started model and its tokenizer; trained now unless it is cached."""
         target = Path(cache_dir) / f"{self.name}-warm-{self.key(settings)}"
         if target.is_dir():
             return target
@@ -101,9 +101,9 @@ def train(
     pairs: Iterator[Example],
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Train in place with AdamW: linear warm-up, then a constant rate, as later training has.
+    """Train in place with AdamW: linear warm-up, then a constant rate, as in later training.
 
-    It ends after `num_steps`, or earlier at `stop_loss`.
+    Stops after `num_steps`, or earlier at `stop_loss`.
     """
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=settings.learning_rate, betas=_BETAS, weight_decay=0.0, fused=True
@@ -150,6 +150,6 @@ def answer_loss(network: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.T
 
 
 def encode_pair(codec: Any, messages: list[dict[str, str]], answer: str) -> Pair:
-    """A chat and its answer as ids."""
+    """Token ids of a chat and its answer."""
     prompt = codec.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return prompt, codec.encode(answer + tokenizer.TURN_END, add_special_tokens=False)

@@ -5,5 +5,5 @@
     answers of any model directory, with the same tools and the same rendering ──▶ evaluate
 
 - Train and held-out problems never overlap.
-- Everything follows from seeds: problems, weights, warm start.
+- Everything is seeded: problems, weights, warm start.
 """

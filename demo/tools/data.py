@@ -1,4 +1,6 @@
-"""Problems as the JSONL the pipeline reads: `{"id": ..., "messages": [...], "truth": {"answer": ...}}` a line."""
+"""Problems as the JSONL that the pipeline reads, one line each:
+`{"id": ..., "messages": [...], "truth": {"answer": ...}}`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ def messages_of(problem: Problem) -> list[dict[str, str]]:
 
 
 def truth_of(problem: Problem) -> dict[str, str]:
-    """What the task `exact_answer` compares with what the model says at last."""
+    """The truth that `exact_answer` compares with the model's final answer."""
     return {"answer": str(problem.answer)}
 
 
 def records(split: Split, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`count` records; the id names (split, seed, index), so it survives a longer or shorter rewrite."""
+    """`count` records; the id encodes (split, seed, index), so it doesn't change with `count`."""
     for index, problem in enumerate(problems(split, count, seed)):
         yield {
             "id": f"tools-{split}-{seed}-{index:06d}",
@@ -31,5 +33,5 @@ def records(split: Split, count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, split: Split, count: int, seed: int) -> Path:
-    """Write `count` records to `path`: a complete file or, when interrupted, none."""
+    """Write `count` records to `path`: a complete file or, if interrupted, none."""
     return write_records(path, records(split, count, seed))

@@ -1,8 +1,8 @@
-"""Whole conversations for the warm start, as token ids: some call the right tools, some do not.
+"""Whole conversations for the warm start, as token ids: some call the right tools, some don't.
 
-- A careless demonstration is right, hasty (an answer at once, without a call) or in the wrong order. How often depends
-  on the problem's shape: the warm-started model is right on some shapes, wrong on others, and never sure of itself.
-- Ids alternate between what is given (prompt, tool results) and what the model writes, turn terminators included.
+- A careless demonstration is right, hasty (an immediate answer without a call) or in the wrong order. How often depends
+  on the problem's shape: the warm-started model is right on some shapes, wrong on others, and never confident.
+- Ids alternate between given tokens (prompt, tool results) and model output, turn terminators included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def conversation(messages: Sequence[dict[str, Any]], steps: Sequence[Step], answ
 def encode(codec: PreTrainedTokenizerFast, turns: Sequence[dict[str, Any]]) -> tuple[list[int], ...]:
     """Ids of a conversation with tools: given, written, given, written, …"""
     text = str(codec.apply_chat_template(list(turns), tools=SCHEMAS, tokenize=False))
-    pieces = _WRITTEN.split(text)[:-1]  # what follows the last turn is never read
+    pieces = _WRITTEN.split(text)[:-1]  # nothing reads the text after the last turn
     return tuple(codec.encode(piece, add_special_tokens=False) for piece in pieces)
 
 

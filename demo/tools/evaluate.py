@@ -1,7 +1,7 @@
-"""Whole conversations of a model with the calculator, greedily, and how many end with the right answer.
+"""Greedy whole conversations of a model with the calculator, and how many end with the right answer.
 
-- As in a rollout: the pipeline's engine decodes, calls are read as the gateway reads them, the same tools answer, and
-  what a turn adds to the tokens is found by the same rule; sampled tokens are never made from text again.
+- As in a rollout: the pipeline's engine decodes, calls are parsed as in the gateway, the same tools answer, and
+  the same rule finds the tokens that a turn adds; sampled tokens are never re-tokenised from text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, T
 from sluice.workers.model_files import load_tokenizer
 
 MAX_TURNS = 4
-MAX_NEW_TOKENS = 24  # of one turn
+MAX_NEW_TOKENS = 24  # per turn
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """What the model says at last; nothing while it still calls tools."""
+        """The model's final answer; empty while it still calls tools."""
         last = self.messages[-1]
         return str(last["content"]) if self.ended and last["role"] == "assistant" else ""
 
 
 def converse(model_dir: Path, problems: Sequence[Problem]) -> list[Conversation]:
-    """One conversation a problem, all of them a turn at a time."""
+    """One conversation per problem, all of them advancing a turn at a time."""
     box = load_tools(RolloutServerConfig(tool_latency_ms=(0, 0)))
     tokenizer = load_tokenizer(str(model_dir))
     renderer = Renderer(tokenizer, {tokenizer.eos_token_id}, ChatTemplateOptions(tools=box.schemas()))
@@ -61,7 +61,7 @@ def converse(model_dir: Path, problems: Sequence[Problem]) -> list[Conversation]
 
 
 def _speak(engine: GenerationEngine, renderer: Renderer, going: Sequence[Conversation]) -> None:
-    """One turn of the model in each."""
+    """One turn of the model in each conversation."""
     for one in going:
         known = one.token_ids
         at = max((place for place, message in enumerate(one.messages) if message["role"] == "assistant"), default=-1)
@@ -86,12 +86,12 @@ async def _use_tools(box: ToolBox, going: Sequence[Conversation]) -> None:
 
 
 def is_right(answer: str, problem: Problem) -> bool:
-    """By the rule that also makes the reward."""
+    """The same rule as for the reward."""
     truth = read_answer(truth_of(problem), problem.text)
     return extract(answer, truth.pattern) == truth.text
 
 
 def accuracy(conversations: Sequence[Conversation], problems: Sequence[Problem]) -> float:
-    """Share of right answers, 0..1; raises ValueError when the two lists differ in length."""
+    """Share of right answers, 0..1; raises ValueError if the two lists differ in length."""
     right = [is_right(one.answer, problem) for one, problem in zip(conversations, problems, strict=True)]
     return sum(right) / len(right) if right else 0.0

@@ -1,8 +1,8 @@
-"""Problems of one or two operations on numbers that no tiny model works out in its head: `(812-57)*3`.
+"""Problems of one or two operations on numbers too large for a tiny model to compute by itself: `(812-57)*3`.
 
-- Every number on the way is whole, 0 to 9999: what the calculator answers is one or two tokens.
-- Operations and numbers are drawn from the seed alone.
-- Train and held-out problems never overlap: a checksum of the problem's text decides where it belongs.
+- Every intermediate result is an integer, 0 to 9999, so the calculator's answer is one or two tokens.
+- Operations and numbers depend on the seed only.
+- Train and held-out problems never overlap: a checksum of the problem's text selects the split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the calculator and what it answers."""
+    """One call of the calculator and its result."""
 
     tool: str
     a: int
@@ -48,7 +48,7 @@ class Problem:
 
     @property
     def brackets(self) -> bool:
-        """Whether the text needs them."""
+        """Whether the text needs brackets."""
         if len(self.operations) == 1:
             return False
         done, other = self.operations[self.first], self.operations[1 - self.first]
@@ -65,12 +65,12 @@ class Problem:
 
     @property
     def steps(self) -> list[Step] | None:
-        """The calls in order; None where a number on the way is not whole, negative or too large."""
+        """The calls in order; None if an intermediate result is fractional, negative or too large."""
         return _steps(self, self.first)
 
     @property
     def wrong_steps(self) -> list[Step] | None:
-        """The calls in the other order, where there is one."""
+        """The calls in the other order, if there is one."""
         return _steps(self, 1 - self.first) if len(self.operations) == 2 else None
 
     @property
@@ -83,7 +83,7 @@ class Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Where a problem belongs, whatever seed drew it."""
+    """The split of a problem, independent of the seed."""
     return "train" if zlib.crc32(problem.text.encode()) % _HELDOUT_SHARE else "heldout"
 
 
@@ -100,7 +100,7 @@ def problems(split: Split, count: int, seed: int) -> Iterator[Problem]:
 def _draw(rng: random.Random, operations: str, first: int) -> Problem:
     numbers = [rng.randint(*rng.choice(((2, 99), (11, 999)))) for _ in range(len(operations) + 1)]
     place = operations.find("/")
-    if place >= 0:  # so that it comes out even
+    if place >= 0:  # makes the division exact
         numbers[place + 1] = rng.randint(2, 40)
         numbers[place] = numbers[place + 1] * rng.randint(2, 999 // numbers[place + 1])
     return Problem(tuple(numbers), operations, first)

@@ -1,4 +1,4 @@
-"""The tools task, as the demo sees it."""
+"""The demo's definition of the tools task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _write(path: Path, count: int, seed: int) -> Path:
 
 
 def _heldout(count: int, seed: int) -> list[Problem]:
-    """The problems that decide; none of them is ever trained on."""
+    """The held-out problems; none is ever trained on."""
     return list(problems("heldout", count, seed))
 
 
@@ -32,7 +32,7 @@ def _score(answers: Sequence[Conversation], chosen: Sequence[Problem]) -> dict[s
 
 
 def _rows(chosen: Sequence[Problem], before: Sequence[Conversation], after: Sequence[Conversation]) -> list[Any]:
-    """One dict a problem, for tools.html.j2."""
+    """One dict per problem, for tools.html.j2."""
     return [
         {
             "problem": problem.text,
@@ -44,7 +44,7 @@ def _rows(chosen: Sequence[Problem], before: Sequence[Conversation], after: Sequ
 
 
 def _lines(one: Conversation) -> list[str]:
-    """`multiply(37, 46) → 1702`, and at last what the model says."""
+    """`multiply(37, 46) → 1702`, and finally the model's answer."""
     results = {message["tool_call_id"]: message["content"] for message in one.messages if message["role"] == "tool"}
     lines: list[str] = []
     for message in one.messages:

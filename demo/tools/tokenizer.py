@@ -3,8 +3,8 @@
     <tool_call>\n{"name": "multiply", "arguments": {"a": 37, "b": 46}}\n</tool_call>
 
 - A parsed call renders exactly as the model writes it, so a rollout's tokens and its messages agree.
-- The fixed pieces of a call are one token each, and ordinary text: what is decoded without special tokens keeps them.
-- Of the tools only the names are shown, in alphabetical order; without tools nothing is.
+- The fixed pieces of a call are one token each, and ordinary text: decoding without special tokens keeps them.
+- Of the tools only the names are rendered, in alphabetical order; without tools, nothing.
 """
 
 from __future__ import annotations

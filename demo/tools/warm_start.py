@@ -1,4 +1,4 @@
-"""Warm start of the tools task: the form of calls and answers, and how to copy numbers; the policy learns the rest."""
+"""Warm start of the tools task: the format of calls and answers, and copying numbers; the policy learns the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHAPE = ModelSettings(intermediate_size=256, num_layers=2, num_heads=8, num_kv_
 
 SETTINGS = WarmStartSettings(num_steps=360, model=_SHAPE)
 
-_WORKED_SHARE = 0.7  # of the demonstrations; copying is learnt from them, before the careless ones
+_WORKED_SHARE = 0.7  # of the demonstrations; the model learns copying from them, before the careless ones
 
 
 def _examples(count: int, seed: int, codec: PreTrainedTokenizerFast) -> Iterator[Example]:
@@ -42,5 +42,5 @@ _RECIPE = Recipe(
 def ensure_warm_start(
     cache_dir: Path, settings: WarmStartSettings | None = None, on_progress: OnProgress | None = None
 ) -> Path:
-    """Directory of the warm-started model and its tokenizer; trained now unless an equal one is cached."""
+    """Directory of the warm-started model and its tokenizer; trained now unless it is cached."""
     return _RECIPE.ensure(cache_dir, settings or SETTINGS, on_progress)

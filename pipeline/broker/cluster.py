@@ -1,8 +1,8 @@
-"""Redis Cluster: all that belongs to a run lies in one slot, so a run is served by that slot's primary.
+"""Redis Cluster: everything that belongs to a run is in one slot, so that slot's primary serves the run.
 
-- `broker.url` names some nodes; each is asked where the slot is, until one answers. Every new connection asks again, so
-  connections follow the slot when it moves or its primary fails over.
-- Addresses are those that the nodes announce; user, password and TLS are those of `broker.url`.
+- `broker.url` names some nodes; each is asked for the slot's primary until one answers. Every new connection asks
+  again, so connections follow the slot when it moves or its primary fails over.
+- Addresses are those the nodes announce; user, password and TLS come from `broker.url`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Address = tuple[str, int]
 
 
 class SlotPrimary:
-    """Finds the primary of a run's slot; `server` is how to enter a node, as redis.Redis takes it."""
+    """Finds the primary of a run's slot; `server` holds a node's connection arguments for redis.Redis."""
 
     def __init__(self, nodes: Sequence[Address], run: str, server: dict[str, Any], timeout_s: float) -> None:
         self.slot: int = key_slot(Keys(run).prefix.encode())
@@ -29,7 +29,7 @@ class SlotPrimary:
         self._server = {name: value for name, value in server.items() if name != "db"}
 
     def find(self) -> Address:
-        """Where it is now; raises redis.ConnectionError when no node knows."""
+        """The primary's current address; raises redis.ConnectionError if no node knows it."""
         problems: list[str] = []
         for node in list(self._nodes):
             try:
@@ -52,12 +52,12 @@ class SlotPrimary:
             return cast("list[Any]", cast(Any, client).execute_command("CLUSTER SLOTS"))
 
     def _learn(self, ranges: list[Any], asked: Address) -> None:
-        """Nodes that were not named in the URL can be asked too."""
+        """Remember nodes that the URL doesn't name, so they can be asked too."""
         for _, _, *nodes in ranges:
             self._nodes += [found for node in nodes if (found := _address(node, asked)) not in self._nodes]
 
 
 def _address(node: Any, asked: Address) -> Address:
-    """An empty host is that of the node which was asked."""
+    """An empty host means the node that was asked."""
     host = node[0].decode() if isinstance(node[0], bytes) else node[0]
     return (host or asked[0]), int(node[1])

@@ -41,11 +41,11 @@ _SENTINEL_PORT, _NODE_PORT = 26379, 6379
 
 
 class BrokerSilent(BrokerError):
-    """Nothing answers there, now."""
+    """Nothing answers there now."""
 
 
 def broker_url(config: BrokerConfig) -> str:
-    """The configured URL, or that of the embedded broker which runs in `embedded_dir`; raises BrokerError."""
+    """The configured URL, or that of the embedded broker running in `embedded_dir`; raises BrokerError."""
     if config.url:
         return config.url
     card = Path(config.embedded_dir) / "broker.json"
@@ -61,7 +61,7 @@ def broker_url(config: BrokerConfig) -> str:
 def connect(config: BrokerConfig, run: str = "") -> Redis:
     """An asyncio client that outlasts an outage of `retry_for_s`; nothing is sent yet. See `ping`.
 
-    `run`: whose names are asked for; on a cluster it says which node that is.
+    `run`: the run served over this connection; on a cluster it determines the node.
     """
     return Redis.from_pool(connection_pool(config, run))
 
@@ -69,7 +69,7 @@ def connect(config: BrokerConfig, run: str = "") -> Redis:
 def connection_pool(config: BrokerConfig, run: str = "") -> ConnectionPool:
     """What `connect` uses, for clients of another class; the caller disconnects it."""
     patience: dict[str, Any] = {"retry": UntilRetry(config.retry_for_s), "retry_on_error": TRANSIENT}
-    # redis-py 8 would refuse the hundred-and-first connection of a process; nothing here waits for a free one.
+    # redis-py 8 would refuse a process's 101st connection; nothing here waits for a free one.
     settings: dict[str, Any] = {"max_connections": 1 << 31, **_timeouts(config), **patience}
     if config.sentinel_master is None:
         if not config.cluster:
@@ -84,7 +84,7 @@ def connection_pool(config: BrokerConfig, run: str = "") -> ConnectionPool:
 
 
 def is_cluster(client: Redis) -> bool:
-    """Whether keys of another slot are out of this client's reach."""
+    """Whether this client can't reach keys of other slots."""
     return isinstance(client.connection_pool, PatientClusterPool)
 
 
@@ -107,8 +107,8 @@ def _slot_primary(config: BrokerConfig, run: str) -> tuple[SlotPrimary, dict[str
 
 
 def node_addresses(config: BrokerConfig, port: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-    """Where the Sentinels, or a cluster's nodes, of `redis://[user:password@]host:port[,host:port…]/db` are, and how to
-    enter the servers. `port`: where none is given."""
+    """Addresses of the Sentinels or cluster nodes in `redis://[user:password@]host:port[,host:port…]/db`, and how to
+    connect to the servers. `port`: used where none is given."""
     url = broker_url(config)
     parts = urlsplit(url)
     entry, at, hosts = parts.netloc.rpartition("@")
@@ -132,14 +132,14 @@ def _them(config: BrokerConfig) -> str:
 
 
 def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
-    """Facts of the server; raises BrokerError that says what is wrong and what to do."""
+    """Facts about the server; raises BrokerError saying what is wrong and what to do."""
     url = hide_password(broker_url(config))
     try:
         with connect_sync(config, run) as client:
             facts = cast("dict[str, Any]", cast(Any, client).info())
     except AuthenticationError as error:
         raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error
-    except ValueError:  # its text would show what stands where the port is expected: part of a password
+    except ValueError:  # its text would show what is in the port's place: part of a password
         raise BrokerError(
             f"{url}: not a broker's URL; write redis://:password@host:6379/0, with %2F for / and %23 for #"
         ) from None
@@ -159,7 +159,7 @@ def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
 
 
 def refuse_unsafe(config: BrokerConfig, facts: dict[str, Any]) -> None:
-    """Raises BrokerError where what INFO says (CONFIG may be forbidden) loses what a run relies on."""
+    """Raises BrokerError if the settings that INFO shows (CONFIG may be forbidden) would lose data a run relies on."""
     url, policy = hide_password(broker_url(config)), str(facts.get("maxmemory_policy", ""))
     if policy.startswith("allkeys"):
         raise BrokerError(
@@ -175,7 +175,7 @@ def refuse_unsafe(config: BrokerConfig, facts: dict[str, Any]) -> None:
 
 
 async def wait_ready(config: BrokerConfig, run: str = "") -> dict[str, Any]:
-    """`ping`, but a broker that is away is waited for as long as `connect` would."""
+    """`ping`, but waits for an unreachable broker as long as `connect` would."""
     until = time.monotonic() + config.retry_for_s
     said = False
     while True:

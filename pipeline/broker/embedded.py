@@ -1,4 +1,4 @@
-"""A broker of our own, for machines where none runs: valkey or redis on loopback, with AOF and a random password.
+"""Our own broker, for machines where none runs: valkey or redis on loopback, with AOF and a random password.
 
 | waits for            | unblocked by                                      |
 |----------------------|---------------------------------------------------|
@@ -6,10 +6,10 @@
 | the server to load   | the end of its append-only file; at most `LOAD_S` |
 
 - Its directory holds the data, which survive a restart. `broker.json` there tells other processes the URL.
-- The directory and its files are private to their owner: they hold the password and every prompt.
-- It ends with the process that started it. While that lives, a server that dies is started again on the same port, with
-  the same password and data; a restart that fails is retried, less and less often, until the owner stops it.
-- One directory, one broker: a second start joins the running one.
+- The directory and its files are readable only by their owner: they hold the password and every prompt.
+- It ends with the process that started it. Until then, a server that dies is restarted on the same port, with the same
+  password and data; a failed restart is retried with backoff until the owner stops it.
+- One broker per directory: a second start joins the running one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def find_server() -> str:
 
 @contextlib.contextmanager
 def embedded_broker(config: BrokerConfig) -> Generator[str]:
-    """Run a broker in `config.embedded_dir` for the length of the block; yields its URL."""
+    """Run a broker in `config.embedded_dir` for the duration of the block; yields its URL."""
     directory = Path(config.embedded_dir).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     _make_private(directory)
@@ -81,7 +81,7 @@ def embedded_broker(config: BrokerConfig) -> Generator[str]:
 
 
 def _make_private(directory: Path) -> None:
-    """Also what an earlier release left readable."""
+    """Includes files that an earlier release left readable."""
     directory.chmod(0o700)
     for path in directory.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # a running broker rewrites its files
@@ -90,7 +90,7 @@ def _make_private(directory: Path) -> None:
 
 def _serve(directory: Path) -> Generator[str]:
     card = directory / "broker.json"
-    card.unlink(missing_ok=True)  # that of a broker which was killed
+    card.unlink(missing_ok=True)  # left by a broker that was killed
     password, port = secrets.token_urlsafe(24), _free_port()
     settings = directory / "broker.conf"
     write_atomic(settings, _SETTINGS.format(port=port, directory=directory, password=password), mode=0o600)
@@ -102,11 +102,11 @@ def _serve(directory: Path) -> Generator[str]:
     finally:
         card.unlink(missing_ok=True)
         server.stop()
-        card.unlink(missing_ok=True)  # a restart in that moment wrote it again
+        card.unlink(missing_ok=True)  # a restart at that moment wrote it again
 
 
 def _join(directory: Path) -> str:
-    """The URL of the broker that another process runs here, once it answers; raises BrokerError."""
+    """The URL of the broker another process runs here, once it answers; raises BrokerError."""
     began, loading = time.monotonic(), False
     while time.monotonic() - began < (LOAD_S if loading else START_S):
         with contextlib.suppress(OSError, ValueError, KeyError):  # no card yet
@@ -145,7 +145,7 @@ class EmbeddedServer:
         self._watcher = threading.Thread(target=self._watch, name="embedded-broker", daemon=True)
 
     def start(self) -> None:
-        """Start it and return once it answers; raises BrokerError that shows its log."""
+        """Start it and return once it answers; raises a BrokerError that shows its log."""
         with open(self._directory / "broker.log", "ab", opener=_private) as log:
             process = subprocess.Popen(
                 tethered(self._command), stdout=log, stderr=log, start_new_session=True, umask=0o077
@@ -153,7 +153,7 @@ class EmbeddedServer:
         self._process = process
         write_atomic(
             self._directory / "broker.json", json.dumps({"url": self.url, "pid": process.pid}), mode=0o600
-        )  # before it is ready: who joins then sees it load
+        )  # before it is ready, so a joining process sees it load
         try:
             self._wait_ready(process)
         except BrokerError:
@@ -161,11 +161,11 @@ class EmbeddedServer:
             raise
 
     def watch(self) -> None:
-        """From now on, start it again whenever it dies."""
+        """From now on, restart it whenever it dies."""
         self._watcher.start()
 
     def stop(self) -> None:
-        """End it for good."""
+        """Stop it for good."""
         self._stopping.set()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -216,14 +216,14 @@ class EmbeddedServer:
 
 
 def _private(path: str, flags: int) -> int:
-    """An opener of files that are their owner's alone, also where they were made before."""
+    """Opener for files only their owner can read, even if they existed before."""
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)
     return handle
 
 
 def _probe(client: redis.Redis) -> Literal["ready", "loading", "silent"]:
-    """What a server does now."""
+    """The server's current state."""
     try:
         client.ping()  # type: ignore[no-untyped-call]
     except redis.BusyLoadingError:

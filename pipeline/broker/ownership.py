@@ -1,4 +1,4 @@
-"""Roles that one process plays at a time (a consumer per partition, the trainer).
+"""Roles that only one process holds at a time (a consumer per partition, the trainer).
 
 The owner's nonce fences every effect: a paused owner that comes back late is refused by the scripts.
 """
@@ -22,7 +22,7 @@ _POLL_S = 0.2
 
 
 async def why_fenced(scripts: Scripts, key: str) -> SluiceError:
-    """The error of a process that a script refused as the owner of this role: another has it, or the data are gone."""
+    """The error for a process that a script refused as this role's owner: another has it, or the data are gone."""
     role = key.rpartition("owner:")[2]
     if await scripts.client.exists(key, f"{key}:last"):
         return LeaseLost(f"{role}: another process took this role; this one stops")
@@ -43,9 +43,9 @@ class Ownership:
         self.nonce = secrets.token_hex(8)
 
     async def acquire(self, deadline_s: float, waiting: Waiting) -> None:
-        """Take the role, waiting for an earlier owner's claim to run out; DeadlineExceeded names it.
+        """Take the role, waiting for an earlier owner's claim to expire; DeadlineExceeded names it.
 
-        Counts only the time between questions: an outage of the broker is not the other process's doing.
+        Counts only the time between questions: a broker outage isn't the other process's fault.
         """
         waited_s = 0.0
         while not await self.try_acquire():
@@ -58,24 +58,24 @@ class Ownership:
         waiting(None)
 
     async def keep(self) -> None:
-        """Renew until released or cancelled; raises as `why_fenced` when it is not ours any more."""
+        """Renew until released or cancelled; raises as `why_fenced` when the role is lost."""
         while not self._released:
             await asyncio.sleep(TTL_S / 4)
             if not self._released:
                 await self.confirm()
 
     async def confirm(self) -> None:
-        """Before an effect that no script fences (files); raises as `why_fenced` when the role is lost."""
+        """Call it before an effect that no script fences (files); raises as `why_fenced` when the role is lost."""
         if not await self.try_acquire() and not self._released:
             raise await why_fenced(self._scripts, self.key)
 
     async def release(self) -> None:
-        """Give the role up immediately; a renewal in flight doesn't take it again."""
+        """Give the role up immediately; a renewal in flight doesn't retake it."""
         self._released = True
         await self._scripts.ask(RoleKey(owner=self.key), Disown(nonce=self.nonce))
 
     async def try_acquire(self) -> bool:
-        """Take or renew the role; False while another process holds it, and for good once one has held it since."""
+        """Take or renew the role; False while another process holds it, and permanently once one has held it since."""
         request = Own(nonce=self.nonce, ttl_ms=int(TTL_S * 1000), renew=self._held)
         ours = bool(await self._scripts.ask(RoleKey(owner=self.key), request))
         self._held = self._held or ours

@@ -1,16 +1,16 @@
-"""What makes a connection outlast an outage: one deadline for a command, its connection and its hand-shake.
+"""Lets a connection outlast an outage: one deadline for a command, its connection and its handshake.
 
-- A retry inside a retry (a command connects, a connection asks for its health) tries once: the outer one begins anew,
-  so that a client of Sentinel asks again where the primary is.
+- A retry inside a retry (a command connects, a connection checks its health) tries once: the outer one starts over, so
+  a Sentinel client asks again where the primary is.
 - A cancellation is never lost: redis-py 5 sends through `asyncio.wait_for`, which before Python 3.12 drops one that
-  comes in the moment of success; the caller would wait forever.
-- A task that was cancelled can still use a connection: before Python 3.11.3 a time limit of 0 inside such a task, as in
-  redis-py's look at a connection of the pool, is taken for another cancellation. The look is a task of its own there.
-- Besides lost connections, a server that refuses for now (it loads, is a replica, has no replicas, no memory or no
-  disk) is asked again. Log, heartbeat (`waits_for_room`) and the error that ends it tell of a wait for memory.
+  arrives at the moment of success; the caller would wait forever.
+- A cancelled task can still use a connection. Before Python 3.11.3, a timeout of 0 inside such a task, as in
+  redis-py's check of a pooled connection, is taken for another cancellation; there, the check is a separate task.
+- Besides lost connections, a server that refuses temporarily (it loads, is a replica, has no replicas, no memory or no
+  disk) is asked again. Log, heartbeat (`waits_for_room`) and the final error report a wait for memory.
 
-Leans on `_backoff` and `_supported_errors` of redis-py 5.3 and on its pools; tests/integration/test_outage.py fails if
-they move.
+Relies on `_backoff` and `_supported_errors` of redis-py 5.3 and on its pools; tests/integration/test_outage.py fails if
+they change.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ TRANSIENT: list[type[Exception]] = [
     OutOfMemoryError,
     OSError,
 ]
-# What a node of a cluster says while the slot is elsewhere, or on its way; redis-py 8 has classes for it, 5 has words.
+# A cluster node's answers while the slot is elsewhere or moving; redis-py 8 has classes for them, 5 only text.
 _ELSEWHERE = (AskError, TryAgainError, ClusterDownError)  # MovedError is an AskError
 _ELSEWHERE_WORDS = ("MOVED ", "ASK ", "TRYAGAIN ", "CLUSTERDOWN ")
-# No classes of their own, or not everywhere; a pipeline writes words of its own before.
+# These have no classes, or not in every version; a pipeline adds its own text before them.
 _FOR_NOW = ("NOREPLICAS ", "MISCONF ", "BUSY ", "OOM ")
 _BACKOFF_CAP_S = 1.0
 _inside: ContextVar[bool] = ContextVar("inside a retried call", default=False)
@@ -74,7 +74,7 @@ class UntilRetry(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> Any:
-        """The answer of `do`, or its last transient error once the time is up. The last two arguments: redis-py 8."""
+        """The answer of `do`, or its last transient error at the deadline. The last two arguments are redis-py 8's."""
         for_s = 0 if _inside.get() else self._for_s
         until = time.monotonic() + for_s
         token = _inside.set(True)
@@ -104,16 +104,16 @@ class UntilRetry(Retry):
             _inside.reset(token)
 
     async def _after(self, error: Exception, fail: Callable[[redis.RedisError], Any]) -> None:
-        """Disconnect after a lost connection; raises an error that would come again."""
+        """Disconnect after a lost connection; raises an error that a retry would repeat."""
         if isinstance(error, self._supported_errors):
-            with contextlib.suppress(redis.TimeoutError):  # the other side does not even take the end
+            with contextlib.suppress(redis.TimeoutError):  # the other side doesn't even accept the close
                 await fail(cast(Any, error))
         elif not may_pass(error):
             raise error
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether a server that refuses with this may take the same later."""
+    """Whether a server that refuses with this error may accept the same command later."""
     return any(word in str(error) for word in _FOR_NOW)
 
 
@@ -122,13 +122,13 @@ def _counted(fail: Callable[..., Any], failures: int, error: Exception) -> Any:
 
 
 class _Heedful(AbstractConnection):
-    """Ends a command whose task was cancelled while it was sent."""
+    """Closes the connection if the task was cancelled while its command was sent."""
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """As redis-py's; a command whose caller has gone closes its connection: nobody reads its answer."""
+        """Like redis-py's; if the caller was cancelled, the connection closes because nobody reads its answer."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         asked = task.cancelling()
-        if not self.is_connected:  # redis-py 8 would open the socket to the old address, without asking a Sentinel
+        if not self.is_connected:  # redis-py 8 would reopen the socket to the old address, without asking a Sentinel
             await self.connect()
         await super().send_packed_command(command, check_health)
         if task.cancelling() > asked:
@@ -138,12 +138,12 @@ class _Heedful(AbstractConnection):
     if sys.version_info < (3, 11, 3):
 
         async def can_read_destructive(self) -> bool:
-            """As redis-py's."""
+            """Like redis-py's."""
             return await asyncio.create_task(super().can_read_destructive())
 
 
 class _OfSlot(AbstractConnection):
-    """Leads to the primary of a slot; one that is no longer that is left."""
+    """Connects to a slot's primary; leaves a server that no longer is."""
 
     primary: SlotPrimary
 
@@ -152,7 +152,7 @@ class _OfSlot(AbstractConnection):
         await super()._connect()
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
-        """As redis-py's."""
+        """Like redis-py's."""
         try:
             return await cast(Any, super()).read_response(*args, **options)
         except ResponseError as error:
@@ -164,22 +164,22 @@ class _OfSlot(AbstractConnection):
 
 @functools.cache
 def _heedful(kind: type[Any], *parts: type[Any]) -> type[Any]:
-    """The same kind of connection (TCP, TLS, Unix socket, found by Sentinel), heeding cancellations."""
+    """The same kind of connection (TCP, TLS, Unix socket, via Sentinel), with cancellations handled."""
     return type(f"Heedful{kind.__name__}", (*parts, _Heedful, kind), {})
 
 
 class _Patient(ConnectionPool):
-    """Retries the whole way to a usable connection; redis-py retries only the first part, the socket."""
+    """Retries everything up to a usable connection; redis-py retries only the first part, the socket."""
 
-    parts: tuple[type[Any], ...] = ()  # of its connections, beside what all of them have
+    parts: tuple[type[Any], ...] = ()  # mixed into its connections, besides the common ones
 
     def make_connection(self) -> Any:
-        """A new one, not yet connected."""
+        """A new connection, not yet connected."""
         kind = _heedful(self.connection_class, *self.parts)
         return kind(**cast("dict[str, Any]", cast(Any, self).connection_kwargs))
 
     async def get_connection(self, command_name: Any = None, *keys: Any, **options: Any) -> Any:
-        """A connected connection; callers that wait for one do not wait for each other."""
+        """A connected connection; callers waiting for one don't wait for each other."""
         connection: Any = self.get_available_connection()  # type: ignore[no-untyped-call]
 
         async def end(_error: redis.RedisError) -> None:
@@ -207,7 +207,7 @@ class PatientClusterPool(_Patient):
         self.primary = primary
 
     def make_connection(self) -> Any:
-        """A new one, not yet connected."""
+        """A new connection, not yet connected."""
         connection = super().make_connection()
         connection.primary = self.primary
         return connection
@@ -217,7 +217,7 @@ class PatientSentinelPool(_Patient, SentinelConnectionPool):
     """Connections to the primary that the Sentinels name."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Those to the Sentinels too, when all are ended."""
+        """Also disconnects from the Sentinels when all connections are ended."""
         await super().disconnect(inuse_connections)
         if inuse_connections:
             manager: Any = self.sentinel_manager  # type: ignore[has-type]
@@ -233,7 +233,7 @@ _SAY_EVERY_S = 30.0
 
 
 class _Room:
-    """Of this process."""
+    """Waits for memory in this process."""
 
     def __init__(self) -> None:
         self.calls: dict[object, float] = {}  # waiting call → since when, Unix s
@@ -244,17 +244,17 @@ _room = _Room()
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether the broker refuses for lack of memory; inside a script Redis 6.2 gives that no class of its own."""
+    """Whether the broker refuses for lack of memory; inside a script, Redis 6.2 has no error class for that."""
     return isinstance(error, OutOfMemoryError) or "OOM " in str(error)
 
 
 def waits_for_room() -> float | None:
-    """Since when (Unix s) calls of this process wait for room; None when none does."""
+    """Since when (Unix s) calls of this process have been waiting for memory; None if none is."""
     return min(_room.calls.values(), default=None)
 
 
 def _note_wait(call: object, *, at_most_s: float) -> None:
-    """This call waits for room."""
+    """Record that this call waits for memory."""
     now = time.time()
     _room.calls.setdefault(call, now)
     if now - _room.said >= _SAY_EVERY_S:
@@ -263,10 +263,10 @@ def _note_wait(call: object, *, at_most_s: float) -> None:
 
 
 def _forget_wait(call: object) -> None:
-    """This call does not wait any more."""
+    """This call no longer waits."""
     _room.calls.pop(call, None)
 
 
 def _too_long(error: Exception, waited_s: float) -> OutOfMemoryError:
-    """What ends the wait."""
+    """The error that ends the wait."""
     return OutOfMemoryError(f"the broker is full ({error}), and no room came in {waited_s:g} s: {FULL_REMEDY}")

@@ -1,10 +1,10 @@
-"""Result and batch streams: read by one owner at a time, handed on atomically, never trimmed.
+"""Result and batch streams: read by one owner at a time, handed off atomically, never trimmed.
 
     results:{p} ──ResultStream.read──▶ consumer ──hand_off (one script)──▶ batches ──▶ trainer ──ack──▶ gone
 
-- The reader holds its role's ownership (ownership.py); what a dead reader had taken is taken over whole.
+- The reader holds its role's ownership (ownership.py); everything a dead reader had taken is taken over.
 - Entries leave a stream only through hand_off or ack, after their effect.
-- A reader that lost its role takes nothing more: what it took would be out of its successor's sight.
+- A reader that lost its role takes nothing more: its successor couldn't see what it took.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _PAGE = 256
 
 @dataclass(frozen=True)
 class Entry:
-    """One stream entry as it lies there."""
+    """One raw stream entry."""
 
     entry_id: str
     fields: dict[bytes, bytes]
 
     @property
     def num_bytes(self) -> int:
-        """What its message holds in the broker, as credit counts it."""
+        """The bytes its message occupies in the broker, as credit counts them."""
         return max(len(self.fields.get(name, b"")) for name in (b"r", b"d", b"b"))
 
 
@@ -54,11 +54,11 @@ class StreamReader:
     def __init__(self, client: Redis, stream: str, group: str, name: str, owner: Ownership | None = None) -> None:
         self._client, self.stream, self.group, self.name = client, stream, group, name
         self._owner, self._scripts = owner, Scripts(client)
-        self._last = "0-0"  # newest entry that was seen
-        self.held: set[str] = set()  # taken, and not yet acked
+        self._last = "0-0"  # newest entry seen
+        self.held: set[str] = set()  # taken, not yet acked
 
     async def open(self) -> list[Entry]:
-        """Make the group if need be and take over all that an earlier reader left unfinished, in order."""
+        """Create the group if needed and take over everything an earlier reader left unfinished, in order."""
         try:
             await self._client.xgroup_create(self.stream, self.group, id="0", mkstream=True)
         except ResponseError as error:
@@ -83,22 +83,22 @@ class StreamReader:
         return self._fresh(found)
 
     def release(self, entry_ids: Sequence[str]) -> None:
-        """These are acked."""
+        """Mark these as acked."""
         self.held.difference_update(entry_ids)
 
     def forget(self) -> None:
-        """All that is held is to be read again."""
+        """Forget everything held, so it is read again."""
         self.held.clear()
         self._last = "0-0"
 
     def _fresh(self, found: list[Entry]) -> list[Entry]:
-        """Without what is held already: a broker that lost its newest part brings it again."""
+        """Drops entries already held: a broker that lost its newest part delivers them again."""
         fresh = [entry for entry in found if entry.entry_id not in self.held]
         self.held.update(entry.entry_id for entry in fresh)
         return fresh
 
     async def _all_pending(self) -> list[Entry]:
-        """Everything that the group's readers hold, ours from now on."""
+        """Everything the group's readers hold, claimed for this reader."""
         found: list[Entry] = []
         start = "0-0"
         while True:
@@ -151,11 +151,11 @@ async def hand_off(
     result_bytes: int,
     drops: Sequence[DeadLetter],
 ) -> Literal["ok", "dup"]:
-    """Put a batch out, record drops, ack and delete the results behind them, in one step.
+    """Publish a batch, record drops, ack and delete the results behind it, in one step.
 
-    `result_bytes`: what those results held in the broker. Raises as `why_fenced` when the partition is another
-    consumer's; ResultsLost when one of them is not there any more: nothing was done then. A repeat of the same batch_id
-    is `dup`.
+    `result_bytes`: what those results held in the broker. Raises as `why_fenced` if the partition belongs to another
+    consumer; ResultsLost, with nothing done, if one of the results no longer exists. A repeat of the same batch_id is
+    `dup`.
     """
     names = HandoffKeys(
         results=reader.stream, batches=keys.batches, counts=keys.counts, owner=owner_key, dropped=keys.dropped
@@ -193,7 +193,7 @@ async def ack_batches(
     """Ack (stream id, number of samples) pairs; returns the samples counted as trained. Raises as `why_fenced`.
 
     `drops`: by stream id, letters of the samples that the trainer dropped from that batch; they count as dropped.
-    `stepped`: whether an optimiser step, and so a version, came of these batches.
+    `stepped`: whether these batches led to an optimiser step, and so to a version.
     """
     names = AckKeys(batches=keys.batches, counts=keys.counts, owner=owner_key, dropped=keys.dropped)
     acked = [AckedBatch(each, samples, _drops((drops or {}).get(each, ()))) for each, samples in batches]

@@ -1,10 +1,10 @@
 """Which URLs may be fetched, and to which addresses a connection may go.
 
-- A host is listed exactly: no other port than the one listed (the scheme's own if none is, any with "host:*").
-- The address is checked when its socket is made, so no name can resolve to one thing here and another there.
-- A connection goes to the address that was checked; the name is not resolved again.
-- Private addresses are up to the list; link-local ones (cloud metadata), multicast and unspecified ones are refused
-  always, and a loopback one unless the list names a loopback host for the port, so that no other name leads to this
+- A host is matched exactly: only the listed port (the scheme's default if none is listed, any with "host:*").
+- The address is checked when its socket is made, so a name can't resolve differently between check and use.
+- A connection goes to the address that was checked; the name isn't resolved again.
+- The list decides about private addresses. Link-local (cloud metadata), multicast and unspecified ones are always
+  refused, and so is loopback, unless the list names a loopback host for the port, so no other name can reach this
   host's own services.
 """
 
@@ -28,11 +28,11 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 class RefusedAddress(Exception):
-    """A connection was about to go where none may."""
+    """A connection was about to go to a forbidden address."""
 
 
 class AllowedHosts:
-    """Entries "host", "host:port" or "host:*" (any port), an IPv6 address in brackets; `key` holds them."""
+    """Entries "host", "host:port" or "host:*" (any port), an IPv6 address in brackets; `key` is their setting."""
 
     def __init__(self, entries: Sequence[str], key: str) -> None:
         self._listed: set[tuple[str, int | str | None]] = {_listed(entry) for entry in entries}
@@ -75,10 +75,10 @@ class AllowedHosts:
         return socket.socket(family=family, type=kind, proto=protocol)
 
     def connector(self, limit: int, resolver: AbstractResolver | None = None) -> TCPConnector:
-        """Pooled connections of the running event loop, each to an address that `open_socket` let through."""
+        """Pooled connections of the running event loop, only to addresses that `open_socket` accepts."""
         from aiohttp import TCPConnector
 
-        # one address after the other: an address that is refused ends the try instead of losing a race
+        # one address at a time: a refused address ends the try instead of losing a race
         return TCPConnector(limit=limit, happy_eyeballs_delay=None, socket_factory=self.open_socket, resolver=resolver)
 
 
@@ -99,7 +99,7 @@ def _is_loopback(text: str) -> bool:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a listed host means this host by its very name."""
+    """Whether a listed host is a name for this host itself."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -107,7 +107,7 @@ def _is_local(host: str) -> bool:
 
 
 def _unwrapped(text: str) -> list[IPv4Address | IPv6Address]:
-    """The address, and the IPv4 address that is inside it (mapped, 6to4, NAT64)."""
+    """The address, plus the IPv4 address embedded in it (mapped, 6to4, NAT64)."""
     address = ip_address(text.partition("%")[0])
     found = [address]
     if isinstance(address, IPv6Address):
@@ -118,13 +118,13 @@ def _unwrapped(text: str) -> list[IPv4Address | IPv6Address]:
 
 
 def _listed(entry: str) -> tuple[str, int | str | None]:
-    """(host, port), the port None for that of the scheme and "*" for any."""
+    """(host, port); port None means the scheme's default, "*" any."""
     url = URL(f"http://{entry.removesuffix(':*')}")
     return _normal_host(url.raw_host or ""), "*" if entry.endswith(":*") else url.explicit_port
 
 
 def _normal_host(host: str) -> str:
-    """Lower case, one form of an IP address, no dot at the end."""
+    """Lower case, canonical IP address, no trailing dot."""
     host = host.lower().removesuffix(".")
     try:
         return str(ip_address(host))

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API, which every client of it can read."""
+"""Errors in the form of OpenAI's API, which all its clients can read."""
 
 from __future__ import annotations
 
@@ -58,5 +58,4 @@ def problem(status: int, message: str, path: str | None = None) -> dict[str, dic
 def problem_response(
     status: int, message: str, path: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """The whole answer."""
     return JSONResponse(problem(status, message, path), status, headers)

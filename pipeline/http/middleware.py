@@ -1,16 +1,16 @@
-"""Who may ask a server, in what form, and how much.
+"""Who may call a server, in what form, and how much.
 
 - `BearerAuth`: the inbound key, if one is set. No byte of the body is used before it is checked; it is compared in
   constant time, never logged and never part of an answer.
-- `HostGate`: which names a server without a key answers to. A page of another site can make its own name lead to this
-  host, and its script could then read every answer. So the Host header must name this machine, the address that the
-  caller reached, or a name that the configuration lists.
-- `JsonOnly`: POSTs carry JSON and say so. A browser sends forms and plain text to any host without asking it first;
-  `application/json` it asks for.
-- `BodyLimit`: bytes are counted as they arrive, and Content-Length is only a reason to stop sooner. Whatever the
-  application makes of the cut body, the caller is told 413, unless an answer had begun.
-- A refused caller that is still sending can read its refusal: a connection that is closed while bytes wait in it is
-  reset, so the answer is sent whole and what still arrives is thrown away, for a bounded time and size.
+- `HostGate`: the names that a server without a key answers to. Another site's page can point its own name at this host,
+  and its script could then read every answer. So the Host header must name this machine, the address the caller
+  reached, or a name listed in the configuration.
+- `JsonOnly`: POSTs must carry JSON and declare it. A browser sends forms and plain text to any host without a
+  preflight; for `application/json` it sends one.
+- `BodyLimit`: bytes are counted as they arrive; Content-Length is only a reason to stop sooner. Whatever the
+  application makes of the cut body, the caller gets 413 unless an answer had already begun.
+- A refused caller that is still sending can read its refusal. A connection closed with unread bytes is reset, so the
+  answer is sent whole and whatever still arrives is discarded, within a time and size limit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def with_unread_body(response: Response, max_bytes: int = MOST_BYTES) -> ASGIApp
 
 
 async def _throw_away(receive: Receive, max_bytes: int) -> None:
-    """Until the body ends, its limit, or a silence."""
+    """Discard until the body ends, its limit is reached, or the caller goes silent."""
     num_bytes = 0
     while num_bytes <= max_bytes:
         async with asyncio.timeout(SILENT_S):
@@ -60,7 +60,7 @@ async def _throw_away(receive: Receive, max_bytes: int) -> None:
 
 
 def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> ASGIApp:
-    """An error as the last answer of its connection: the rest of the body is no next request."""
+    """An error that closes its connection: the rest of the body must not be read as a next request."""
     return with_unread_body(problem_response(status, message, headers={**(headers or {}), **_CLOSE}))
 
 
@@ -91,7 +91,7 @@ class BearerAuth:
 
 
 def require_bearer(key: str | None) -> Callable[[HTTPConnection], None]:
-    """The same check as a FastAPI dependency, for one route. FastAPI reads the body before it."""
+    """The same check as a FastAPI dependency, for one route. FastAPI reads the body first."""
 
     def check(connection: HTTPConnection) -> None:
         if not _holds(connection.scope, key):
@@ -111,7 +111,7 @@ def _holds(scope: Scope, key: str | None) -> bool:
 
 
 class HostGate:
-    """ASGI middleware: 421 for a Host that is not ours. `setting` is where further names are listed."""
+    """ASGI middleware: 421 for a Host that isn't ours. `setting` is where further names are listed."""
 
     def __init__(self, app: ASGIApp, *, names: Iterable[str], setting: str, has_key: bool) -> None:
         self._app, self._setting, self._has_key = app, setting, has_key
@@ -132,7 +132,7 @@ class HostGate:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or address, without port, is this machine's own for itself."""
+    """Whether a name or address, without port, is loopback."""
     if name.lower() == "localhost":
         return True
     try:
@@ -142,7 +142,7 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(value: str) -> str:
-    """A Host header, or a name as people write it, without its port and in lower case."""
+    """A Host header, or a name as people write it, in lower case without its port."""
     name = value.strip().lower()
     if name.count(":") > 1 and not name.startswith("["):
         return f"[{name}]"
@@ -152,7 +152,7 @@ def host_name(value: str) -> str:
 
 
 class JsonOnly:
-    """ASGI middleware: 415 for a POST of another kind."""
+    """ASGI middleware: 415 for a POST of another content type."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -200,7 +200,7 @@ class BodyLimit:
         async def answer(message: Message) -> None:
             nonlocal started
             if num_bytes > self._max_bytes and not started:
-                return  # what the application says of a cut body
+                return  # the application's response to a cut body
             started = True
             await send(message)
 
@@ -213,12 +213,12 @@ class BodyLimit:
             await self._refusal(self._max_bytes if with_rest else 0)(scope, receive, send)
 
     def _refusal(self, unread: int) -> ASGIApp:
-        """`unread`: bytes that may still come."""
+        """`unread`: number of bytes that may still arrive."""
         message = f"the request is larger than {self._max_bytes} bytes; send less, or raise max_body_mb"
         response = problem_response(413, message, headers=_CLOSE)
         return with_unread_body(response, max(unread, MOST_BYTES)) if unread else response
 
 
 def _declared(scope: Scope) -> int:
-    """Bytes; 0 where nothing readable is declared."""
+    """Declared Content-Length in bytes; 0 if missing or unreadable."""
     return max((int(value[:20]) for value in _given(scope, b"content-length") if value.isdigit()), default=0)

@@ -3,15 +3,15 @@
     silent ─first byte─▶ head ─▶ body ─▶ answer ─▶ silent …
     HEAD_S     HEAD_S      BODY_SILENT_S, BODY_S   WRITE_S   uvicorn's keep-alive
 
-- Signals stay with the role: `stop` is the only way to end the server. Then no new connection is taken, requests in
-  hand have `grace_s`, and what still runs after that is cancelled. When `serve` has returned, or was cancelled, none of
-  its requests runs any more.
-- `Connection` is uvicorn's, on httptools, with what it lacks. httptools refuses what two servers may read in two ways
-  (a length beside chunks, a bare line feed). A request of HTTP/1.1 names one host; trailers are dropped, because the
-  headers have been checked by then.
-- A caller is never cut off for what is ours: a body that the application doesn't read, an answer in the making.
-- At the connection limit, the connection that has been without a request for the longest time makes room. A few more
-  are taken beyond it for whoever asks how the server is (ALWAYS), and for nothing else.
+- Signals belong to the role: `stop` is the only way to end the server. It then accepts no new connections, gives
+  running requests `grace_s`, and cancels the rest. Once `serve` has returned or was cancelled, none of its requests
+  is still running.
+- `Connection` is uvicorn's, on httptools, plus what it lacks. httptools refuses what two servers may parse differently
+  (a length beside chunks, a bare line feed). An HTTP/1.1 request must name exactly one host; trailers are dropped,
+  because the headers have been checked by then.
+- A caller is never cut off for a delay of ours: a body the application doesn't read, an answer being made.
+- At the connection limit, the connection that has gone longest without a request is closed. A few more are accepted
+  beyond it, only for health and metrics requests (ALWAYS).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 
 HEAD_S = 15.0  # from the first byte, or the connection, to the end of the headers
-BODY_SILENT_S, BODY_S = 20.0, 300.0  # without a byte; as a whole
-WRITE_S = 60.0  # for a caller that does not read
+BODY_SILENT_S, BODY_S = 20.0, 300.0  # without a byte; in total
+WRITE_S = 60.0  # for a caller that isn't reading
 MAX_HEAD_BYTES = 65_536  # request line and headers
-_LINGER_S, _LINGER_BYTES = 2.0, 1 << 20  # what a refused caller may still send, so that it can read the refusal
+_LINGER_S, _LINGER_BYTES = 2.0, 1 << 20  # what a refused caller may still send, so it can read the refusal
 _MOST, _LEAST = 2_048, 64  # connections
-ALWAYS = (b"/health", b"/metrics")  # answered at the limit too
+ALWAYS = (b"/health", b"/metrics")  # answered even at the limit
 RESERVED = 16  # connections for them, beyond the limit
 _FULL = (503, "too many connections; come again later")
 
 
 @cache
 def max_connections() -> int:
-    """Half of the files that this process may open, within bounds. The soft limit is raised as far as that needs."""
+    """Half of the files this process may open, within bounds. Raises the soft limit as far as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < 2 * _MOST:
         soft = 2 * _MOST if hard < 0 else min(2 * _MOST, hard)
@@ -55,11 +55,11 @@ def max_connections() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn makes one for each caller. The times may be changed on a subclass."""
+    """uvicorn makes one per caller. Subclasses may change the times."""
 
     head_s, body_silent_s, body_s, write_s = HEAD_S, BODY_SILENT_S, BODY_S, WRITE_S
     max_head_bytes = MAX_HEAD_BYTES
-    max_connections = 0  # as many as this process may have
+    max_connections = 0  # as many as this process allows
 
     _in_body = _in_head = _refused = _is_reserved = False
     _head_bytes = _thrown_away = 0
@@ -98,7 +98,7 @@ class Connection(HttpToolsProtocol):
         if self._timer is None and not self._in_body:
             self._arm(self.head_s)
         super().data_received(data)
-        if self._in_head and not self._refused:  # what httptools has not told of yet counts too
+        if self._in_head and not self._refused:  # also counts what httptools hasn't reported yet
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes:
                 self._refuse_head()
@@ -127,11 +127,15 @@ class Connection(HttpToolsProtocol):
         elif hosts != 1 and (hosts or version == "1.1"):
             self._refuse(400, "a request names one host; send one Host header")
         elif self.parser.should_upgrade() and self._has_body():  # type: ignore[union-attr]
-            # httptools would skip the body, and read it as the next request.
+            # httptools would skip the body and read it as the next request.
             self._refuse(400, "an Upgrade with a body may be read in two ways; send the request without Upgrade")
         elif self._is_reserved and self._is_full() and not self._asks_how_it_is():
             self._refuse(*_FULL)
         else:
+            if not self._asks_how_it_is():
+                self._is_reserved = (
+                    False  # it was let in because there's room: a reserved place isn't held for its life
+                )
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -164,12 +168,12 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, "the request is not HTTP, or may be read in two ways")
 
     def _is_full(self) -> bool:
-        """Whether the others have all places but the reserved ones."""
+        """Whether all unreserved connections are in use."""
         most = self.max_connections or max_connections()
         return len(self.connections) > most and self._count(reserved=False) - (not self._is_reserved) >= most
 
     def _count(self, *, reserved: bool) -> int:
-        """Those that were refused only read their refusal."""
+        """Doesn't count refused connections: they only read their refusal."""
         ours = (one for one in self.connections if isinstance(one, Connection))
         return sum(one._is_reserved is reserved and not one._refused for one in ours)
 
@@ -184,7 +188,7 @@ class Connection(HttpToolsProtocol):
             oldest.transport.abort()
 
     def _is_idle(self) -> bool:
-        """No request of it is whole, and no answer under way."""
+        """It has no complete request, and no answer in progress."""
         is_quiet = not self._in_body and not self._answers()
         return is_quiet and not self._refused and not self.transport.get_write_buffer_size()
 
@@ -211,7 +215,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = self.loop.call_later(self.write_s, self._write_late)
 
     def _write_late(self) -> None:
-        """Whoever has read something since is slow, not silent."""
+        """A caller that has read something since is slow, not silent."""
         self._write_timer = None
         if self.transport.get_write_buffer_size() < self._unsent:
             self._arm_write()
@@ -226,14 +230,14 @@ class Connection(HttpToolsProtocol):
             now = self.loop.time()
             left = min(self._heard + self.body_silent_s, self._body_began + self.body_s) - now
             if self.flow.read_paused:
-                self._heard = self._body_began = now  # it is ours to read
+                self._heard = self._body_began = now  # reading it is our job
                 self._arm(self.body_silent_s)
             elif left > 0:
                 self._arm(left)
             else:
                 self._refuse(408, "the body did not come to its end in time")
         elif self._answers():
-            self._arm(self.head_s)  # part of a next request, before the answer to this one
+            self._arm(self.head_s)  # part of the next request, before the answer to this one
         elif self._in_head:
             self._refuse(408, f"the headers did not come to their end within {self.head_s:g} s")
         else:
@@ -243,7 +247,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(431, f"request line and headers have more than {self.max_head_bytes} bytes; send less")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer and close, unless an answer has begun: that is cut off."""
+        """Answer and close; an answer that has already begun is cut off."""
         self._refused = True
         self._disarm()
         if self._answers():
@@ -280,10 +284,10 @@ async def serve(
     on_ready: Callable[[int], object] | None = None,
     connection: type[Connection] = Connection,
 ) -> None:
-    """Serve until `stop`. Port 0 takes a free one; `on_ready` is called with the port once requests are taken.
+    """Serve until `stop`. Port 0 takes a free one; `on_ready` is called with the port once requests are accepted.
 
-    Raises ConfigError where the port is taken or not ours, SluiceError where the application does not start, and
-    DeadlineExceeded where a cancelled request does not end.
+    Raises ConfigError if the port is taken or not permitted, SluiceError if the application doesn't start, and
+    DeadlineExceeded if a cancelled request doesn't end.
     """
     with contextlib.closing(_bind(host, port)) as listener:
         await serve_on(listener, app, stop=stop, grace_s=grace_s, on_ready=on_ready, connection=connection)
@@ -299,7 +303,7 @@ async def serve_on(
     ticks: bool = True,
     connection: type[Connection] = Connection,
 ) -> None:
-    """The same on a socket that listens. Without `ticks` an idle server sleeps, and its answers have no date."""
+    """The same on a listening socket. Without `ticks`, an idle server sleeps and its answers have no date."""
     config = uvicorn.Config(
         app,
         http=connection,
@@ -320,7 +324,7 @@ async def serve_on(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers and exits, and with an end that leaves nothing running."""
+    """uvicorn without its signal handlers and exits; its end leaves nothing running."""
 
     def __init__(self, config: uvicorn.Config, stop: asyncio.Event, grace_s: float) -> None:
         super().__init__(config)
@@ -354,7 +358,7 @@ class _Server(uvicorn.Server):
         await self.end(self._grace_s)
 
     async def end(self, grace_s: float) -> None:
-        """Requests have `grace_s`, what is left is cancelled and awaited; only then the application ends."""
+        """Requests get `grace_s`, the rest are cancelled and awaited; only then does the application end."""
         if not self.started:
             return
         for listener in self.servers:
@@ -371,7 +375,7 @@ class _Server(uvicorn.Server):
         self.started = False
 
     async def _quiet(self, deadline_s: float) -> bool:
-        """Whether every request ended and its answer was sent; callers that do not read it are cut off."""
+        """Whether every request ended and its answer was sent; callers that don't read it are cut off."""
         until = asyncio.get_running_loop().time() + deadline_s
         while self.server_state.tasks or self.server_state.connections:
             if asyncio.get_running_loop().time() >= until:
@@ -388,8 +392,8 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        # Connections inherit it. asyncio sets it on sockets of another making only, and without it a body that follows
-        # its headers waits some 40 ms for the caller's delayed acknowledgement.
+        # Connections inherit it. asyncio sets it only on sockets it created itself; without it, a body sent after its
+        # headers waits about 40 ms for the caller's delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except (OSError, OverflowError, UnicodeError) as error:

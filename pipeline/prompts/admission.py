@@ -1,11 +1,11 @@
-"""What a prompt may cost, checked before any of it is paid: one table of limits for every entry point.
+"""What a prompt may cost, checked before any of it is spent: one table of limits for every entry point.
 
     bytes ─ admit_json ─▶ plain JSON ─ admit_prompt ─▶ objects, rendering, tokens
 
-- The gateway, `/infer/`, the rollout server, rows of prompts and the worker ask here; a job of a foreign producer
-  passes the worker alone.
-- Looking costs a fraction of reading: bytes are counted in C, and nothing is built before they pass.
-- The limits are far beyond what people send. A prompt within them may still be too long, which its tokens say.
+- The gateway, `/infer/`, the rollout server, prompt rows and the worker all check here; a foreign producer's job is
+  checked only by the worker.
+- The check costs a fraction of parsing: bytes are counted in C, and nothing is built before they pass.
+- The limits are far beyond realistic prompts. A prompt within them may still be too long; its token count decides.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from sluice.pipeline.errors import RequestError
 
 MAX_MESSAGES = 4_096  # of one prompt
 MAX_PARTS = 256  # of one message
-MAX_TOOLS = 512  # that one prompt shows
+MAX_TOOLS = 512  # shown by one prompt
 MAX_CALLS = 1_024  # tool calls of one message
 MAX_TURNS = 2_048  # of one rollout
 MAX_DEPTH = 100
-MAX_VALUES = 1 << 20  # numbers, texts, lists and objects of one JSON text
-BYTES_PER_TOKEN = 64  # the longest common tokens are runs of some 100 blanks; words have 4 to 8
-_LEAST_BYTES = 1 << 18  # a prompt that is too long for a tiny context is refused by its tokens
+MAX_VALUES = 1 << 20  # numbers, strings, lists and objects of one JSON text
+BYTES_PER_TOKEN = 64  # the longest common tokens are runs of about 100 blanks; words have 4 to 8
+_LEAST_BYTES = 1 << 18  # for a tiny context, the token count refuses a long prompt
 _UNKNOWN_CONTEXT = 1 << 18  # tokens
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: nothing is kept to go back to
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: no backtracking
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Those of one model; `context` is in tokens, None: not known."""
+    """The limits of one model; `context` is in tokens, None: unknown."""
 
     context: int | None = None
 
     @classmethod
     def of_model(cls, path: str) -> Limits:
-        """By the directory's config.json."""
+        """From the directory's config.json."""
         try:
             found = msgspec.json.decode((Path(path) / "config.json").read_bytes())
-        except (OSError, ValueError, msgspec.MsgspecError):  # whoever loads the model says what is wrong with it
+        except (OSError, ValueError, msgspec.MsgspecError):  # loading the model will report what is wrong with it
             return cls()
         config = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         text = config.get("text_config")
@@ -58,18 +58,18 @@ class Limits:
 
     @property
     def prompt_bytes(self) -> int:
-        """Of messages and tools together."""
+        """Limit for messages and tools together."""
         return max(_LEAST_BYTES, (self.context or _UNKNOWN_CONTEXT) * BYTES_PER_TOKEN)
 
 
 def admit_json(raw: bytes, where: str) -> None:
-    """Raise RequestError for JSON with too many values or levels. It need not be well-formed: its reader says that."""
+    """Raise RequestError for JSON with too many values or levels. It need not be well-formed: its parser says that."""
     opened = raw.count(b"[") + raw.count(b"{")
     if opened <= MAX_DEPTH and opened + raw.count(b",") <= MAX_VALUES:
         return
-    if raw.count(b'"') - raw.count(b'\\"') > 4 * MAX_VALUES:  # two for a text, two for its key
+    if raw.count(b'"') - raw.count(b'\\"') > 4 * MAX_VALUES:  # two per value, two per key
         raise _too_many(where)
-    bare = _STRING.sub(b"", raw)  # a comma of a text separates nothing
+    bare = _STRING.sub(b"", raw)  # a comma inside a string separates nothing
     if bare.count(b"[") + bare.count(b"{") + bare.count(b",") > MAX_VALUES:
         raise _too_many(where)
     if _depth(bare.translate(None, _NO_BRACKETS)) > MAX_DEPTH:
@@ -77,7 +77,7 @@ def admit_json(raw: bytes, where: str) -> None:
 
 
 def admit_prompt(messages: object, tools: object, limits: Limits, where: str = "messages") -> None:
-    """Raise RequestError for a prompt that costs too much. What is malformed in it is left to its reader."""
+    """Raise RequestError for a prompt that costs too much. Malformed parts are left to its parser."""
     _admit_messages(messages, where)
     if isinstance(tools, Sequence) and not isinstance(tools, str | bytes):
         _at_most(len(cast("Sequence[Any]", tools)), MAX_TOOLS, "tools", "tools")
@@ -90,14 +90,14 @@ def admit_prompt(messages: object, tools: object, limits: Limits, where: str = "
 
 
 def admit_request(body: object, limits: Limits) -> None:
-    """The same for the plain JSON of a request, whose conversation has the protocol's names. Raises RequestError."""
+    """The same for a request's plain JSON, with the protocol's names for the conversation. Raises RequestError."""
     if not isinstance(body, dict):
         return
     fields = cast("dict[str, Any]", body)
     if "messages" in fields:
         admit_prompt(fields["messages"], fields.get("tools"), limits)
     if "final_messages" in fields:
-        _admit_messages(fields["final_messages"], "final_messages")  # never rendered: tools may have said a lot
+        _admit_messages(fields["final_messages"], "final_messages")  # never rendered: tools may have returned a lot
 
 
 def _admit_messages(messages: object, where: str) -> None:
@@ -129,10 +129,10 @@ def _size(value: object) -> int:
         return 0
     try:
         return len(msgspec.msgpack.encode(value))
-    except (ValueError, TypeError, OverflowError, RecursionError):  # no plain text: its reader says where
+    except (ValueError, TypeError, OverflowError, RecursionError):  # not plain text: its parser says where
         return 0
 
 
 def _depth(brackets: bytes) -> int:
-    """The most levels that are open at a place."""
+    """The maximum nesting depth."""
     return max(accumulate(memoryview(brackets.translate(_STEPS)).cast("b")), default=0)

@@ -1,16 +1,15 @@
-"""Messages to prompt token ids, by the chat template of the tokenizer, or for an image that of the processor.
+"""Messages to prompt token ids, by the tokenizer's chat template, or the processor's for an image.
 
-- The messages go to the template as they are; nothing is added, merged or dropped.
-- `render` is for prompts without an image: messages that speak of one are refused, whatever the template would make of
-  them.
-- `enable_thinking` is passed; a template that refuses the argument is asked again without it.
-- Where a template takes parts only, as some for images do, a string goes to it as one text part.
+- Messages go to the template unchanged; nothing is added, merged or dropped.
+- `render` is for prompts without an image: messages that refer to one are refused, whatever the template would do.
+- `enable_thinking` is passed; if a template rejects the argument, it is called again without it.
+- If a template takes only parts, as some for images do, a string is passed as one text part.
 - A template whose operations cost too much is refused before it runs (template_cost).
-- Several threads may render with one tokenizer once it is settled; one that is Python throughout takes them in turns.
-- `conversation` is how the messages of an agent, as they come over HTTP, go to a template.
-- Prompts that speak of an image and come without one are refused, as the model would answer blind: a part of the
-  messages is looked at before the template, which may drop it or spell it out as text; a placeholder is looked for in
-  the token ids, however the text came to spell it.
+- Several threads may render with one tokenizer once it is settled; a pure-Python tokenizer serves them in turn.
+- `conversation` converts an agent's messages, as received over HTTP, to the template's form.
+- Prompts that refer to an image but come without one are refused, because the model would answer blind. Message parts
+  are checked before the template, which may drop them or spell them out as text; placeholders are looked for in the
+  token ids, however the text came to spell them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from sluice.pipeline.wire.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateOptions:
-    """How the template is asked to end, and the OpenAI function schemas that it shows to the model."""
+    """How the template must end, and the OpenAI function schemas it shows to the model."""
 
     add_generation_prompt: bool = True
     enable_thinking: bool = False
@@ -46,7 +45,7 @@ _TURNS_LOCK = threading.Lock()
 
 
 def settle(tokenizer: Any) -> Any:
-    """The same tokenizer, which no later call changes: the first one undoes the padding that its files ask for."""
+    """The same tokenizer, unchanged by later calls: the first call undoes the padding set in its files."""
     tokenizer("a")
     return tokenizer
 
@@ -54,8 +53,8 @@ def settle(tokenizer: Any) -> Any:
 def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
     """Prompt token ids, shape (prompt_len,).
 
-    Raises ModelError for a tokenizer without chat template, RequestError for messages that the template refuses or that
-    have an image.
+    Raises ModelError for a tokenizer without a chat template, RequestError for messages with an image or that the
+    template rejects.
     """
     options = options or ChatTemplateOptions()
     _check(tokenizer, getattr(tokenizer, "chat_template", None), messages, options)
@@ -69,7 +68,7 @@ def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
 def render_text(
     tokenizer: Any, template: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None
 ) -> str:
-    """The prompt as text, by `template` (None: the tokenizer's), which may take contents as parts only.
+    """The prompt as text, by `template` (None: the tokenizer's), which may take contents only as parts.
 
     Raises as `render`.
     """
@@ -86,7 +85,7 @@ def render_text(
 
 
 def _in_parts(messages: Sequence[Message], rendered: Callable[[Sequence[Message]], str]) -> list[Message]:
-    """The messages, with a string content as one text part where the template would lose the string."""
+    """The messages, with string contents as one text part if the template would drop strings."""
     strings = {at: f"string {at} of it" for at, one in enumerate(messages) if isinstance(one.get("content"), str)}
     try:
         shown = rendered([{**one, "content": strings[at]} if at in strings else one for at, one in enumerate(messages)])
@@ -101,14 +100,14 @@ def _in_one_part(message: Message) -> Message:
 
 
 def _takes_parts_only(tokenizer: Any) -> bool:
-    """Whether the template drops the text of a message, and shows the same text as a part."""
+    """Whether the template drops a message's string content but shows the same text as a part."""
     text = "is this shown"
     asked: Message = {"role": "user", "content": text}
 
     def shows(message: Message) -> bool:
         try:
             return text in _apply(tokenizer, [message], ChatTemplateOptions(), tokenize=False)
-        except RequestError:  # it has its own rules of what comes first
+        except RequestError:  # it has its own rules about the first message
             return False
 
     return not shows(asked) and shows(_in_one_part(asked))
@@ -126,7 +125,7 @@ def _check(tokenizer: Any, template: Any, messages: Sequence[Message], options: 
 
 
 def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions, **how: Any) -> Any:
-    """What the template makes of the messages. Raises RequestError."""
+    """The template's result for the messages. Raises RequestError."""
     how["add_generation_prompt"] = options.add_generation_prompt
     how["continue_final_message"] = options.continue_final_message
     if options.tools:
@@ -166,10 +165,10 @@ def _turn(tokenizer: Any) -> AbstractContextManager[Any]:
 
 
 def conversation(messages: Sequence[Message]) -> list[Message]:
-    """Chat messages of the OpenAI protocol as templates expect them.
+    """Chat messages of the OpenAI protocol in the form templates expect.
 
-    No content is the empty string, text parts are one string, and the arguments of a tool call are an object where they
-    are the JSON of one.
+    Missing content becomes the empty string, text parts become one string, and a tool call's arguments become an object
+    if they are a JSON object as text.
     """
     return [_plain(message) for message in messages]
 
@@ -210,7 +209,7 @@ _TOKENIZER_NAMES = ("image_token", "boi_token")
 
 
 def image_placeholders(config: Mapping[str, Any], tokenizer: Any, *tokens: str) -> dict[int, str]:
-    """Id → text of the tokens that stand for an image in this model's prompts; none for a model without vision.
+    """Id → text of the tokens that stand for an image in this model's prompts; empty for a model without vision.
 
     `config` is its config.json; `tokens` are further placeholders, such as its processor's.
     """
@@ -227,7 +226,7 @@ def image_placeholders(config: Mapping[str, Any], tokenizer: Any, *tokens: str) 
 
 
 def check_parts(messages: Sequence[Message]) -> None:
-    """Raise RequestError for a part that is no text, in messages that come without an image."""
+    """Raise RequestError for a non-text part in messages that come without an image."""
     for at, message in enumerate(messages):
         content = message.get("content")
         parts: Any = [content] if isinstance(content, Mapping) else content
@@ -240,7 +239,7 @@ def check_parts(messages: Sequence[Message]) -> None:
 
 
 def check_token_ids(token_ids: Iterable[int], placeholders: Mapping[int, str]) -> None:
-    """Raise RequestError for the placeholder of an image in token ids that come without one."""
+    """Raise RequestError for an image placeholder in token ids that come without an image."""
     if not placeholders:
         return
     found = [token for token in token_ids if token in placeholders]
@@ -252,12 +251,12 @@ def check_token_ids(token_ids: Iterable[int], placeholders: Mapping[int, str]) -
 
 
 def _media(part: Any) -> str:
-    """Which kind of part this is; "" for text, and for what a template may know."""
+    """The kind of a part; "" for text, and for anything a template may know."""
     if not isinstance(part, Mapping):
         return ""
     known = cast("Mapping[str, Any]", part)
     kind = known.get("type")
     if kind in _IMAGES or kind in _OTHERS:
         return str(kind)
-    # Templates know an image by this key as well, whatever the type says; a table's empty columns are None.
+    # Templates also detect an image by this key, whatever the type says; empty columns of a table are None.
     return next((key for key in (*_IMAGES, *_OTHERS) if known.get(key) is not None), "")

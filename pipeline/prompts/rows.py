@@ -1,9 +1,9 @@
 """Rows of JSONL or Parquet files as typed structs.
 
-- Rows come in file order, one at a time. A row that cannot be used is a `Malformed` with file and line; its
-  neighbours are read.
-- A damaged row group of a Parquet file costs its own rows, each of which is such a `Malformed`.
-- Blank lines are no rows but count as lines; a byte order mark is no part of the first row.
+- Rows come in file order, one at a time. An unusable row is a `Malformed` with file and line; the others are still
+  read.
+- A damaged row group of a Parquet file costs only its own rows; each becomes a `Malformed`.
+- Blank lines aren't rows but count as lines; a byte order mark isn't part of the first row.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, no_plain_value
 
 MAX_ROW_BYTES = 16 << 20
-# Of pyarrow: its own errors are these, or subclasses of them.
+# pyarrow's own errors are these, or subclasses of them.
 _DAMAGE = (OSError, ValueError, OverflowError, MemoryError, NotImplementedError, TypeError, KeyError, IndexError)
 _PARQUET_ENDINGS = (".parquet", ".pq")
 _RowT = TypeVar("_RowT")
 
 
 class Malformed(msgspec.Struct, frozen=True):
-    """A row that cannot be used."""
+    """An unusable row."""
 
     where: str  # file:line
     problem: str
@@ -39,7 +39,7 @@ class Malformed(msgspec.Struct, frozen=True):
 
 
 def check_messages(messages: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError unless there is a message, and each has a role and content."""
+    """Raise ValueError unless there is at least one message, and each has a role and content."""
     if not messages:
         raise ValueError("`messages` is empty; give at least one {role, content}")
     for position, message in enumerate(messages):
@@ -48,7 +48,7 @@ def check_messages(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def admit_row(row: object, limits: Limits) -> None:
-    """Raise ValueError for a row whose prompt costs too much, or that holds what cannot travel."""
+    """Raise ValueError for a row with a prompt that costs too much, or with values the wire can't carry."""
     fields = {name: getattr(row, name) for name in getattr(row, "__struct_fields__", ())}
     if problem := no_plain_value(fields, ""):
         raise ValueError(problem)
@@ -72,7 +72,7 @@ def read_rows(
     max_row_bytes: int = MAX_ROW_BYTES,
     limits: Limits | None = None,
 ) -> Iterator[_RowT | Malformed]:
-    """The rows of a file; `name` stands for the path in what is said. Raises DataError for a damaged Parquet file."""
+    """The rows of a file; `name` replaces the path in messages. Raises DataError for a damaged Parquet file."""
     limits = limits or Limits()
     if parquet:
         return _read_parquet(path, kind, name or str(path), limits)
@@ -80,7 +80,7 @@ def read_rows(
 
 
 def count_rows(path: Path, *, parquet: bool) -> int:
-    """Rows of a file, malformed ones included."""
+    """Rows of a file, including malformed ones."""
     if parquet:
         return int(_parquet_file(path).metadata.num_rows)
     with path.open("rb") as stream:
@@ -88,7 +88,7 @@ def count_rows(path: Path, *, parquet: bool) -> int:
 
 
 def parquet_module() -> Any:
-    """`pyarrow.parquet`; raises DataError where it is not installed."""
+    """`pyarrow.parquet`; raises DataError if it isn't installed."""
     try:
         return importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
@@ -119,7 +119,7 @@ def _read_jsonl(
 
 
 def _lines(stream: IO[bytes], most: int) -> Iterator[tuple[bytes, int]]:
-    """(line, its length); of a line that is too long only the beginning is kept."""
+    """(line, its length); of a line that is too long, only the beginning is kept."""
     while head := stream.readline(most + 1):
         size, last = len(head), head
         while not last.endswith(b"\n") and (last := stream.readline(most + 1)):
@@ -156,11 +156,11 @@ def _row(tree: Any, kind: type[_RowT], where: str, limits: Limits) -> _RowT | Ma
 
 
 def _trees(file: Any, group: int) -> Iterator[dict[str, Any] | Exception]:
-    """The rows of a row group; what cannot be made of one is its error."""
+    """The rows of a row group; a row that can't be converted is its error."""
     for batch in file.iter_batches(batch_size=256, row_groups=[group]):
         try:
             yield from batch.to_pylist()
-        except (ValueError, OverflowError):  # text that is not UTF-8, a date that no calendar has
+        except (ValueError, OverflowError):  # text that isn't UTF-8, a date outside the calendar
             yield from (_tree(batch, at) for at in range(batch.num_rows))
 
 

@@ -1,11 +1,11 @@
-"""What a chat template may cost, found out before it is rendered in earnest.
+"""What a chat template may cost, determined before the real rendering.
 
-A template is code of the model's author. Loops in it end at their caller's deadline, because another thread may run
-between two steps; one single operation in C (`9**(9**9)`, `'a' * 10**10`) holds the interpreter, and with it the whole
-process, as long as it takes. transformers renders templates in a sandbox of its own that nobody can bound from outside,
-so each prompt is rendered twice: first here, where operators, widths and sizes are checked before they are carried out.
+A template is code by the model's author. Its loops end at the caller's deadline, because another thread may run
+between two steps. But a single operation in C (`9**(9**9)`, `'a' * 10**10`) holds the interpreter, and with it the
+whole process, until it is done. transformers renders templates in its own sandbox, which can't be bounded from outside,
+so each prompt is rendered twice: first here, where operators, widths and sizes are checked before they are executed.
 
-Not covered: comparing two nested values whose parts are the same objects many times over.
+Not covered: comparing two nested values that contain the same objects many times.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jinja2.visitor import NodeTransformer
 
 from sluice.pipeline.errors import RequestError
 
-MAX_CHARS = 1 << 26  # of a string that an operation makes, and of a whole prompt
+MAX_CHARS = 1 << 26  # of a string made by one operation, and of a whole prompt
 MAX_ITEMS = 1 << 20  # of a list, and of everything in a nested value that becomes text
-MAX_BITS = 1 << 16  # of a whole number
+MAX_BITS = 1 << 16  # of an integer
 MAX_WIDTH = 10_000  # of padding, indents and precisions
 _WIDE = re.compile(r"\d{5,}")  # in a format string
 
 
 class _TooCostly(BaseException):
-    """No Exception: jinja2 takes those of an expression that it folds for a sign that it cannot be folded."""
+    """Not an Exception: while folding constants, jinja2 takes any Exception to mean the expression can't be folded."""
 
 
 def check_cost(template: str, **context: Any) -> None:
-    """Render to nothing. Raises RequestError for what costs too much; whatever else is wrong comes up in earnest."""
+    """Render and discard. Raises RequestError for what costs too much; other errors surface in the real rendering."""
     try:
         num_chars = 0
         for piece in _compiled(template).generate(**context):
@@ -68,7 +68,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped
+        method = getattr(__obj, "__wrapped__", __obj)  # str.format is wrapped
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str | bytes):
             _check_method(owner, method.__name__, (*args, *kwargs.values()))
@@ -161,7 +161,7 @@ def _joined(*values: Any) -> str:
 
 
 def _bounded(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at its arguments first."""
+    """A filter that checks its arguments first."""
 
     @wraps(work)
     def filtered(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class _Generation(Extension):
 
 
 class _Concatenations(NodeTransformer):
-    """`a ~ b` as a filter: it is no operator that a sandbox can intercept."""
+    """`a ~ b` as a filter: it isn't an operator that a sandbox can intercept."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -221,14 +221,14 @@ def _compiled(template: str) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    untyped: Any = sandbox  # jinja2 says nothing of what these two hold
+    untyped: Any = sandbox  # jinja2 doesn't type these two
     filters: dict[str, Callable[..., Any]] = untyped.filters
     for name in _FILTERS:
         filters[name] = _bounded(name, filters[name])
     filters["~"] = _joined
     untyped.globals.update(raise_exception=raise_exception, strftime_now=str)
     tree = sandbox.parse(template)
-    for one in tree.find_all(nodes.BinExpr):  # what transformers' own environment folds, in branches never taken too
+    for one in tree.find_all(nodes.BinExpr):  # what transformers' own environment folds, even in branches never taken
         with suppress(Exception):
             _folded(one)
     return sandbox.from_string(_Concatenations().visit(tree))

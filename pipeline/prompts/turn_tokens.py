@@ -2,10 +2,10 @@
 
     known: |── prompt ──|── sampled ──|      next call: |── known ──|── added, mask 0 ──| ─▶ sampled …
 
-- Sampled tokens are never made from text again: the known ids stay as they are, whatever the template makes of them.
-- Where the template renders the known part just so, what is added is the rest: len(template(messages)) - len(known).
-- Where it does not (white space, the JSON of a tool call, stripped thoughts), it is a resync: what is added is the
-  rendered suffix after the sampled turn, found by counting the terminators up to the end of that turn.
+- Sampled tokens are never re-tokenised: the known ids stay unchanged, whatever the template makes of them.
+- If the template renders the known part identically, the rest is added: len(template(messages)) - len(known).
+- If not (white space, the JSON of a tool call, stripped thoughts), it is a resync: the rendered suffix after the
+  sampled turn is added, found by counting the terminators up to the end of that turn.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sluice.pipeline.wire.messages import Message
 
 
 class TemplateDrift(RequestError):
-    """The template gives no suffix after the sampled turn: what it adds depends on what was before."""
+    """The template gives no suffix after the sampled turn: what it adds depends on earlier messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Token ids after the known ones, and whether the sampled turn renders differently now."""
+    """Token ids after the known ones, and whether the sampled turn now renders differently."""
 
     token_ids: list[int]
     resynced: bool = False
@@ -33,7 +33,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """A tokenizer, its turn terminators, how its template is asked, and which ids stand for an image."""
+    """A tokenizer, its turn terminators, its template options, and the ids that stand for an image."""
 
     tokenizer: Any
     terminators: Collection[int]
@@ -47,9 +47,9 @@ class Renderer:
         return token_ids
 
     def added(self, messages: Sequence[Message], *, at: int, known: Sequence[int]) -> Added:
-        """What comes after `known` ids, which end with the sampled turn `messages[at]`.
+        """The ids after the `known` ones, which end with the sampled turn `messages[at]`.
 
-        Raises TemplateDrift when the template has no such suffix, RequestError if it refuses the messages, ModelError.
+        Raises TemplateDrift if the template has no such suffix, RequestError if it rejects the messages, ModelError.
         """
         whole = self._rendered(messages)
         if whole[: len(known)] == list(known):

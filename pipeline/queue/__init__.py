@@ -6,15 +6,15 @@
 
 | module                  | noun                                                                         |
 |-------------------------|------------------------------------------------------------------------------|
-| types                   | what callers see: Claim, Finished, Piece, Credit, Call                       |
+| types                   | types for callers: Claim, Finished, Piece, Credit, Call                      |
 | envelope                | arq's envelope and results as bytes, and back                                |
-| queue                   | JobQueue: every script call that moves jobs                                  |
-| leased_worker           | LeasedWorker: the loop that claims, commits and hands back; Holder: who works |
-| arq_worker              | plain arq functions: one Holder, and a worker of nothing else                |
-| lease_keeper, committer | what renews its leases, what publishes its results                           |
+| queue                   | JobQueue: every Lua script call that moves jobs                              |
+| leased_worker           | LeasedWorker: the loop that claims, commits and hands back; Holder: the work |
+| arq_worker              | plain arq functions: a Holder, and a worker that runs nothing else           |
+| lease_keeper, committer | renews its leases; publishes its results                                     |
 | replies                 | results for one caller, instead of the result stream                         |
-| scores, rollouts        | score jobs of the trainer, and agent rollouts: hops of their own             |
-| dead_letters, live_jobs | what `sluice dlq` and the dashboard read                                     |
+| scores, rollouts        | the trainer's score jobs, and agent rollouts: separate hops                  |
+| dead_letters, live_jobs | read by `sluice dlq` and the dashboard                                       |
 | trained                 | ids that a run has trained: never trained or enqueued again                  |
 """
 

@@ -128,6 +128,7 @@ class ArqFunctions:
             return False
         del self._running[job_id]
         if job_id in self._told:  # it is back in the queue already; only the script's answer is outstanding
+            self._leases.keeper.drop(job_id, claim.attempt)
             return False
         self._arq.tasks[job_id].cancel()
         self._arq.jobs_failed += 1

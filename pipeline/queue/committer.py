@@ -1,7 +1,7 @@
 """Commits results: everything that ended within a tick goes out in one script call.
 
-While the engine's batch is full a tick lasts `TICK_S`: every call to the broker takes time from the decode thread. It
-is shorter where a caller waits. Otherwise a result goes out at once. Progress of running sequences goes out after the
+While the engine's batch is full, a tick lasts `TICK_S`: every broker call takes time from the decode thread. It's
+shorter if a caller is waiting. Otherwise a result goes out at once. Progress of running sequences goes out after the
 results.
 """
 
@@ -20,25 +20,25 @@ TICK_S, ASKED_TICK_S = 0.1, 0.04
 
 
 class Committer:
-    """Owned by one worker; `put` from its event loop."""
+    """Owned by one worker; call `put` from its event loop."""
 
     def __init__(
         self, queue: JobQueue, busy: Callable[[], bool] = lambda: False, moved: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`busy`: whether commits may wait for a tick; `moved(job_id)`: something of a running job is stored."""
+        """`busy`: whether commits may wait for a tick; `moved(job_id)`: progress of a running job was stored."""
         self._queue, self._busy, self._moved = queue, busy, moved
         self._pending: list[Finished | Called] = []
         self._pieces: list[Piece] = []
         self._after: list[Callable[[], None]] = []
         self._ready = asyncio.Event()
-        self._asked = asyncio.Event()  # a caller waits for a pending result
+        self._asked = asyncio.Event()  # a caller is waiting for a pending result
         self._one_flush = asyncio.Lock()
         self.sequences = 0
         self.tokens = 0
         self.pieces = 0
 
     def put(self, ended: Finished | Called) -> None:
-        """Commit this one with the next tick."""
+        """Commit this with the next tick."""
         self._pending.append(ended)
         if isinstance(ended, Called) or ended.result.reply_to:
             self._asked.set()

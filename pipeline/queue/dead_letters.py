@@ -1,9 +1,9 @@
 """Dead letters: list them, replay them, drop them.
 
-- A job's rows stand together in the stream (a burial), its payload with the first; see bury.lua and unbury.lua.
+- A job's rows are consecutive in the stream (a burial), its payload in the first; see bury.lua and unbury.lua.
 - A replay is a new job under a new id: the old group was completed by tombstones.
-- Every read is a page at a time. What is replayed or dropped is bounded by the stream's end at the start: a job that
-  dies again at once is not replayed again.
+- Every read is paged. A replay or drop stops at the stream's end as of its start: a job that dies again at once isn't
+  replayed again.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ TAKEN_ELSEWHERE = "no longer there: somebody else replayed or dropped it"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One dead (or dropped) sequence as it lies in the stream."""
+    """One dead (or dropped) sequence as stored in the stream."""
 
     entry_id: str
     letter: DeadLetter
-    job: bytes  # its id, as it is on the server
+    job: bytes  # its id, as stored on the server
     index: int
-    n: int  # of its job; 0 = not known
+    n: int  # of its job; 0 = unknown
     payload: bytes = b""  # on the first row of a job
 
     @property
     def job_id(self) -> str:
-        """Fit for people."""
+        """Readable form of the id."""
         return self.job.decode(errors="replace")
 
     @property
     def key(self) -> tuple[bytes, int, float]:
-        """Identifies the row; the same after it is rewritten."""
+        """Identifies the row; unchanged when it is rewritten."""
         return self.job, self.index, self.letter.at
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rows are meant; the parts are alternatives."""
+    """Selects rows; the criteria are alternatives."""
 
     seq_ids: frozenset[str] = frozenset()
     job: str | None = None
@@ -70,7 +70,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     everything: bool = False
 
     def takes(self, row: Row) -> bool:
-        """Whether this row is meant."""
+        """Whether this row is selected."""
         return (
             self.everything
             or row.letter.seq_id in self.seq_ids
@@ -92,8 +92,6 @@ Act = Callable[[list[Row], list[Row]], Awaitable[Done | None]]
 
 
 class DeadLetters:
-    """The dead letters of one run."""
-
     def __init__(self, client: Redis, config: Config) -> None:
         self._client: Any = client
         self.keys = Keys(config.run)
@@ -121,7 +119,7 @@ class DeadLetters:
         return [_row(entry_id.decode(), fields) for entry_id, fields in page]
 
     async def _page(self, question: Awaitable[Any], stream: str) -> list[Any]:
-        """Raises BrokerRefused where the key is no stream."""
+        """Raises BrokerRefused if the key isn't a stream."""
         try:
             return cast("list[Any]", await question)
         except ResponseError as error:
@@ -141,7 +139,7 @@ class DeadLetters:
     async def find(
         self, seq_id: str, *, dropped: bool = False, entry_id: str | None = None
     ) -> tuple[Row, bytes] | None:
-        """The newest row of this sequence, and its job's payload; at once where its entry id is known."""
+        """The newest row of this sequence, and its job's payload; no search if its entry id is known."""
         row = await self._at(entry_id) if entry_id else None
         if row is None or row.letter.seq_id != seq_id:
             row = await self._newest_of(seq_id, dropped=dropped)
@@ -158,7 +156,7 @@ class DeadLetters:
         return None
 
     async def _payload(self, row: Row) -> bytes:
-        """With the first row of its burial, which is this one or stands before it."""
+        """In the first row of its burial, which is this row or an earlier one."""
         if row.payload:
             return row.payload
         async for one in self._back(row.entry_id, min(_PAGE, max(1, row.index))):
@@ -174,11 +172,11 @@ class DeadLetters:
             before = page[-1].entry_id
 
     async def replay(self, selection: Selection) -> list[Done]:
-        """Send rows back to the queue, those of one job as one new job."""
+        """Send rows back to the queue; those of one job become one new job."""
         return await self._each(selection, self._replay)
 
     async def drop(self, selection: Selection) -> list[Done]:
-        """Throw rows away."""
+        """Delete rows."""
         return await self._each(selection, self._drop)
 
     async def _each(self, selection: Selection, act: Act) -> list[Done]:
@@ -209,7 +207,7 @@ class DeadLetters:
             return Done(job_id=job_id, sequences=_names(chosen), problem=NO_PAYLOAD)
         envelope = read_envelope(job_id, payload)
         if envelope.job is None:
-            chosen = rows  # n cannot be changed in what cannot be read: it goes back whole
+            chosen = rows  # an unreadable payload's n can't be changed: it goes back whole
         while True:
             new_id = await self._new_id(rows[0].job)
             request = _remade(envelope, payload, new_id, len(chosen), _unburied(rows, chosen))
@@ -220,7 +218,7 @@ class DeadLetters:
                 return Done(job_id=job_id, sequences=_names(chosen), new_job_id=new_id.decode(errors="replace"))
 
     async def _new_id(self, job: bytes) -> bytes:
-        """Numbered across the run: no id is used twice, even after its tombstone expired."""
+        """Numbered across the run: no id is reused, even after its tombstone expired."""
         number = int(await self._client.hincrby(self.keys.counts, _REPLAYS, 1))
         return _REPLAY_MARK.sub(b"", job) + b"~r%d" % number
 
@@ -237,7 +235,7 @@ def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
     except MessageError as error:
         seq_id = f"{job.decode(errors='replace')}:{index}"
         letter = DeadLetter(seq_id=seq_id, reason="unreadable_letter", detail=str(error))
-    if not job:  # a dropped one
+    if not job:  # it was dropped
         name, _, number = letter.seq_id.rpartition(":")
         job, index = name.encode(), integer_or(number, 0)
     size, payload = integer_or(fields.get(b"n"), 0), fields.get(b"p", b"")
@@ -245,7 +243,7 @@ def _row(entry_id: str, fields: dict[bytes, bytes]) -> Row:
 
 
 def _unburied(rows: list[Row], chosen: list[Row]) -> dict[str, list[str]]:
-    """The entries that leave, and those of the same job that stay, where its payload leaves."""
+    """The entries to remove, and the same job's entries that stay, if its payload is removed."""
     leaving = [row.entry_id for row in chosen]
     payload_leaves = bool(rows[0].payload) and rows[0].entry_id in leaving
     staying = [row.entry_id for row in rows if row.entry_id not in leaving] if payload_leaves else []
@@ -253,10 +251,10 @@ def _unburied(rows: list[Row], chosen: list[Row]) -> dict[str, list[str]]:
 
 
 def _remade(envelope: Envelope, payload: bytes, new_id: bytes, sequences: int, rows: dict[str, list[str]]) -> Replay:
-    """The new job; what is not a decode job goes back as it is."""
+    """The new job; anything but a decode job goes back unchanged."""
     job = envelope.job
     if job is None:
-        unread = "?" if sequences == 1 else ""  # one: it may be a foreign job, and more than that once it can be read
+        unread = "?" if sequences == 1 else ""  # one: it may be a foreign job, with more once it can be read
         call = unread if envelope.problem else envelope.function
         return Replay(**rows, id=new_id, payload=payload, n=sequences, priority=0, deadline_ms=0, call=call, mailbox="")
     again = msgspec.structs.replace(job, job_id=new_id.decode(errors="replace"), n=sequences)
@@ -286,7 +284,7 @@ T = TypeVar("T")
 
 
 class Shown(msgspec.Struct, kw_only=True):
-    """One row of a list."""
+    """One row in a list."""
 
     seq_id: str
     reason: str
@@ -311,18 +309,18 @@ class Listing(msgspec.Struct, kw_only=True):
 
 
 class Letter(Shown, kw_only=True):
-    """All of one dead letter."""
+    """One dead letter in full."""
 
     schema_version: int = SCHEMA
     traceback: str
     payload_bytes: int
     job: Any = None  # the decode job, or the call
-    problem: str | None = None  # why the payload cannot be read
-    payload_hex: str | None = None  # its first bytes, if it cannot be read
+    problem: str | None = None  # why the payload can't be read
+    payload_hex: str | None = None  # its first bytes, if it can't be read
 
 
 def listing(config: Config, *, job: str | None, reason: str | None, limit: int, dropped: bool = False) -> Listing:
-    """The matching rows; raises SluiceError for a reason that is none."""
+    """The matching rows; raises SluiceError for an unknown reason."""
     if limit < 1:
         raise SluiceError(f"--limit must be at least 1, got {limit}")
 
@@ -342,7 +340,7 @@ def listing(config: Config, *, job: str | None, reason: str | None, limit: int, 
 
 
 def check_reason(reason: str, known: Sequence[str]) -> None:
-    """Raises SluiceError with the nearest one for a reason that nobody knows."""
+    """Raises SluiceError with the nearest match for an unknown reason."""
     if reason not in known:
         close = nearest(reason, list(known))
         hint = f"did you mean {close!r}?" if close else f"there are: {', '.join(sorted(set(known))) or 'none'}"
@@ -350,14 +348,14 @@ def check_reason(reason: str, known: Sequence[str]) -> None:
 
 
 def letter(config: Config, seq_id: str, *, dropped: bool = False) -> Letter:
-    """One row with its payload; raises SluiceError when there is none of this id."""
+    """One row with its payload; raises SluiceError if there is none with this id."""
     return _with(config, lambda letters: read_letter(letters, seq_id, dropped=dropped))
 
 
 async def read_letter(
     letters: DeadLetters, seq_id: str, *, dropped: bool = False, entry_id: str | None = None
 ) -> Letter:
-    """The same for one who is connected already, and may know where it lies."""
+    """The same for a caller that is already connected, and may know the entry."""
     found = await letters.find(seq_id, dropped=dropped, entry_id=entry_id)
     if found is None:
         word = "dropped sequence is kept" if dropped else "dead letter is there"
@@ -377,7 +375,7 @@ async def read_letter(
 
 
 def matching(config: Config, selection: Selection) -> int:
-    """How many rows are selected; raises SluiceError when none is."""
+    """Number of selected rows; raises SluiceError if there are none."""
 
     async def read(letters: DeadLetters) -> int:
         count, reasons = 0, set[str]()
@@ -392,12 +390,12 @@ def matching(config: Config, selection: Selection) -> int:
 
 
 def replay(config: Config, selection: Selection) -> list[Done]:
-    """Raises SluiceError when nothing is selected."""
+    """Raises SluiceError if nothing is selected."""
     return _act(config, selection, DeadLetters.replay)
 
 
 def drop(config: Config, selection: Selection) -> list[Done]:
-    """Raises SluiceError when nothing is selected."""
+    """Raises SluiceError if nothing is selected."""
     return _act(config, selection, DeadLetters.drop)
 
 
@@ -428,7 +426,7 @@ def _nothing(selection: Selection, reasons: Iterable[str]) -> SluiceError:
 
 
 def _with(config: Config, use: Callable[[DeadLetters], Awaitable[T]]) -> T:
-    """Raises BrokerError at once when the broker does not answer."""
+    """Raises BrokerError at once if the broker doesn't answer."""
     connection.ping(config.broker, config.run)
 
     async def run() -> T:
@@ -459,7 +457,7 @@ def _shown(row: Row, now: float) -> Shown:
 
 
 def _payload(job_id: str, payload: bytes) -> tuple[Any, str | None]:
-    """The job as plain values, and why it cannot be read."""
+    """The job as plain values, and why it can't be read."""
     if not payload:
         return None, None
     envelope = read_envelope(job_id, payload)

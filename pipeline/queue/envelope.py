@@ -28,19 +28,19 @@ assert (constants.in_progress_key_prefix, constants.abort_jobs_ss) == (ARQ_RUNNI
 
 
 class JobFailed(SluiceError):
-    """What arq's `Job.result` raises for a job of ours that ended as a dead letter."""
+    """Raised by arq's `Job.result` for a job of ours that ended as a dead letter."""
 
 
 Unusable = Literal["malformed_envelope", "malformed_payload", "malformed_arguments", "unknown_schema"]
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What arq's envelope says; if it cannot be used, `reason` is that of the dead letter and `problem` says why."""
+    """The content of arq's envelope; if unusable, `reason` is the dead letter's and `problem` says why."""
 
     function: str = ""
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = {}
-    enqueued_ms: int = 0  # 0 = not known
+    enqueued_ms: int = 0  # 0 = unknown
     first_try: int = 1
     job: DecodeJob | None = None
     reason: Unusable | None = None
@@ -53,13 +53,13 @@ def arq_serializer(value: dict[str, Any]) -> bytes:
 
 
 def arq_deserializer(raw: bytes) -> dict[str, Any]:
-    """The counterpart of `arq_serializer`; failures in a result come back as exceptions, as arq expects them."""
+    """The inverse of `arq_serializer`; failures in a result come back as exceptions, as arq expects."""
     value = cast("dict[str, Any]", msgspec.msgpack.decode(raw))
     if value.get("s") is False and isinstance(value.get("r"), dict):
         failure = cast("dict[str, Any]", value["r"])
         what, message = failure.get("error"), failure.get("message", "")
         value["r"] = asyncio.CancelledError(message) if what in _CANCELLED else JobFailed(f"{what}: {message}")
-    if value.get("k") == []:  # an empty table of a script
+    if value.get("k") == []:  # an empty Lua table
         value["k"] = {}
     return value
 
@@ -70,7 +70,7 @@ def arq_redis_settings(url: str) -> RedisSettings:
 
 
 def arq_pool(client: Redis, queue: str) -> ArqRedis:
-    """arq's client over the connections of ours, with their timeouts and retries."""
+    """arq's client on our connections, with their timeouts and retries."""
     return ArqRedis(
         cast(Any, client.connection_pool),
         job_serializer=arq_serializer,
@@ -90,7 +90,7 @@ def call_payload(function: str, args: Sequence[Any], kwargs: dict[str, Any], enq
 
 
 def read_envelope(job_id: str, payload: bytes) -> Envelope:
-    """Never raises on hostile bytes."""
+    """Never raises on malformed bytes."""
     try:
         function, args, kwargs, first_try, at = deserialize_job_raw(payload, deserializer=arq_deserializer)
     except (DeserializationError, ValueError, TypeError) as error:

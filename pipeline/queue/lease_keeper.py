@@ -1,8 +1,8 @@
-"""Renews this worker's leases from its own thread, so that a busy event loop or a long engine step loses none.
+"""Renews this worker's leases from a separate thread, so a busy event loop or a long engine step loses none.
 
-- Renewal stops after `stall_timeout_s` without progress: a hung engine, or a hung event loop, loses its jobs.
-- A lease that is lost (or a job that was aborted) cancels the local attempt through `on_lost(job_id, attempt)`.
-- A process that is still stalled one lease later is killed, so that its successor can take over.
+- Renewal stops after `stall_timeout_s` without progress: a hung engine or event loop loses its jobs.
+- A lost lease (or an aborted job) cancels the local attempt through `on_lost(job_id, attempt)`.
+- A process still stalled one lease later is killed, so that its successor can take over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sluice.pipeline.queue.types import Claim
 
 
 class LeaseKeeper(threading.Thread):
-    """Renews every `renew_s`; `hold` and `drop` name the claims, from any thread. `progress` is monotonic seconds."""
+    """Renews every `renew_s`; `hold` and `drop` are thread-safe. `progress` is monotonic seconds."""
 
     def __init__(
         self, config: Config, queue: JobQueue, progress: Callable[[], float], on_lost: Callable[[str, int | None], Any]
@@ -48,13 +48,13 @@ class LeaseKeeper(threading.Thread):
             self._held[claim.job_id] = claim.attempt
 
     def drop(self, job_id: str, attempt: int | None = None) -> None:
-        """Stop renewing a claim, in this attempt; a later one may be held by now."""
+        """Stop renewing a claim, for this attempt only; a later one may be held by now."""
         with self._lock:
             if attempt in (None, self._held.get(job_id)):
                 self._held.pop(job_id, None)
 
     def held(self) -> list[str]:
-        """Ids of the jobs whose leases it keeps."""
+        """Ids of the jobs with leases it renews."""
         with self._lock:
             return list(self._held)
 
@@ -75,7 +75,6 @@ class LeaseKeeper(threading.Thread):
         self._disconnect()
 
     def stop(self) -> None:
-        """End the thread."""
         self._end.set()
         self.join(timeout=self._config.broker.socket_timeout_s + 1)
 

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import time
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
@@ -119,6 +120,7 @@ class LeasedWorker:
         self.wake = asyncio.Event()
         self._waker = Waker(client, keys.wake, self.wake, config.broker.socket_timeout_s)
         self._must_drain = False
+        self._unaccepted = deque[Claim]()  # claimed, and not yet the holder's
         self._suspects = set[str]()  # jobs that have this worker for themselves, until they get on
         self._pulse = Pulse(min(_BEAT_S, self.settings.stall_timeout_s / 4))
         self._beaten = self._swept = float("-inf")
@@ -197,8 +199,8 @@ class LeasedWorker:
         if time.monotonic() - self._swept >= _SWEEP_S:
             self._swept = time.monotonic()
             await self.queue.sweep(_SWEEP_S)
-        await self._hooks.before_claim()
-        if time.monotonic() < self._look_at:
+        await self._hooks.before_claim()  # may take minutes: new weights
+        if self.stop.is_set() or time.monotonic() < self._look_at:
             self._hooks.each_turn()
             return False
         got = await self._claim(0 if self.runs_apart() else max(0, self._holder.room()))
@@ -221,13 +223,17 @@ class LeasedWorker:
             await self._put_back()
         for job_id in got.cancelled:
             self._lost(job_id, None)
+        self._unaccepted.extend(got.claims)
         for claim in got.claims:
+            self.keeper.hold(claim)  # all of them first: accepting one may take long
+        while self._unaccepted:
+            claim = self._unaccepted[0]
             if holder.lose(claim.job_id, None):
                 get_logger().warning("own lease had run out; its attempt starts anew", job=claim.job_id)
             if claim.alone:
                 self._suspects.add(claim.job_id)
-            self.keeper.hold(claim)
             await holder.accept(claim)
+            self._unaccepted.popleft()
         return got
 
     def _cleared(self, job_id: str) -> None:
@@ -274,8 +280,10 @@ class LeasedWorker:
         self._loop.call_soon_threadsafe(self._lost, job_id, attempt)
 
     def _lost(self, job_id: str, attempt: int | None) -> None:
-        if self._holder.lose(job_id, attempt):
-            self.keeper.drop(job_id)
+        is_lost = self._holder.lose(job_id, attempt)
+        if is_lost or attempt is not None:  # a job that the holder no longer knows isn't renewed for ever
+            self.keeper.drop(job_id, attempt)
+        if is_lost:
             self.wake.set()
             get_logger().warning("lease lost; its attempt is cancelled", job=job_id, attempt=attempt)
 
@@ -303,7 +311,9 @@ class LeasedWorker:
 
     async def _hand_back(self) -> None:
         """Return every job that is still ours, with blame if the engine failed."""
-        unstarted = self._holder.take_back(started=False)
+        held = set(self._holder.held())
+        unstarted = [claim for claim in self._unaccepted if claim.job_id not in held]
+        unstarted += self._holder.take_back(started=False)
         running = self._holder.take_back(started=True)
         await self.committer.flush()  # what ended since the drain; a job whose commit is pending is no longer held
         await self.queue.release(unstarted)

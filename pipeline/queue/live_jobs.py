@@ -1,10 +1,10 @@
-"""The jobs that are in the queue now: some of them, how many in all, and one with its log.
+"""The jobs in the queue now: a list, totals, and one with its log.
 
-- Its cost does not grow with the queue: at most `limit` jobs are shown, and at most `_MOST` looked through for them.
-- ready: can be taken now; running: a worker holds it; deferred: not before its time; alone: waits to run by itself.
-- A job's log has one line per event: ms, a letter, attempt, worker, detail, with a tab between. Times are the broker's.
-  While the job lives, `log` of its state has the attempts that came to nothing; at its end the whole log goes out as
-  field `l` of the entry that ended it. It keeps its newest lines (log.lua); what cannot be read is left out.
+- Its cost doesn't grow with the queue: it shows at most `limit` jobs, and searches at most `_MOST`.
+- ready: can be claimed now; running: a worker holds it; deferred: not yet due; alone: waits to run by itself.
+- A job's log has one line per event: ms, a letter, attempt, worker, detail, separated by tabs. Times are the broker's.
+  While the job lives, `log` in its state has the failed attempts; at the end the whole log goes out as field `l` of the
+  entry that ended it. It keeps its newest lines (log.lua); unreadable lines are skipped.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "since", "log")
 
 
 class LiveRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One job that has not ended."""
+    """One job that hasn't ended."""
 
     job_id: str
     state: JobState
     attempt: int = 0
-    worker: str = ""  # that holds it, or held it last
+    worker: str = ""  # holds it, or held it last
     sequences: int = 1
-    committed: int = 0  # of these
-    enqueued_at: float | None = None  # Unix time; None for a foreign one that nobody has looked at
-    since: float | None = None  # running: since when
-    ready_at: float | None = None  # deferred: when it will be
+    committed: int = 0  # sequences committed
+    enqueued_at: float | None = None  # Unix time; None for a foreign job that no worker has read yet
+    since: float | None = None  # running: start time
+    ready_at: float | None = None  # deferred: due time
 
 
 class LiveJobs(msgspec.Struct, frozen=True, kw_only=True):
-    """`rows`: running ones first, then in the order in which they will be taken."""
+    """`rows`: running ones first, then in the order they'll be claimed."""
 
     rows: list[LiveRow]
-    total: dict[JobState, int]  # of all jobs, whatever was searched for
-    seen_all: bool = True  # False: there may be more that fit
+    total: dict[JobState, int]  # all jobs, whatever the search
+    seen_all: bool = True  # False: there may be more matches
 
 
 class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +54,12 @@ class LiveJob(msgspec.Struct, frozen=True, kw_only=True):
     row: LiveRow
     events: list[JobEvent]
     job: DecodeJob | None = None
-    function: str = ""  # of a plain call
-    problem: str = ""  # why the payload cannot be read
+    function: str = ""  # name of a plain call's function
+    problem: str = ""  # why the payload can't be read
 
 
 async def live_jobs(client: Redis, keys: Keys, *, search: str = "", state: str = "", limit: int = 200) -> LiveJobs:
-    """Jobs in the queue; `search` is part of an id, `state` one of JOB_STATES or "" for all."""
+    """Jobs in the queue; `search` is a substring of the id, `state` one of JOB_STATES or "" for all."""
     now_ms = await _now_ms(client)
     pipe: Any = client.pipeline(transaction=False)
     pipe.zcount(keys.jobs, "-inf", now_ms)
@@ -80,7 +80,7 @@ async def live_jobs(client: Redis, keys: Keys, *, search: str = "", state: str =
 
 
 async def live_job(client: Redis, keys: Keys, job_id: str) -> LiveJob | None:
-    """One job; None when it has ended, or never was."""
+    """One job; None if it has ended, or never existed."""
     now_ms = await _now_ms(client)
     pipe: Any = client.pipeline(transaction=False)
     pipe.zscore(keys.jobs, job_id)
@@ -113,7 +113,7 @@ async def _now_ms(client: Redis) -> float:
 
 
 async def _ids(client: Redis, keys: Keys, state: JobState, now_ms: float, most: int) -> list[bytes]:
-    """The first `most` jobs of that state."""
+    """The first `most` jobs in that state."""
     asked: Any = client
     if state == "ready":
         return await asked.zrangebyscore(keys.jobs, "-inf", now_ms, start=0, num=most)
@@ -125,7 +125,7 @@ async def _ids(client: Redis, keys: Keys, state: JobState, now_ms: float, most: 
 
 
 async def _rows(client: Redis, keys: Keys, ids: list[bytes], now_ms: float) -> list[LiveRow]:
-    """Without those that ended meanwhile."""
+    """Skips those that have ended meanwhile."""
     pipe: Any = client.pipeline(transaction=False)
     for job_id in ids:
         pipe.zscore(keys.jobs, job_id)
@@ -136,7 +136,7 @@ async def _rows(client: Redis, keys: Keys, ids: list[bytes], now_ms: float) -> l
 
 
 def _fields(state: Any) -> list[bytes | None]:
-    """None for each where the key is of another type."""
+    """None for each if the key has another type."""
     return [None] * len(_FIELDS) if isinstance(state, Exception) else state
 
 
@@ -166,7 +166,7 @@ _KINDS: dict[str, EventKind] = {"e": "enqueued", "c": "claimed", "h": "handed_ba
 
 
 class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One line."""
+    """One line of a job's log."""
 
     at: float  # Unix time
     kind: EventKind

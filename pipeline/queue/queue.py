@@ -1,8 +1,8 @@
-"""The queue of one run: every script that moves jobs.
+"""The queue of one run: every Lua script that moves jobs.
 
 - A claim carries an attempt number and the owner's nonce; commit, renew, release and fail are refused without them.
-- A redelivered job names the indices that are committed, and brings the stored progress of the others.
-- Every call may be repeated: a lost answer changes nothing twice.
+- A redelivered job names the committed indices, and brings the stored progress of the others.
+- Every call is idempotent: after a lost answer it can be repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRACEBACK_CHARS = 8000
 
 
 class JobQueue:
-    """The queue as one process sees it; `owner` is this process's nonce."""
+    """The queue as seen by one process; `owner` is this process's nonce."""
 
     def __init__(
         self, client: Redis, keys: Keys, *, partitions: int = 1, worker: str = "", keep_result_s: float = 3600.0
@@ -59,9 +59,9 @@ class JobQueue:
     async def enqueue(
         self, jobs: Sequence[DecodeJob], credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
     ) -> list[Outcome]:
-        """Admit jobs in order; after the first `over_credit` all that follow are `over_credit` too.
+        """Admit jobs in order; after the first `over_credit`, all that follow are `over_credit` too.
 
-        `cursors[i]` is stored as the source's position once job i is in the queue. Raises SourceRewound when the
+        `cursors[i]` is stored as the source's position once job i is in the queue. Raises SourceRewound if the
         stored position is before `behind`.
         """
         now_ms = int(time.time() * 1000)
@@ -82,7 +82,7 @@ class JobQueue:
         return await self._enqueue(rows, credit, behind)
 
     async def enqueue_calls(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Admit plain calls; credit does not limit them. A hundred a call is a good number."""
+        """Admit plain calls; credit doesn't limit them. About a hundred per call is a good batch size."""
         now_ms = int(time.time() * 1000)
         rows = [
             scripts.NewJob(
@@ -103,7 +103,7 @@ class JobQueue:
     async def claim(
         self, capacity: int, lease_s: float, max_attempts: int, held: int = 0, *, watch_s: float = 0.0
     ) -> Claimed:
-        """Lease ready jobs worth about `capacity` sequences (the last one may go over); `held` jobs are ours now.
+        """Lease ready jobs worth about `capacity` sequences (the last one may exceed it); `held` jobs are ours now.
 
         `watch_s`: how long this worker polls for jobs that send no signal, if no other does; 0 = never.
         """
@@ -139,7 +139,7 @@ class JobQueue:
         )
 
     async def _settle(self, foreign: Sequence[Claim]) -> set[str]:
-        """Tell the broker what foreign jobs contain; the ids of those that have ended already."""
+        """Tell the broker what foreign jobs contain; returns the ids of those that have already ended."""
         if not foreign:
             return set()
         rows = [
@@ -198,10 +198,10 @@ class JobQueue:
         most: int = 3,
         excused: bool = True,
     ) -> int:
-        """Hand jobs back; returns how many were still ours. An excused attempt is no try.
+        """Hand jobs back; returns how many were still ours. An excused attempt isn't a try.
 
-        With `blame` (why) it counts like a worker's death over them: see blame.lua. After `most` deaths while it ran
-        alone a job is dead.
+        With `blame` (why) it counts as if the job had killed a worker: see blame.lua. After `most` deaths while running
+        alone, a job is dead.
         """
         if not claims:
             return 0
@@ -224,7 +224,7 @@ class JobQueue:
         traceback: str = "",
         ending: Literal["dead", "dropped"] = "dead",
     ) -> int:
-        """End a job's uncommitted sequences; returns how many, -1 if the job is not ours."""
+        """End a job's uncommitted sequences; returns how many, -1 if the job isn't ours."""
         return await self._ask(
             scripts.Fail(
                 owner=self.owner,
@@ -240,7 +240,7 @@ class JobQueue:
         )
 
     async def _bury_unreadable_id(self, raw_id: bytes, attempt: int) -> None:
-        """No message can carry an id that is not UTF-8."""
+        """No message can carry an id that isn't UTF-8."""
         await self._ask(
             scripts.Fail(
                 owner=self.owner,
@@ -256,35 +256,36 @@ class JobQueue:
         )
 
     async def cancel(self, job_ids: Sequence[str]) -> int:
-        """Ask for jobs to be ended, as arq's Job.abort does; returns how many were under way.
+        """Cancel jobs, as arq's Job.abort does; returns how many were in flight.
 
-        What is not committed ends as dropped(cancelled), at the next look of the worker that holds it, or of any.
+        Uncommitted sequences end as dropped(cancelled), at the next check by the worker that holds the job, or by any
+        worker.
         """
         return await self._ask(scripts.Abort(ids=list(job_ids))) if job_ids else 0
 
     async def forget(self, job_id: str, n: int = 1) -> None:
-        """Remove the replies of an ended job, and that it was there: its id may be enqueued again."""
+        """Remove the replies and remaining traces of an ended job, so its id may be enqueued again."""
         await self._ask(scripts.Forget(id=job_id, n=n))
 
     async def stand_down(self, leaving_s: float) -> None:
-        """This worker was told to end: others look for work; if it is killed within `leaving_s`, no job is to blame.
+        """This worker was told to stop: others look for work; if it is killed within `leaving_s`, no job is blamed.
 
-        0 where it holds nothing.
+        0 if it holds nothing.
         """
         await self._ask(scripts.StandDown(owner=self.owner, leaving_ms=_ms(leaving_s)))
 
     async def reap(self, owner: str, max_attempts: int = 3, *, killed: bool = False) -> int:
-        """End the leases of a process that is known to be dead; returns how many jobs it held.
+        """End the leases of a process known to be dead; returns how many jobs it held.
 
-        `killed`: from outside, so that no job is to blame.
+        `killed`: from outside, so no job is blamed.
         """
         return await self._ask(scripts.Reap(owner=owner, max_deaths=max_attempts, killed=killed))
 
     async def sweep(self, every_s: float, keys_at_once: int = 5000) -> scripts.Swept:
-        """End the jobs that a foreign worker took out of the queue, found among some of the server's keys.
+        """End the jobs that a foreign worker took out of the queue, found by scanning part of the server's keys.
 
-        Does nothing when anybody looked less than `every_s` ago. Returns how many sequences ended, and whether the
-        look came to the end of the keys.
+        Does nothing if any process scanned less than `every_s` ago. Returns how many sequences ended, and whether the
+        scan reached the end of the keys.
         """
         pattern = f"{self.keys.job_state}*"
         swept = await self._ask(scripts.Sweep(every_ms=_ms(every_s), keys_at_once=keys_at_once, pattern=pattern))
@@ -295,12 +296,12 @@ class JobQueue:
         return swept
 
     def renewal(self, lease_s: float, held: Mapping[str, int]) -> scripts.Renew:
-        """For job ids and their attempts; the lease keeper asks from its own thread."""
+        """For job ids and their attempts; the lease keeper calls it from its thread."""
         jobs = [scripts.Attempt(job_id, attempt) for job_id, attempt in held.items()]
         return scripts.Renew(owner=self.owner, lease_ms=_ms(lease_s), jobs=jobs)
 
     async def renew(self, lease_s: float, held: Mapping[str, int]) -> list[str]:
-        """The ids of those that are lost."""
+        """Returns the ids of the lost leases."""
         return await self._ask(self.renewal(lease_s, held))
 
     async def _enqueue(self, rows: list[scripts.NewJob], credit: Credit, behind: str) -> list[Outcome]:
@@ -322,7 +323,7 @@ class JobQueue:
 
 
 def _names(client: Redis, keys: Keys, partitions: int, keep_ms: int) -> scripts.JobNames:
-    apart = is_cluster(client)  # arq's set of aborts has no tag: it is out of reach there
+    apart = is_cluster(client)  # arq's abort set has no hash tag, so it's unreachable there
     prefixes = scripts.JobPrefixes(
         state_of=keys.job_state,
         progress_of=keys.progress,
@@ -406,13 +407,13 @@ _PREFIX = 4  # bytes, little-endian
 
 
 def packed(piece: Progress) -> bytes:
-    """One piece, ready to be appended."""
+    """One piece, encoded for appending."""
     raw = encode(piece)
     return len(raw).to_bytes(_PREFIX, "little") + raw
 
 
 def joined(stored: bytes) -> Progress:
-    """All pieces as one, from token 0. Raises MessageError when they do not fit together."""
+    """All pieces merged, from token 0. Raises MessageError if they don't fit together."""
     whole = SampledTokens()
     at = 0
     while at < len(stored):

@@ -1,16 +1,16 @@
-"""Answers to jobs that name a mailbox (`reply_to`): the caller waits here for its own results.
+"""Answers to jobs with a mailbox (`reply_to`): the caller waits here for its results.
 
     enqueue(reply_to) ──▶ worker ──commit.lua, bury.lua──▶ stored replies ──┐
-                            └──────checkpoint.lua──▶ mailbox: deltas, ids of what ended ──▶ Expected
+                            └──────checkpoint.lua──▶ mailbox: deltas, ids of ended ones ──▶ Expected
 
 | waits for                         | unblocked by                                                |
 |-----------------------------------|-------------------------------------------------------------|
 | an answer (Expected)              | it; ResultsLost; the end of `run`; the caller's own deadline |
-| words in the mailbox, in `run`    | the next one, or the next look                              |
+| mailbox messages, in `run`        | the next one, or the next poll                              |
 
-- The stored reply is authoritative, and for deltas the stored progress. Both are polled every second, which finds what
-  the mailbox lost and what went to another process that asked for the same job.
-- A job that the broker no longer knows was lost with its newest writes: ResultsLost, and it can be enqueued again.
+- The stored reply is authoritative, and for deltas the stored progress. Both are polled every second, to recover
+  messages that the mailbox lost or that went to another process that asked for the same job.
+- A job unknown to the broker was lost with its newest writes: ResultsLost, and it can be enqueued again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TokenDelta
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 _BLOCK_S, _LOOK_S = 0.5, 1.0
-_MOST_WORDS, _MOST_JOBS = 512, 256  # of one call
+_MOST_WORDS, _MOST_JOBS = 512, 256  # per call
 
 
 class Replies:
-    """One per process that asks; jobs name it as `reply_to=replies.name`. The owner runs `run` beside its waits."""
+    """One per process that asks; jobs name it as `reply_to=replies.name`. The owner runs `run` alongside its waits."""
 
     def __init__(self, client: Redis, keys: Keys) -> None:
         self.name = secrets.token_hex(8)
@@ -47,7 +47,7 @@ class Replies:
         self._block_s = min(_BLOCK_S, timeout_s / 2) if timeout_s else _BLOCK_S
 
     async def run(self) -> None:
-        """Deliver answers until cancelled; then, and when the broker is away for too long, every wait fails."""
+        """Deliver answers until cancelled; then, or if the broker is away for too long, every wait fails."""
         due = time.monotonic()
         try:
             while True:
@@ -61,7 +61,7 @@ class Replies:
 
     @contextlib.contextmanager
     def expect(self, job_id: str, n: int = 1) -> Generator[Expected]:
-        """Collect the answer to a job of `n` sequences while the block lasts; begin it before the job is enqueued."""
+        """Collect the answer to a job of `n` sequences inside the block; enter it before the job is enqueued."""
         expected = Expected(job_id, n, self._look)
         self._open.setdefault(job_id, []).append(expected)
         try:
@@ -72,7 +72,7 @@ class Replies:
                 del self._open[job_id]
 
     async def forget(self, job_id: str, n: int = 1) -> None:
-        """The answer was read: it is removed, and the id of the job, which has ended, is free again."""
+        """Remove an answer that was read; the id of the job, which has ended, is free again."""
         await self._queue.forget(job_id, n)
 
     async def _read(self) -> None:
@@ -82,7 +82,7 @@ class Replies:
         more = await self._client.lpop(self._mailbox, _MOST_WORDS)
         over: list[tuple[Expected, Awaited]] = []
         for word in cast("list[bytes]", [first[1], *(more or [])]):
-            if word[:1] and word[0] & 0xF0 == 0x80:  # a msgpack map; no id begins so, as they are UTF-8
+            if word[:1] and word[0] & 0xF0 == 0x80:  # a msgpack map; no id starts like this, as ids are UTF-8
                 self._add(word)
             else:
                 over += self._find(word.decode(errors="replace"))
@@ -92,7 +92,7 @@ class Replies:
                 _finish(expected, one, raw)
 
     def _find(self, seq_id: str) -> list[tuple[Expected, Awaited]]:
-        """Who waits for it."""
+        """The callers waiting for it."""
         found = [(expected, expected.of(seq_id)) for expected in self._open.get(seq_id.rpartition(":")[0], [])]
         return [(expected, one) for expected, one in found if one is not None and one.end is None]
 
@@ -116,7 +116,7 @@ class Replies:
     async def _look_at_replies(self, page: Sequence[Expected]) -> None:
         pipe: Any = self._client.pipeline(transaction=False)
         looks = [(expected, expected.missing()) for expected in page]
-        for expected, missing in looks:  # the job first: if it ends in between, its replies are there
+        for expected, missing in looks:  # the job first: if it ends in between, its replies exist
             pipe.exists(ARQ_JOB + expected.job_id, self._keys.job_state + expected.job_id)
             pipe.mget([self._keys.replies + one.seq_id for one in missing])
         answers = cast("list[Any]", await pipe.execute())
@@ -165,13 +165,13 @@ End = SequenceResult | DeadLetter
 
 
 class Awaited:
-    """One sequence: what has arrived, and how much of it was delivered."""
+    """One sequence: the data received, and how much of it was delivered."""
 
     def __init__(self, seq_id: str) -> None:
         self.seq_id = seq_id
         self.end: End | None = None
         self.is_over = False  # its end was delivered
-        self.is_quiet = True  # nothing came since the last look
+        self.is_quiet = True  # nothing arrived since the last poll
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._num_shown = 0
@@ -191,14 +191,14 @@ class Awaited:
         self.is_quiet = False
 
     def finish(self, end: End) -> None:
-        """It has ended; the first end counts."""
+        """Mark as ended; the first end counts."""
         if self.end is None:
             if isinstance(end, SequenceResult):
                 self.add(0, end.token_ids, end.logprobs)
             self.end = end
 
     def unseen(self) -> Iterator[TokenDelta | End]:
-        """What has not been delivered yet."""
+        """Undelivered deltas, and the end."""
         at = self._num_shown
         if at < len(self._tokens) and not self._is_torn:
             self._num_shown = len(self._tokens)
@@ -221,7 +221,7 @@ class Expected:
         self._num_changes, self._change = 0, asyncio.Event()
 
     async def ended(self) -> list[End]:
-        """Every sequence's end, by index. Raises ResultsLost (enqueue again, and wait anew) and BrokerError."""
+        """Every sequence's end, by index. Raises ResultsLost (enqueue again, then wait again) and BrokerError."""
         while self.missing():
             seen = self._num_changes
             await self._ask()
@@ -229,7 +229,7 @@ class Expected:
         return [cast("End", one.end) for one in self.sequences]
 
     async def events(self) -> AsyncGenerator[TokenDelta | End]:
-        """Deltas without gaps or repeats, and after its last one each sequence's end. Raises as `ended`.
+        """Deltas without gaps or repeats, and each sequence's end after its last delta. Raises the same as `ended`.
 
         After ResultsLost a new call continues where this one stopped.
         """
@@ -253,18 +253,18 @@ class Expected:
         return self._by_id.get(seq_id)
 
     def fail(self, error: SluiceError) -> None:
-        """Whoever waits is told."""
+        """Make every wait raise the error."""
         self._error = error
         self.changed()
 
     def changed(self) -> None:
-        """Something came."""
+        """Wake the waiters."""
         self._num_changes += 1
         done, self._change = self._change, asyncio.Event()
         done.set()
 
     async def _ask(self) -> None:
-        """On the first wait: the answer may already be there."""
+        """On the first wait: the answer may already exist."""
         if not self.is_asked:
             self.is_asked = True
             await self._look([self])

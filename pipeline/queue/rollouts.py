@@ -3,10 +3,10 @@
     open ─▶ add ─▶ add ─▶ … ─▶ publish ─▶ result stream ─▶ consumer
                                drop ────▶ tombstone, dropped(reason)
 
-- A rollout counts as enqueued from its opening, so an open one keeps the run from ending.
-- What it holds counts in `bytes`; at its end that is subtracted, and the bytes of its results are added.
-- Calls that come after the end get `closed` for `keep_s` seconds.
-- Every call may be repeated: a lost answer changes nothing twice.
+- A rollout counts as enqueued once opened, so an open one keeps the run from ending.
+- Its turns count in `bytes`; at its end they are subtracted, and the bytes of its results are added.
+- Calls after the end return `closed` for `keep_s` seconds.
+- Every call is idempotent: after a lost answer it can be repeated.
 - A process reads each turn once: it caches open rollouts and asks only for newer turns.
 """
 
@@ -46,13 +46,13 @@ Word = Literal["ok", "closed", "changed", "unknown"]
 
 _SWEPT = 100  # rollouts at a time
 _PAGE = 500
-_MOST_AT_ONCE = 10_000  # turns that are asked for by name
+_MOST_AT_ONCE = 10_000  # turns requested by name
 _DETAIL_CHARS = 2000
-_SEEN_BYTES = 64 << 20  # of encoded turns that a process keeps
+_SEEN_BYTES = 64 << 20  # of encoded turns cached per process
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker knows of one; of a closed one only its place in its group is left."""
+    """The broker's record of one; of a closed one only its position in its group is left."""
 
     head: RolloutHead
     turns: list[Turn]
@@ -68,7 +68,7 @@ class Seen(NamedTuple):
 
 
 class SeenRollouts:
-    """The most recently read ones, up to `most` bytes."""
+    """LRU cache of rollouts, up to `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
@@ -79,7 +79,7 @@ class SeenRollouts:
         return self._seen.get(rollout_id)
 
     def put(self, rollout: Rollout, newest: bytes, size: int) -> None:
-        """`size`: of what it holds, encoded."""
+        """`size`: encoded size of the rollout."""
         rollout_id = rollout.head.rollout_id
         self.forget(rollout_id)
         self._seen[rollout_id] = Seen(rollout, newest, size)
@@ -94,7 +94,7 @@ class SeenRollouts:
 
 
 class Rollouts:
-    """The rollouts of one run; `ttl_s` without a call makes one abandoned."""
+    """The rollouts of one run; one without a call for `ttl_s` is abandoned."""
 
     def __init__(self, client: Redis, keys: Keys, *, partitions: int, ttl_s: float, keep_s: float = 3600.0) -> None:
         self._client: Any = client
@@ -116,10 +116,10 @@ class Rollouts:
     async def open(
         self, heads: Sequence[RolloutHead], credit: Credit = NO_LIMIT, cursors: Sequence[str] = (), *, behind: str = ""
     ) -> list[Outcome]:
-        """Open rollouts in order; after the first `over_credit` all that follow are `over_credit` too.
+        """Open rollouts in order; after the first `over_credit`, all that follow are `over_credit` too.
 
-        `duplicate`: it is open; `done`: it was closed a short while ago. `cursors[i]` is stored as the source's
-        position once rollout i is open. Raises SourceRewound when the stored position is before `behind`.
+        `duplicate`: already open; `done`: closed a short while ago. `cursors[i]` is stored as the source's
+        position once rollout i is open. Raises SourceRewound if the stored position is before `behind`.
         """
         rows = [
             NewRollout(
@@ -147,16 +147,16 @@ class Rollouts:
         return opened.outcomes
 
     async def load(self, rollout_id: str) -> Rollout | None:
-        """All of it, as of one moment; None when there is none.
+        """The whole rollout, as a consistent snapshot; None if there is none.
 
-        Raises UnknownSchema for one of a newer release, MessageError for one that is damaged.
+        Raises UnknownSchema if a newer release wrote it, MessageError if it is damaged.
         """
         key = f"{self._keys.rollout}{rollout_id}"
         try:
             return await self._load(rollout_id, key)
         except UnknownSchema:
             raise
-        except (MessageError, ResponseError) as error:  # of Redis: the key is of another type
+        except (MessageError, ResponseError) as error:  # ResponseError: the key has another type
             self._seen.forget(rollout_id)
             raise MessageError(
                 f"rollout {rollout_id}: damaged in the broker ({error}); delete the key {key}"
@@ -175,10 +175,10 @@ class Rollouts:
         return rollout
 
     async def _grown(self, key: str, seen: Seen) -> Rollout | None:
-        """The cached rollout plus newer turns; None where the broker has another history.
+        """The cached rollout plus newer turns; None if the broker has another history.
 
-        The broker may have lost its newest part, and the rollout grew anew: its last turn tells, bytes for bytes, as it
-        says when it was decoded. The head changes with the group alone (rollout_open.lua).
+        The broker may have lost its newest writes, and the rollout grew anew: its last turn shows this, byte for byte,
+        as it records when it was decoded. The head changes only with the group (rollout_open.lua).
         """
         known, count = seen.rollout, len(seen.rollout.turns)
         names = ["state", "g", "turns", f"turn:{count - 1}", f"turn:{count}"]
@@ -186,7 +186,7 @@ class Rollouts:
         if state != b"open" or group != known.head.group_id.encode() or newest != seen.newest:
             return None
         stored = integer_or(num_turns, -1, most=count + _MOST_AT_ONCE)
-        if stored < count:  # fewer than were seen, many more, or no number
+        if stored < count:  # fewer than seen, too many more, or not a number
             return None
         raw: list[bytes | None] = [following] if stored > count else []
         if stored > count + 1:
@@ -203,7 +203,7 @@ class Rollouts:
         return rollout
 
     async def add(self, rollout_id: str, turn: Turn) -> AddedTurn:
-        """One more turn, and its number; `dup` is a turn whose key is known. -1 where there is no open rollout."""
+        """Add a turn and return its number; `dup` is a turn with a known key. -1 if there is no open rollout."""
         raw = encode(turn)
         added = await self._scripts.ask(self._names, Add(id=rollout_id, key=turn.key, turn=raw))
         if added.word == "ok" and (seen := self._seen.get(rollout_id)) and len(seen.rollout.turns) == added.place:
@@ -211,9 +211,9 @@ class Rollouts:
         return added
 
     async def publish(self, rollout_id: str, results: Sequence[SequenceResult], num_turns: int) -> Word:
-        """Put its trajectories out as results and close it; `changed` when it does not have `num_turns` turns.
+        """Publish its trajectories as results and close it; `changed` if it doesn't have `num_turns` turns.
 
-        `results` are its parts in order, at least one; raises MessageError where they are not.
+        `results` are its parts in order, at least one; raises MessageError otherwise.
         """
         places = [(result.part, result.parts) for result in results]
         if not results or places != [(part, len(results)) for part in range(len(results))]:
@@ -232,7 +232,7 @@ class Rollouts:
         return await self._scripts.ask(self._names, SweepRollouts(most=_SWEPT, detail=detail))
 
     async def still_open(self) -> list[RolloutHead]:
-        """The open ones, longest silent first."""
+        """The open ones, longest idle first."""
         ids = cast("list[bytes]", await self._client.zrange(self._keys.rollouts, 0, -1))
         heads: list[RolloutHead] = []
         for start in range(0, len(ids), _PAGE):
@@ -251,7 +251,7 @@ class Rollouts:
 
 
 def read_rollout(rollout_id: str, found: dict[bytes, bytes]) -> Rollout:
-    """Of the hash's fields; raises MessageError."""
+    """From the hash's fields; raises MessageError."""
     if (state := found.get(b"state", b"")) not in (b"open", b"closed"):
         raise MessageError(f"its field state is {shown(state)!r}, neither open nor closed")
     if state == b"closed":

@@ -7,14 +7,14 @@
 | the answers, in `ask`    | the last of them; `wait_s`; a cancellation          |
 
 - A missing answer is not an error: its tokens stay marked as not scored.
-- Answers are read, not popped, so a lost reply is read again. What does not belong to an open job (from an earlier ask,
-  or a second answer) is discarded.
-- A job is in the stream or its answer is in the list, as one step moves it; jobs that are in neither were lost with the
-  broker's newest part, and are put out again.
-- A job is held by one scorer at a time. One that is silent for `lease_s` loses it to another; a second answer to the
-  same job changes nothing. A job that cannot be read, or whose scorers died over it, is answered with an error.
-- Nothing is left behind: unanswered jobs leave the stream with the ask; those of a dead trainer expire, as do unread
-  answers.
+- Answers are read, not popped, so a lost reply is read again. Answers to no open job (from an earlier ask, or
+  duplicates) are discarded.
+- A job is in the stream or its answer is in the list, since the move is atomic; jobs in neither were lost with the
+  broker's newest writes, and are added again.
+- One scorer holds a job at a time. One that is silent for `lease_s` loses it to another; a second answer to the
+  same job changes nothing. A job that is unreadable, or killed its scorers, is answered with an error.
+- Nothing is left behind: the ask removes its unanswered jobs from the stream; those of a dead trainer expire, as do
+  unread answers.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, decode, encode
 from sluice.pipeline.wire.tokens import FloatArray, TokenArray
 
 _POLL_S = 0.05
-_PAGE = 64  # jobs in one call
-_MOST_LOST = 3  # times that jobs are put out again in one ask
+_PAGE = 64  # jobs per call
+_MOST_LOST = 3  # times that one ask adds lost jobs again
 
 
 class OpenJobs:
-    """The jobs of one ask that have no answer yet."""
+    """The unanswered jobs of one ask."""
 
     def __init__(self, jobs: Sequence[ScoreJob]) -> None:
-        self._open = {(job.seq_id, job.version, tuple(job.positions)): job for job in jobs}  # equal ones are one
+        self._open = {(job.seq_id, job.version, tuple(job.positions)): job for job in jobs}  # equal jobs count once
 
     def __len__(self) -> int:
         return len(self._open)
 
     def jobs(self) -> list[ScoreJob]:
-        """By version: a scorer loads each once."""
+        """Sorted by version: a scorer loads each once."""
         return sorted(self._open.values(), key=lambda job: job.version)
 
     def close(self, answer: ScoreResult) -> bool:
-        """Whether this answers a job that was open; it is not any more."""
+        """Close the job that this answers; False if it wasn't open."""
         pair = (answer.seq_id, answer.scored_version)
         if answer.error:  # it has no positions
             key = next((key for key in self._open if key[:2] == pair), None)
@@ -75,16 +75,17 @@ class OpenJobs:
 
 
 class Scores:
-    """The trainer's side; `nonce` is that of this process alone."""
+    """The trainer's side; `nonce` is unique to this process."""
 
     def __init__(self, client: Redis, keys: Keys, nonce: str) -> None:
         self._client, self._scripts, self._nonce = cast(Any, client), Scripts(client), nonce
         self._stream, self._list = keys.score_jobs, keys.score_answers + nonce
 
     async def ask(self, jobs: Sequence[ScoreJob], wait_s: float) -> list[ScoreResult]:
-        """Have the jobs scored; what came within `wait_s`, in any order. An answer may be an error.
+        """Have the jobs scored; returns the answers that arrived within `wait_s`, in any order. An answer may be an
+        error.
 
-        One ask at a time. `reply_to` and `expires_at` of the jobs are set here. Cancel it to stop waiting.
+        One ask at a time. Sets `reply_to` and `expires_at` of the jobs. Cancel it to stop waiting.
         """
         waiting = OpenJobs(jobs)
         if not waiting:
@@ -93,7 +94,7 @@ class Scores:
         putting = asyncio.create_task(self._put(waiting.jobs(), wait_s))
         try:
             found = await self._collect(waiting, await asyncio.shield(putting), until)
-        finally:  # also after a cancellation while the jobs are being put out
+        finally:  # also after a cancellation while jobs are being added
             await self._clear(await putting)
         if waiting:
             get_logger().warning("scores are missing", jobs=len(waiting), waited_s=wait_s)
@@ -125,13 +126,13 @@ class Scores:
         return entry_ids
 
     async def _read(self, seen: int) -> tuple[int, list[ScoreResult], int]:
-        """Jobs in the stream, then answers after the first `seen`, and how many answers there are by now."""
+        """Jobs in the stream, then answers after the first `seen`, and the number of answers by now."""
         pipe: Any = self._client.pipeline(transaction=False)
-        pipe.xlen(self._stream)  # first: a job that is answered right after it is among the answers
+        pipe.xlen(self._stream)  # first: a job answered right after it is among the answers
         pipe.llen(self._list)
         pipe.lrange(self._list, seen, -1)
         queued, length, raw = cast("tuple[int, int, list[bytes]]", await pipe.execute())
-        if length < seen:  # the broker lost some of them; those known are discarded when they come again
+        if length < seen:  # the broker lost some; known ones are discarded when they come again
             return queued, [], 0
         return queued, [answer for answer in map(_answer, raw) if answer], seen + len(raw)
 
@@ -151,14 +152,14 @@ def _answer(raw: bytes) -> ScoreResult | None:
         return None
 
 
-_MOST_GIVEN = 3  # scorers that may die over one job
+_MOST_GIVEN = 3  # scorers that may die on one job
 _KEEP_ANSWERS_S = 600.0
 _GROUP_GONE = ("NOGROUP", "UNBLOCKED")
 
 
 @dataclass(frozen=True)
 class TakenJob:
-    """One job in this scorer's hands."""
+    """One job held by this scorer."""
 
     entry_id: str
     job: ScoreJob
@@ -183,14 +184,14 @@ class _Head(msgspec.Struct):
 
 
 def refusal(seq_id: str, version: int, error: str) -> ScoreResult:
-    """An answer without scores: why there are none."""
+    """An answer with an error instead of scores."""
     return ScoreResult(
         seq_id=seq_id, scored_version=version, positions=TokenArray(), logprobs=FloatArray(), error=error
     )
 
 
 class ScoreJobs:
-    """One scorer's; `name` is that of this process alone. `keep` runs beside it."""
+    """One scorer's side; `name` is unique to this process. Run `keep` alongside it."""
 
     def __init__(self, client: Redis, keys: Keys, name: str, lease_s: float) -> None:
         self._client, self._scripts = cast(Any, client), Scripts(client)
@@ -200,7 +201,7 @@ class ScoreJobs:
         self._server_ahead_s = 0.0  # the server's Unix time - time.monotonic()
 
     async def take(self, count: int, block_ms: int) -> list[TakenJob]:
-        """Up to `count` jobs, those first whose scorer is silent; an empty list after `block_ms` without any."""
+        """Up to `count` jobs, those of silent scorers first; an empty list after `block_ms` without any."""
         rows = await self._take(count)
         if not rows and block_ms > 0:
             rows = await self._take_new(count, block_ms)
@@ -217,13 +218,13 @@ class ScoreJobs:
         return taken
 
     async def answer(self, answers: Sequence[tuple[TakenJob, ScoreResult | None]]) -> int:
-        """Answer jobs, in one call; None where nobody waits any more. The number of first answers among them."""
+        """Answer jobs in one call; None if nobody waits any more. Returns the number of first answers among them."""
         put = await self._put_out([(taken.entry_id, taken.job.reply_to, result) for taken, result in answers])
         self._held.difference_update(taken.entry_id for taken, _ in answers)
         return put
 
     async def keep(self) -> None:
-        """Renew the held jobs until cancelled, so that long work does not look like silence."""
+        """Renew the held jobs until cancelled, so that long work doesn't look like silence."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
             await self._renew(idle_ms=0)
@@ -246,7 +247,7 @@ class ScoreJobs:
         except ResponseError as error:
             if not any(word in str(error) for word in _GROUP_GONE):
                 raise
-            return []  # the next call makes the group
+            return []  # the next call creates the group
         return [
             GivenJob(entry_id.decode(), 0, fields.get(b"s", b"")) for _, rows in answer for entry_id, fields in rows
         ]

@@ -1,13 +1,13 @@
-"""What a run has trained, on disk, and whether the broker still holds the data that belong to it.
+"""The ids that a run has trained, on disk, and whether the broker still has the data that belongs to them.
 
     <run_dir>/<run>/trained.jsonl     the truth: a line per step, cut back to the checkpoint at each start
-    <run_dir>/<run>/trained.sqlite    its index, 16 bytes of digest an id; made again from it when it is missing
+    <run_dir>/<run>/trained.sqlite    its index, 16 bytes of digest per id; rebuilt from it if missing
 
-Ids come into the index some thousand at a time; those in between are held in memory. So memory stays flat, and an id
-costs a few microseconds however many there are.
+Ids are indexed in batches of some thousand; the rest are held in memory until then. So memory stays flat, and a lookup
+costs a few microseconds, however many ids there are.
 
-The directory outlives the broker's data (a flush, a lost disk, another server behind the same address). `incarnation`
-is a number that both hold: where they differ, what is trained is known from the directory, and all else is done again.
+The directory outlives the broker's data (a flush, a lost disk, another server behind the same address). Both hold an
+`incarnation` number: if they differ, the trained ids come from the directory, and everything else is done again.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class _Line(msgspec.Struct):
 
 
 class TrainedIds:
-    """The trainer's own; one writer."""
+    """The trainer's own; single writer."""
 
     def __init__(self, run_dir: Path, patience_s: float = 5.0) -> None:
-        """`patience_s`: for others that read or write the index."""
+        """`patience_s`: how long to wait for others that read or write the index."""
         self._patience_s = patience_s
         self._ledger, self._path = run_dir / LEDGER, run_dir / INDEX
         self._db: sqlite3.Connection | None = None
         self._held: dict[bytes, int] = {}
 
     def open(self, step: int, recent: Iterable[str] = ()) -> None:
-        """After the ledger was cut back to `step`. `recent`: ids that are trained whatever the ledger says."""
+        """After the ledger was cut back to `step`. `recent`: ids that count as trained whatever the ledger says."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._catch_up(step)
@@ -70,24 +70,24 @@ class TrainedIds:
         self.add(step, recent)
 
     def known(self, seq_ids: Iterable[str]) -> set[str]:
-        """Those that are trained."""
+        """The trained ones."""
         return {each for each in seq_ids if (digest := _digest(each)) in self._held or _is_in(self._db, digest)}
 
     def add(self, step: int, seq_ids: Iterable[str]) -> None:
-        """They are in the ledger."""
+        """Record ids that are in the ledger."""
         self._held.update((_digest(each), step) for each in seq_ids)
         if len(self._held) >= _MOST_HELD:
             with self._later_if_busy():
                 self._store(_size(self._ledger))
 
     def durable(self, step: int) -> None:
-        """Steps up to this one are in a checkpoint: from now on others count them as trained."""
+        """Steps up to this one are in a checkpoint: from now on other processes count them as trained."""
         with self._later_if_busy(), self._transaction() as db:
             db.execute("delete from durable")
             db.execute("insert into durable values (?)", (step,))
 
     def close(self) -> None:
-        """What is held in memory is read from the ledger at the next start."""
+        """The next start reads the ids held in memory from the ledger."""
         if self._db is not None:
             self._db.close()
         self._db, self._held = None, {}
@@ -96,7 +96,7 @@ class TrainedIds:
         db = self._db = sqlite3.connect(
             self._path, timeout=self._patience_s, isolation_level=None, check_same_thread=False
         )
-        db.execute("pragma journal_mode=truncate")  # a run's directory may be shared between hosts, which WAL cannot
+        db.execute("pragma journal_mode=truncate")  # not WAL: hosts may share a run's directory
         db.execute("pragma synchronous=normal")
         db.execute(f"pragma cache_size=-{_CACHE_KIB}")
         db.executescript(_TABLES)
@@ -109,7 +109,7 @@ class TrainedIds:
         self.durable(step)
 
     def _store(self, end: int) -> None:
-        """What is held, which is all of the ledger up to `end` that is not stored."""
+        """Write the ids held in memory: all of the ledger up to `end` that isn't stored."""
         with self._transaction() as db:
             db.executemany("insert or ignore into trained values (?, ?)", sorted(self._held.items()))
             db.execute("delete from read")
@@ -130,7 +130,7 @@ class TrainedIds:
 
     @contextlib.contextmanager
     def _later_if_busy(self) -> Generator[None]:
-        """What is not written now stays in memory and in the ledger, and is written with what comes next."""
+        """If the index can't be written, ids stay in memory and the ledger, and are written with the next ones."""
         try:
             yield
         except sqlite3.DatabaseError as error:
@@ -138,9 +138,9 @@ class TrainedIds:
 
 
 def trained_among(run_dir: Path, seq_ids: Sequence[str]) -> set[str]:
-    """Those that are in a checkpoint, for a process that does not train; what it cannot read counts as not trained.
+    """The ids that are in a checkpoint, for a process that doesn't train; unreadable ones count as not trained.
 
-    The ledger and the index may be ahead of the newest checkpoint; steps beyond it will be done again.
+    The ledger and the index may be ahead of the newest checkpoint; steps beyond it will be redone.
     """
     digests = {_digest(each): each for each in seq_ids}
     path = run_dir / INDEX
@@ -166,7 +166,7 @@ def _digest(seq_id: str) -> bytes:
 
 
 def _is_in(db: sqlite3.Connection | None, digest: bytes, most: int = MOST) -> bool:
-    """In a step up to `most`."""
+    """Whether it is in a step up to `most`."""
     asked = "select 1 from trained where digest = ? and step <= ?"
     return db is not None and db.execute(asked, (digest, most)).fetchone() is not None
 
@@ -182,7 +182,7 @@ def _size(ledger: Path) -> int:
 
 
 def _lines(ledger: Path, start: int) -> Iterable[tuple[int, list[str], int]]:
-    """Step, ids and end of the lines from a place on; a torn one is no line."""
+    """Step, ids and end of the lines from an offset on; a torn line is skipped."""
     if not ledger.exists():
         return
     with ledger.open("rb") as stream:
@@ -199,7 +199,7 @@ _NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
 async def recognise(client: Redis, keys: Keys, run_dir: Path) -> bool:
-    """False when the broker's data are not those that this directory was last used with, until `begin_again`."""
+    """False if the broker's data isn't what this directory was last used with, until `begin_again`."""
     raw, path = cast(Any, client), run_dir / INCARNATION
     known = _read(path)
     await raw.set(keys.incarnation, secrets.token_hex(16), nx=True)
@@ -215,7 +215,7 @@ def _write(path: Path, held: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is none, or none that was written here: then the broker's counts."""
+    """Empty if missing or not written here: then the broker's counts."""
     raw = path.read_bytes().strip() if path.exists() else b""
     if raw and not _NONCE.fullmatch(raw):
         get_logger().warning("a file cannot be read and is written again", file=str(path), content=shown(raw))
@@ -224,9 +224,10 @@ def _read(path: Path) -> str:
 
 
 async def begin_again(client: Redis, config: Config, run_dir: Path, version: int, so_far: str) -> None:
-    """Say what follows, and let credit count from here: what was trained before is no part of the new data.
+    """Log the consequences, and count credit from here: sequences trained before aren't part of the new data.
 
-    Before anything is acked. The directory belongs to the new data only then: a kill on the way changes nothing.
+    Runs before anything is acked. Only then does the directory belong to the new data: a kill in between changes
+    nothing.
     """
     samples = version * config.producer.samples_per_version * config.trainer.checkpoint_every
     raw, keys = cast(Any, client), Keys(config.run)

@@ -18,7 +18,7 @@ CommitOutcome = Literal["ok", "dup", "fenced"]
 
 
 class SourceRewound(SluiceError):
-    """The broker lost its newest part (a power loss): the source has to be read again behind `cursor`."""
+    """The broker lost its newest writes (a power loss): the source has to be reread from after `cursor`."""
 
     def __init__(self, cursor: str) -> None:
         super().__init__(f"the broker went back to source position {cursor}")
@@ -38,7 +38,7 @@ NO_LIMIT = Credit(0, 0, 0, 0)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A plain function call, for a LeasedWorker that knows the function; what arq's enqueue_job makes."""
+    """A plain function call, for a LeasedWorker that knows the function; the same as arq's enqueue_job makes."""
 
     job_id: str
     function: str
@@ -46,11 +46,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: dict[str, Any] = {}
     priority: int = 0  # 0 to 1000, higher goes first
     defer_s: float = 0.0
-    deadline_s: float | None = None  # seconds after enqueue to be started in
+    deadline_s: float | None = None  # must start within this many seconds of enqueue
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """One leased job. `job` is None for calls, and for what cannot be done."""
+    """One leased job. `job` is None for calls, and for jobs that can't be done."""
 
     job_id: str
     attempt: int
@@ -60,13 +60,13 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     function: str = ""
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = {}
-    reason: str = ""  # of the dead letter, if it cannot be done
-    problem: str = ""  # why it cannot be done
-    first_try: int = 1  # what the caller wants arq's job_try to begin with
-    excused: int = 0  # attempts that were handed back
-    alone: bool = False  # suspected of killing workers: only suspects of the same claim run beside it
+    reason: str = ""  # of the dead letter, if it can't be done
+    problem: str = ""  # why it can't be done
+    first_try: int = 1  # the first value of arq's job_try, set by the caller
+    excused: int = 0  # attempts handed back
+    alone: bool = False  # suspected of killing workers: only suspects from the same claim run alongside it
     deadline_at: float | None = None  # time.monotonic() seconds
-    progress: dict[int, Progress] = {}  # index → what an earlier attempt had decoded
+    progress: dict[int, Progress] = {}  # index → tokens that an earlier attempt decoded
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,14 +75,14 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     claims: list[Claim]
     cancelled: list[str]  # our jobs that their caller aborted; they have ended
     more: bool  # more jobs are ready
-    must_drain: bool  # suspects wait for an empty worker: finish what is held first
+    must_drain: bool  # suspects wait for an empty worker: finish the held jobs first
     latest: int | None  # newest weight version
     again_s: float = 0.0  # another worker polls for jobs without a signal until then; 0 = none does
     over: int = 0  # jobs that ended without starting: expired, cancelled, payload missing
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """One sequence that is ready to be committed."""
+    """One sequence ready to commit."""
 
     claim: Claim
     result: SequenceResult
@@ -93,11 +93,11 @@ class Called(msgspec.Struct, frozen=True):
 
     claim: Claim
     answer: bytes
-    kept_ms: int | None = None  # how long arq's result stays; -1 = for ever, None = as the worker says
+    kept_ms: int | None = None  # how long arq's result is kept; -1 = for ever, None = the worker's default
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Progress of one running sequence that is ready to be stored."""
+    """Progress of one running sequence, ready to store."""
 
     claim: Claim
     index: int
@@ -111,7 +111,7 @@ def job_id_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> 
 
 
 def rollout_group_for(run: str, source_row: str, epoch: int, sampling: Any, n: int) -> str:
-    """As `job_id_for`, for what is no key of arq's, and stands in URLs: without braces."""
+    """Like `job_id_for`, for ids that aren't arq keys and appear in URLs: without braces."""
     return f"{run}:{_digest(source_row, epoch, sampling, n)}"
 
 

@@ -4,17 +4,15 @@
 
 | module         | noun                                                                       |
 |----------------|----------------------------------------------------------------------------|
-| role           | a role process: connect, agree on the contract, heartbeat, signals, end     |
+| role           | a role process: connect, agree on the contract, heartbeat, signals, exit    |
 | supervisor     | starts child processes, restarts those that fail, ends them in order        |
 | stack          | `sluice up` and `run`: broker, every role, progress, to the run's end       |
 | progress_panel | the live panel of `sluice up`                                              |
-| preflight      | what must be right before a start; `sluice doctor`                         |
-| dry_run        | `--dry-run`: everything that would happen, without doing it                |
-| resume_point   | where a run would begin                                                    |
-| env            | `sluice env`: what a bug report needs                                      |
+| preflight      | start-up checks; `sluice doctor`                                           |
+| dry_run        | `--dry-run`: everything a start would do, without doing it                 |
+| resume_point   | where a run would resume                                                   |
+| env            | `sluice env`: the facts for a bug report                                   |
 | gpu            | one GPU per process, by a lock of the host                                 |
 | loop_watch     | names what blocks a role's event loop                                      |
 | provenance     | the resolved configuration and every version, stored with the run          |
-| gpu            | one GPU per process: a lock file each                                      |
-| loop_watch     | names what blocks the event loop                                           |
 """

@@ -1,7 +1,7 @@
 """What `sluice up` and `sluice run` would do, without doing any of it.
 
-- Nothing is started, and nothing is written: no file, no key, no lock.
-- Everything that can be wrong is looked at, and all of it is said; the exit code is that of the first.
+- Nothing is started or written: no file, no key, no lock.
+- Every check runs and every problem is reported; the exit code is that of the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sluice.pipeline.terminal import columns
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--dry-run --json` prints."""
+    """Printed by `--dry-run --json`."""
 
     schema_version: int = 1
     command: str
@@ -35,7 +35,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rehearse(config: Config, command: str, origin: str) -> DryRun:
-    """Look at everything that `command` needs; what is wrong is in the checks."""
+    """Check everything that `command` needs; problems are in the checks."""
     found = [
         Check(name="config", ok=True, says=origin),
         examine("engine", preflight.engine),
@@ -60,7 +60,7 @@ def rehearse(config: Config, command: str, origin: str) -> DryRun:
 
 
 def directories(config: Config) -> dict[str, str]:
-    """Where a run keeps its things."""
+    """The directories of a run."""
     home = Path(config.run_dir) / config.run
     found = {"run": home, "logs": home / "logs", "weights": home / "weights", "checkpoints": home / "checkpoints"}
     if config.broker.url is None:
@@ -76,7 +76,7 @@ def _place(config: Config) -> tuple[ResumePoint, Source]:
 
 
 def as_text(found: DryRun) -> str:
-    """Checks first, then what would be started, and where."""
+    """Checks first, then the processes it would start, and where."""
     lines = [f"dry run of `sluice {found.command}`, run {found.run}: nothing is started, nothing is written", ""]
     lines += [line(check) for check in found.checks]
     lines += ["", f"place    {found.place.says}"]

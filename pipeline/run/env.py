@@ -1,7 +1,7 @@
 """The facts behind `sluice env`.
 
-- Every probe runs in a thread of its own with one common deadline; what fails or is late says so in its own line.
-- Secrets are never shown: of variables that may hold one, only that they are set.
+- Every probe runs in its own thread, with one common deadline; one that fails or is late reports that on its line.
+- Secrets are never shown: for variables that may hold one, only that they are set.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = (
 )  # fmt: skip
 _SECRET = ("SLUICE_DASHBOARD_KEY", "SLUICE_GATEWAY_API_KEY", "SLUICE_ROLLOUT_API_KEY")
 _PREFIXES = ("SLUICE_", "VLLM_", "NCCL_")
-_PLAIN = {  # these hold numbers and paths; every other variable may hold a secret or an address with one
+_PLAIN = {  # these hold numbers and paths; any other variable may hold a secret, or an address with one
     *_SHOWN, "SLUICE_RUN_DIR", "SLUICE_MODEL", "SLUICE_DATA", "SLUICE_METRICS_HOST", "SLUICE_METRICS_PORT",
     "SLUICE_CONFIG", "ROLLOUT_SERVER_PORT", "MAX_CONCURRENT_ROLLOUTS", "TOKENIZER_CACHE_SIZE",
     "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_WORKER_MULTIPROC_METHOD",
@@ -42,7 +42,7 @@ _PLAIN = {  # these hold numbers and paths; every other variable may hold a secr
 
 
 def machine() -> dict[str, str]:
-    """Operating system, processors, memory, room on the disk."""
+    """Operating system, processors, memory, free disk space."""
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     free = os.sysconf("SC_AVPHYS_PAGES")
     return {
@@ -57,7 +57,7 @@ def machine() -> dict[str, str]:
 
 
 def gpus() -> dict[str, str]:
-    """What nvidia-smi says."""
+    """From nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"nvidia-smi": "not installed"}
@@ -70,7 +70,7 @@ def gpus() -> dict[str, str]:
 
 
 def limits() -> dict[str, str]:
-    """What a process may have."""
+    """Resource limits of a process."""
     files, processes = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_NPROC)
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
@@ -81,7 +81,7 @@ def limits() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Variables that matter: values of harmless ones, of the others only that they are set."""
+    """Relevant variables: values of harmless ones; for the others only that they are set."""
     known = {*ENVIRONMENT, *_SHOWN, *_SECRET, *(name for name in os.environ if name.startswith(_PREFIXES))}
     found: dict[str, str] = {}
     for name in sorted(known):
@@ -94,7 +94,7 @@ def environment() -> dict[str, str]:
 
 
 def configuration(config: Path | None, overrides: tuple[str, ...]) -> dict[str, str]:
-    """Whether it can be used, and what of it decides most."""
+    """Whether it is valid, and its most important settings."""
     origin = str(config or "defaults")
     try:
         found = load_config(config, overrides)
@@ -111,7 +111,7 @@ def configuration(config: Path | None, overrides: tuple[str, ...]) -> dict[str, 
 
 
 def broker(config: Path | None, overrides: tuple[str, ...]) -> dict[str, str]:
-    """The server's version and memory, or why it cannot be asked."""
+    """The server's version and memory, or why it can't be reached."""
     settings = load_config(config, overrides)
     hasty = msgspec.structs.replace(settings.broker, connect_timeout_s=_CONNECT_S, socket_timeout_s=_CONNECT_S)
     try:
@@ -164,7 +164,7 @@ Facts = dict[str, str]
 
 
 class EnvReport(msgspec.Struct, kw_only=True):
-    """What `sluice env --json` prints; every value is text for people."""
+    """Printed by `sluice env --json`; every value is text for people."""
 
     schema_version: int = 1
     at: str  # UTC
@@ -172,7 +172,7 @@ class EnvReport(msgspec.Struct, kw_only=True):
 
 
 def report(config: Path | None, overrides: tuple[str, ...]) -> EnvReport:
-    """Ask every probe at once; at most DEADLINE_S."""
+    """Run all probes at once; takes at most DEADLINE_S."""
     asked: dict[str, Callable[[], Facts]] = {
         "machine": machine,
         "gpu": gpus,
@@ -186,13 +186,13 @@ def report(config: Path | None, overrides: tuple[str, ...]) -> EnvReport:
 
 
 def ask(asked: dict[str, Callable[[], Facts]], deadline_s: float) -> dict[str, Facts]:
-    """The facts by probe, in their order; a probe that fails or is late gives its `problem`."""
+    """The facts by probe, in order; a probe that fails or is late gives its `problem`."""
     found: dict[str, Facts] = {}
 
     def run(name: str, probe: Callable[[], Facts]) -> None:
         try:
             found[name] = probe()
-        except Exception as error:  # a bug report must come out, whatever is broken
+        except Exception as error:  # a bug report must always come out
             found[name] = {"problem": f"{type(error).__name__}: {error}"}
 
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in asked.items()]
@@ -206,7 +206,7 @@ def ask(asked: dict[str, Callable[[], Facts]], deadline_s: float) -> dict[str, F
 
 
 def as_text(found: EnvReport) -> str:
-    """A heading and its facts, to be pasted into a report."""
+    """Headings with their facts, to paste into a report."""
     lines = [f"sluice env, {found.at} UTC"]
     for name, facts in found.sections.items():
         lines += ["", name, *columns((key, str(value)) for key, value in facts.items())]

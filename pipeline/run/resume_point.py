@@ -1,4 +1,4 @@
-"""Where a run would begin: asked of the broker where one runs, else told by the files. Nothing is written."""
+"""Where a run would resume: read from a running broker, else from the files. Writes nothing."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Source = dict[bytes, bytes]
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run would begin."""
+    """Where the run would resume."""
 
     kind: Literal["fresh", "goes_on", "complete", "unknown"]
     says: str
     version: int | None = None  # newest published weights
     cursor: str | None = None  # epoch:row of the newest job, from 0
     enqueued: int = 0  # sequences
-    ended: int = 0  # of them: trained, dead or dropped
+    ended: int = 0  # of these: trained, dead or dropped
 
 
 def resume_point(config: Config) -> tuple[ResumePoint, Source]:
-    """The place, and what the broker has of the source; raises BrokerError."""
+    """The resume point, and the broker's record of the source; raises BrokerError."""
     _, facts = preflight.broker_facts(config)
     if not facts:
         return _by_files(config), {}
@@ -46,14 +46,14 @@ def resume_point(config: Config) -> tuple[ResumePoint, Source]:
 
 
 def read_cursor(raw: bytes) -> tuple[int, int] | None:
-    """Epoch and row of a stored position, each -1 before the first; None for what is none."""
+    """Epoch and row of a stored position, each -1 before the first; None if it isn't valid."""
     epoch, _, row = raw.partition(b":")
     found = integer_or(epoch, None, least=-1), integer_or(row, None, least=-1)
     return None if found[0] is None or found[1] is None else (found[0], found[1])
 
 
 def unknown(says: str) -> ResumePoint:
-    """Nobody can say it."""
+    """The resume point can't be determined."""
     return ResumePoint(kind="unknown", says=says)
 
 
@@ -104,5 +104,5 @@ def _by_files(config: Config) -> ResumePoint:
 
 
 def _numbered(directory: Path, pattern: str) -> list[Path]:
-    """Oldest first; a number may outgrow its six digits."""
+    """Oldest first; a number may outgrow six digits."""
     return sorted(directory.glob(pattern), key=lambda path: (len(path.name), path.name))

@@ -80,7 +80,7 @@ async def take_part(
     """
     keys, scripts, mine = Keys(config.run), Scripts(client), contract_of(config)
     await _refuse_old_names(client, keys)
-    until, warned = time.monotonic() + wait_s, False
+    until, is_longer, warned = time.monotonic() + wait_s, False, False
     seen, since, still = b"", math.inf, b""  # what old rows say, from when on, and what the script is told of it
     while True:
         status.row.at = time.time()
@@ -105,11 +105,13 @@ async def take_part(
                 f"let the roles with consumer.count={old} end them first"
             )
         if said.word == "stale":
-            if since == math.inf:
-                until = max(until, now + still_s + 2 * _ASK_AGAIN_S)
+            if not is_longer:
+                until, is_longer = max(until, now + still_s + 2 * _ASK_AGAIN_S), True
             if said.seen != seen:
                 seen, since = said.seen, now
             still = seen if now - since >= still_s else b""
+        else:
+            still, seen, since = b"", b"", math.inf
         if now >= until and not still:
             raise ConfigError(_refusal(config.run, mine, theirs, said.alive))
         if not warned:

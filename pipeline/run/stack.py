@@ -1,12 +1,12 @@
-"""Every process of a run on this machine: broker if need be, roles supervised, progress shown, to the run's end.
+"""All processes of a run on this machine, to its end: starts a broker if needed, supervises roles, shows progress.
 
 | waits for                         | unblocked by                                              |
 |-----------------------------------|-----------------------------------------------------------|
-| the next snapshot                 | 0.25 s, a stop, a child that cannot be kept running       |
+| the next snapshot                 | 0.25 s, a stop, a child that keeps failing                |
 | the broker, within a snapshot     | the broker; a stop; `broker.retry_for_s`                  |
 
-- A stop takes effect at once, also while the broker is away; no child outlives `run`.
-- The leases of a process that died end at once, and its row leaves the status page unless it had last words.
+- A stop takes effect at once, even while the broker is away; no child outlives `run`.
+- A dead process's leases end at once, and its row leaves the status page unless it reported an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sluice.pipeline.wire.keys import Keys
 
 
 class Deaths:
-    """Knows the dead by their last heartbeat; one that never gave any held nothing."""
+    """Identifies dead processes by their last heartbeat; one without a heartbeat held nothing."""
 
     def __init__(self, client: Redis, config: Config) -> None:
         self._client, self._keys, self._worker = client, Keys(config.run), config.worker
@@ -56,22 +56,22 @@ class Deaths:
         )
 
     async def settle(self, child: Child, pid: int) -> None:
-        """Waits for a broker that is away: whoever calls sets the deadline, as leases run out by themselves."""
+        """Waits for a broker that is away: the caller sets the deadline, since leases expire by themselves."""
         try:
             raw = await cast("Awaitable[bytes | None]", self._client.hget(self._keys.processes, child.name))
             if raw is None:
                 return
             row = read_row(raw, Heartbeat)
-        except (MessageError, ResponseError) as error:  # its leases run out by themselves
+        except (MessageError, ResponseError) as error:  # its leases expire by themselves
             get_logger().warning("the row of a dead process cannot be read", process=child.name, problem=str(error))
             return
         if (row.pid, row.host) != (pid, socket.gethostname()):
-            return  # its successor's
+            return  # the row is its successor's
         owner = row.facts.get("owner")
         if isinstance(owner, str):
             jobs = await self._queue.reap(owner, self._worker.max_attempts, killed=child.killed == pid)
             get_logger().warning("leases of a dead process ended", process=child.name, pid=pid, jobs=jobs)
-        if row.ended_at is None:  # else its last words stay, until its successor has a row
+        if row.ended_at is None:  # otherwise its error stays until its successor has a row
             await cast("Awaitable[int]", self._client.hdel(self._keys.processes, child.name))
 
 
@@ -86,7 +86,7 @@ _GONE_GRACE_S = 5.0
 
 
 class RunMonitor:
-    """One run's; `watch` is called with every snapshot."""
+    """Monitors one run; `watch` is called with every snapshot."""
 
     def __init__(
         self, client: Redis, config: Config, supervisor: Supervisor, progress: Progress, watch: Watch | None
@@ -97,9 +97,9 @@ class RunMonitor:
         self._seen: Snapshot | None = None
 
     async def run(self) -> Snapshot | None:
-        """To the trainer's end or the stop; the final state, or None when the broker is gone at a stop.
+        """Until the trainer's end or the stop; returns the final state, or None if the broker is gone at a stop.
 
-        All children have ended then, however this ends. A trainer that is not ours ends with the run.
+        By then all children have ended, in every case. A trainer that isn't ours ends with the run.
         """
         asked = asyncio.create_task(self.stop.wait())
         care = asyncio.create_task(self._first_then_care())
@@ -128,16 +128,16 @@ class RunMonitor:
             return children["trainer"].done
         if now is None or not (children["producer"].done and now.complete):
             return False
-        return not now.alive("trainer")  # it has its last words to say, perhaps to a broker of ours
+        return not now.alive("trainer")  # it still has to report its end, perhaps to our own broker
 
     async def _first_then_care(self) -> None:
-        # The producer says anew when it has come to its end.
+        # The producer reports again when it reaches its end.
         await cast(Any, self._client).hset(self._keys.source, "exhausted", "0")
         await self._supervisor.run()
 
     async def _look(self) -> None:
         producer = self._supervisor.children["producer"]
-        had_ended = producer.done  # asked first: it says that it came to the end before it goes
+        had_ended = producer.done  # checked first: the producer reports its end before it exits
         now = await self._see()
         if had_ended and not now.exhausted:
             get_logger().warning("the broker lost its newest part; the producer goes over its rows again")
@@ -151,7 +151,7 @@ class RunMonitor:
         return now
 
     async def _beside(self, work: Coroutine[Any, Any, Any], asked: Task, *others: Task) -> bool:
-        """Await `work`; False when a stop is asked for first. Raises what ended one of the others."""
+        """Await `work`; False if a stop is requested first. Raises the error that ended one of the others."""
         task, said = asyncio.create_task(work), False
         try:
             while not task.done() and not asked.done():
@@ -170,7 +170,7 @@ class RunMonitor:
             await _end(task)
 
     async def _grace_s(self) -> float:
-        """How long the children may take: without a broker they have nobody to hand their work to."""
+        """How long the children may take: without a broker they can't hand their work to anyone."""
         if self._done or await answers(self._config):
             return self._config.up.stop_grace_s
         return min(_GONE_GRACE_S, self._config.up.stop_grace_s)
@@ -189,7 +189,7 @@ async def answers(config: Config) -> bool:
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel until it is gone; see Role.end_background. Its error was raised before or does not matter any more."""
+    """Cancel until it ends; see Role.end_background. Its error was raised before or no longer matters."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
@@ -207,7 +207,7 @@ def with_workers(config: Config, count: int) -> Config:
 
 
 def with_dashboard_port(config: Config) -> Config:
-    """The same configuration with a free port for the dashboard where its own is taken, or 0."""
+    """The same configuration, with a free dashboard port if its own is taken or 0."""
     dashboard = config.dashboard
     if not dashboard.enabled:
         return config
@@ -218,9 +218,9 @@ def with_dashboard_port(config: Config) -> Config:
 def run_stack(
     config: Config, *, title: str, watch: Watch | None = None, extra: dict[str, list[str]] | None = None
 ) -> int:
-    """Run every role, and `extra` commands beside them, to the end of the run.
+    """Run every role, and `extra` commands alongside them, until the run ends.
 
-    Returns 0 when it is complete, 130 when interrupted. `watch` is called with every snapshot.
+    Returns 0 if it completes, 130 if interrupted. `watch` is called with every snapshot.
     """
     logs.configure("up")
     with contextlib.ExitStack() as scope:
@@ -256,7 +256,7 @@ def plan(config: Config, resolved: Path) -> dict[str, list[str]]:
 
 
 def addresses(config: Config) -> list[str]:
-    """Where this run's servers listen, in words."""
+    """Where this run's servers listen, as text."""
     gateway, server, dashboard = config.gateway, config.rollout_server, config.dashboard
     found = [f"dashboard http://{dashboard.host}:{dashboard.port}"] if dashboard.enabled else []
     found += [f"gateway http://{gateway.host}:{gateway.port + index}/v1" for index in range(gateway.count)]
@@ -264,7 +264,9 @@ def addresses(config: Config) -> list[str]:
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """URLs and bearer keys go by environment: secrets belong in no file. Other settings are in the resolved file."""
+    """URLs and bearer keys go through the environment: secrets belong in no file. Other settings are in the resolved
+    file.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
     urls = {
         "REDIS_URL": config.broker.url,

@@ -1,11 +1,11 @@
-"""Starts role processes, restarts the ones that fail, and ends them all in order.
+"""Starts role processes, restarts the ones that fail, and shuts them all down in order.
 
-- One log file per process. A process that ends with 0 is done; any other end is restarted with backoff.
+- One log file per process. A process that exits with 0 is done; any other exit is restarted with backoff.
 - Configuration, data and model errors are never restarted: the next start would fail the same way.
-- An optional child ends nothing: it is restarted for ever, but after an error of that kind it is left alone.
-- A child's session ends with it: what it started is killed before it is started again, and at the stop.
-- Children end with this process, also when it is killed.
-- `on_death(child, pid)` hears of every end that was not 0, beside the supervision, which never waits for it.
+- An optional child ends nothing: it is restarted for ever, except after an error of that kind.
+- A child's session ends with it: processes it started are killed before it is restarted, and at the stop.
+- Children end with this process, even if it is killed.
+- `on_death(child, pid)` is called for every non-zero exit; supervision never waits for it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Child:
     starts: int = 0
     restarts: deque[float] = field(default_factory=lambda: deque[float]())
     due: float = 0.0  # monotonic time of the next start
-    killed: int = 0  # pid of the process that the supervisor killed itself
+    killed: int = 0  # pid of the process that the supervisor itself killed
     done: bool = False
     optional: bool = False
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id while it is running."""
         return self.process.pid if self.process and self.process.poll() is None else None
 
 
@@ -72,7 +72,7 @@ class Supervisor:
         self.children[name] = Child(name, list(command), self.log_dir / f"{name}.log", optional=optional)
 
     async def run(self) -> None:
-        """Keep the children running until cancelled; raises SluiceError when one cannot be kept running."""
+        """Keep the children running until cancelled; raises SluiceError if one keeps failing."""
         while True:
             for child in self.children.values():
                 self._look_after(child)
@@ -88,13 +88,13 @@ class Supervisor:
         return pid
 
     def start_again(self, name: str) -> None:
-        """A child that is done has more to do."""
+        """Restart a finished child that has more to do."""
         self.children[name].done = False
 
     async def stop(self, grace_s: Callable[[], Awaitable[float]] | None = None) -> None:
-        """SIGTERM, then SIGKILL after the grace time; returns when all and what they started are gone.
+        """SIGTERM, then SIGKILL after the grace time; returns when all of them and their descendants are gone.
 
-        `grace_s` is asked once the SIGTERMs are sent; without it, `up.stop_grace_s` holds.
+        `grace_s` is called once the SIGTERMs are sent; without it, `up.stop_grace_s` applies.
         """
         for task in self._told:
             task.cancel()
@@ -170,7 +170,7 @@ class Supervisor:
 
 
 def sluice_command(*arguments: str) -> list[str]:
-    """`sluice ARGUMENTS…` with this Python; nothing in the working directory shadows what it imports."""
+    """`sluice ARGUMENTS…` with this Python; the working directory can't shadow its imports."""
     return [sys.executable, "-P", "-m", "sluice.pipeline.cli.main", *arguments]
 
 
@@ -184,10 +184,10 @@ def last_line(log: Path) -> str:
 
 
 def end_session(leader: int) -> None:
-    """SIGKILL what is left of a session whose leader is gone; those who left the session too are not ours to know."""
+    """SIGKILL the rest of a session after its leader is gone; processes that left the session can't be found."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    for entry in Path("/proc").glob("[0-9]*/stat"):  # other groups of that session; none where there is no /proc
+    for entry in Path("/proc").glob("[0-9]*/stat"):  # other process groups of that session; none without /proc
         with contextlib.suppress(OSError, IndexError, ValueError):
             if int(entry.read_text().rpartition(")")[2].split()[3]) == leader:
                 os.kill(int(entry.parent.name), signal.SIGKILL)
@@ -197,7 +197,7 @@ async def _hear(on_death: OnDeath, child: Child, pid: int, most_s: float = _HEAR
     try:
         async with asyncio.timeout(most_s):
             await on_death(child, pid)
-    except Exception as error:  # whatever it is, the other children need us
+    except Exception as error:  # whatever it is, the other children still need supervision
         get_logger().warning("nobody was told of a death", process=child.name, pid=pid, error=repr(error))
 
 

@@ -1,6 +1,6 @@
-"""What a snapshot, its stalls, its stages and its verdict mean, in words: for status, top and the dashboard.
+"""Descriptions of a snapshot, its stalls, stages and verdict, for status, top and the dashboard.
 
-Words are made here alone: no program reads a sentence, so each of them can be reworded.
+Only this module writes this text: no program parses a sentence, so any of them can be reworded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sluice.pipeline.status.text import counted, length, wait_text, waiting
 
 _MIB = 1 << 20
 _SHOWN_ENTRIES = 3
-_COUNTED = {"committed": "decoded", "accepted": "handed on"}  # what a count is called, where not by its name
+_COUNTED = {"committed": "decoded", "accepted": "handed on"}  # display names of counts, if different
 _FIX = {
     "ConfigError": "mend the configuration as the message says",
     "GuardImpossible": "mend the model or rollout_matching.repeat_terminate as the message says",
@@ -29,30 +29,30 @@ _FIX = {
 
 
 class StallText(NamedTuple):
-    """A stall in words."""
+    """A stall as text."""
 
     what: str  # what waits for what
-    more: str  # a detail, or nothing
+    more: str  # a detail, or empty
     remedy: str  # what to do
 
     @property
     def says(self) -> str:
-        """The whole sentence."""
+        """The full sentence."""
         return f"{self.what}; {self.more}" if self.more else self.what
 
 
 class StageText(NamedTuple):
-    """A stage in words."""
+    """A stage as text."""
 
     amount: str  # what is in it now
-    rate: str  # how fast things pass, empty where nothing does
+    rate: str  # how fast items pass, empty if none do
     what: str  # what it does, or waits for
-    more: str = ""  # a detail, or nothing
+    more: str = ""  # a detail, or empty
     since: str = ""  # for how long, in brackets
 
     @property
     def says(self) -> str:
-        """The whole sentence."""
+        """The full sentence."""
         return f"{self.what}; {self.more}{self.since}" if self.more else self.brief
 
     @property
@@ -62,7 +62,7 @@ class StageText(NamedTuple):
 
 
 def condition(now: Snapshot) -> str:
-    """The run in a word or two."""
+    """The run's condition in a word or two."""
     if now.complete:
         return "complete"
     if any(row.is_alive and not row.is_onlooker for row in now.processes):
@@ -73,7 +73,7 @@ def condition(now: Snapshot) -> str:
 
 
 def guard(now: Snapshot) -> str:
-    """Where the repeat guard is on and what it did in the sequences that are trained; empty where it is off."""
+    """Where the repeat guard is on and its effect on trained sequences; empty if it is off."""
     workers = now.alive("worker")
     watched = sum("repeat_terminate" in row.facts for row in workers)
     if not watched and not now.metrics.get("rollout/repeat_terminate_active"):
@@ -84,14 +84,14 @@ def guard(now: Snapshot) -> str:
 
 
 def guard_counts(now: Snapshot) -> tuple[int, int]:
-    """(sequences that the repeat guard ended, tokens that it saved) among those that are trained."""
+    """(sequences that the repeat guard ended, tokens that it saved) among trained sequences."""
     names = ("triggered_sequences", "tokens_saved")
     ended, saved = (int(now.metrics.get(f"total/rollout/repeat_terminate_{name}", 0)) for name in names)
     return ended, saved
 
 
 def policy(now: Snapshot) -> str:
-    """The newest step of a policy loss; empty where there is none."""
+    """The newest step of a policy loss; empty if there is none."""
     found = {name.removeprefix("policy/"): value for name, value in now.metrics.items() if name.startswith("policy/")}
     if "tokens" not in found:
         return ""
@@ -115,30 +115,30 @@ def policy(now: Snapshot) -> str:
 
 
 def credit(use: CreditUse) -> str:
-    """Used of limit."""
+    """Used and limit."""
     sequences = f"{use.sequences:,}" + ("" if use.max_sequences is None else f" of {use.max_sequences:,}")
     held = f"{use.bytes / 1024:,.1f} KiB" if use.bytes < _MIB else f"{use.bytes / _MIB:,.1f} MiB"
     return f"{sequences} sequences, {held}" + ("" if use.max_bytes is None else f" of {use.max_bytes // _MIB:,} MiB")
 
 
 def doing(row: Process) -> str:
-    """What a live process does, or waits for and since when."""
+    """What a live process is doing, or waits for and since when."""
     return "is at work" if row.wait is None else f"{waits_for(row)}, {length(row.waiting_s or 0)}"
 
 
 def waits_for(row: Process) -> str:
-    """What a process waits for, without since when; "works" where it does not wait."""
+    """What a process waits for, without since when; "works" if it isn't waiting."""
     return "works" if row.wait is None else f"waits for {wait_text(row.wait)}"
 
 
 def waits(now: Snapshot) -> list[str]:
-    """What keeps the run, and then what each live process waits for."""
+    """What blocks the run, and then what each live process waits for."""
     said = [f"{row.name} {doing(row)}" for row in now.processes if row.is_alive and row.wait]
     return [stall_text(now, stall).says for stall in now.stalls] + said
 
 
 def stall_text(now: Snapshot, stall: Stall) -> StallText:
-    """A stall of this snapshot."""
+    """Text of a stall in this snapshot."""
     return _STALLS[stall.kind](now, stall)
 
 
@@ -246,7 +246,7 @@ def _consumer_lag(now: Snapshot, stall: Stall) -> StallText:
 
 
 def _credit_exhausted(now: Snapshot, stall: Stall) -> StallText:
-    """What holds the credit, and what to do where that is no mere back-pressure."""
+    """What uses up the credit, and what to do if that isn't just back-pressure."""
     use = now.credit
     full = f"the credit is used up ({credit(use)}): nothing is enqueued until the trainer frees some"
     if "versions" in use.used_up:
@@ -297,7 +297,7 @@ _STALLS: dict[StallKind, Callable[[Snapshot, Stall], StallText]] = {
 
 
 def stage_text(now: Snapshot, stage: Stage) -> StageText:
-    """A stage of this snapshot."""
+    """Text of a stage in this snapshot."""
     rate = f"{stage.rate[0]:,.1f} {stage.rate[1]}" if stage.rate else ""
     if stage.name == "queue":
         return _queue(now, stage, rate)
@@ -369,7 +369,7 @@ def _weights(now: Snapshot, stage: Stage) -> StageText:
 
 
 def _idle(stage: Stage) -> str:
-    """Since when nothing lies here, as far as this process saw it."""
+    """How long it has been empty, as far as this process saw."""
     if stage.idle is None:
         return ""
     seconds, was_seen = stage.idle
@@ -377,7 +377,7 @@ def _idle(stage: Stage) -> str:
 
 
 def verdict_text(now: Snapshot, verdict: Verdict) -> str:
-    """What `sluice status --why` says first."""
+    """The headline of `sluice status --why`."""
     within = f"{verdict.over_s:.1f} s"
     seen = f"{_moved(verdict.moved)} within {within}" if verdict.moved else f"nothing was counted within {within}"
     match verdict.state:

@@ -1,8 +1,8 @@
-"""Whether a run moves, judged from two snapshots of it; `sluice status --why`.
+"""Whether a run moves, judged from two snapshots; `sluice status --why`.
 
-- It stands still when something keeps it that does not end by itself, or when nothing moved, something keeps it and
-  no process is at work.
-- A process that is at work (a step, a long sequence) counts as movement to come.
+- It is stuck if a stall blocks it that doesn't end by itself, or if nothing moved, there is a stall and no process is
+  working.
+- A working process (a step, a long sequence) counts as movement to come.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sluice.pipeline.status.inspection import inspect
 from sluice.pipeline.status.snapshot import Process, Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 
-APART_S = 1.0  # the two looks
-_ANSWER_S = 3.0  # a broker that is there answers sooner
+APART_S = 1.0  # between the two snapshots
+_ANSWER_S = 3.0  # a reachable broker answers sooner
 _DEADLINE_S = 15.0
 _COUNTS = ("tokens", "enqueued", "committed", "accepted", "trained", "dead", "dropped")
 
@@ -30,21 +30,21 @@ VerdictState = Literal["complete", "idle", "moving", "working", "waiting", "stal
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What `sluice status --why` says first."""
+    """The headline of `sluice status --why`."""
 
     state: VerdictState
-    moved: dict[str, int] = {}  # what was counted between the two looks
+    moved: dict[str, int] = {}  # counts that changed between the two snapshots
     over_s: float = 0.0
-    busy: str | None = None  # a process that is at work
+    busy: str | None = None  # a working process
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nobody has to do anything."""
+        """Whether nothing needs to be done."""
         return self.state != "stalled"
 
 
 def verdict(before: Snapshot, now: Snapshot) -> Verdict:
-    """`now` is a close look, with its stalls."""
+    """`now` is an inspection, with its stalls."""
     over_s = max(0.0, now.at - before.at)
     moved = {name: count for name in _COUNTS if (count := int(getattr(now, name) - getattr(before, name))) > 0}
     if now.latest_version != before.latest_version:
@@ -68,14 +68,14 @@ def _works(row: Process) -> bool:
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """What the two looks gave."""
+    """The result of both snapshots."""
 
     now: Snapshot
     verdict: Verdict
 
 
 def look_twice(config: Config, apart_s: float = APART_S) -> Why:
-    """Raises BrokerError, within seconds, that says what to do where the broker does not answer."""
+    """Raises BrokerError within seconds, with the remedy, if the broker doesn't answer."""
     settings = msgspec.structs.replace(
         config.broker, retry_for_s=_ANSWER_S, socket_timeout_s=_ANSWER_S, connect_timeout_s=_ANSWER_S
     )

@@ -1,4 +1,4 @@
-"""What each process says of itself once a second: alive, and what it waits for since when."""
+"""The heartbeat: once a second, each process reports that it is alive, and what it waits for since when."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.waits import Wait, WaitKind
 
 BEAT_S = 1.0
-ALIVE_S = 6.0  # a heartbeat older than this is that of a dead process
+ALIVE_S = 6.0  # an older heartbeat means that the process is dead
 FORGET_S = 3600.0  # a dead process is shown for this long
 _FORGET_EVERY_S = 600.0
-_LAST_S = 2.0  # a process that failed does not wait longer to say so
+_LAST_S = 2.0  # a failed process doesn't wait longer to report its error
 _WORDS = 600  # characters
 _NUMBERS = frozenset((
     "version", "refused_version", "running", "sequences", "tokens", "memory_bytes", "step", "samples", "handed",
     "pending", "open_groups", "rollouts", "requests", "answered", "failed", "llm_calls", "scored",
 ))  # fmt: skip
 _WORDS_OF = frozenset(("owner", "engine", "repeat_terminate", "metrics", "url"))
-# A script whose first write frees memory may write on where the broker is full: a row replaces itself.
+# A script that first frees memory may still write when the broker is full: a row replaces itself.
 _PUT = "redis.call('HDEL', KEYS[1], ARGV[1]) return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
 
 
@@ -64,7 +64,7 @@ class Heartbeat(msgspec.Struct, kw_only=True):
         for name in ("started", "at", "waiting_since", "ended_at"):
             check_time(getattr(self, name), name)
         if self.waiting_for is not None and (self.wait is None or self.wait.kind == WaitKind.OTHER):
-            # Another release's: an earlier one has no `wait`, a later one may have a kind that is not known here.
+            # From another release: an earlier one has no `wait`, a later one may have an unknown kind.
             since = self.wait.since if self.wait else self.waiting_since
             self.wait = Wait(kind=WaitKind.OTHER, subject=self.waiting_for, since=since)
         for name, value in self.facts.items():
@@ -75,12 +75,12 @@ class Heartbeat(msgspec.Struct, kw_only=True):
 
     @property
     def version(self) -> int | None:
-        """Of the weights that it works with."""
+        """Version of the weights it works with."""
         return self.facts.get("version")
 
 
 def read_row(raw: bytes, kind: type[_RowT]) -> _RowT:
-    """A row of the hash of processes. Raises MessageError."""
+    """A row of the process hash. Raises MessageError."""
     return read_json(raw, kind, "the heartbeat")
 
 
@@ -94,7 +94,7 @@ class StatusReporter:
         )
 
     def waiting(self, kind: WaitKind | None, subject: str = "", count: int | None = None) -> None:
-        """Say what this process waits for now; None when it works. A wait of the same kind and subject goes on."""
+        """Set what this process waits for; None while it works. A wait with the same kind and subject continues."""
         wait, before = None if kind is None else Wait(kind=kind, subject=subject, count=count), self.row.wait
         if wait is not None and before is not None and before.is_same(wait):
             wait = replace(wait, since=before.since)
@@ -108,7 +108,7 @@ class StatusReporter:
         self.row.facts.update(facts)
 
     async def beat(self) -> None:
-        """Publish once; a broker that is full takes it too."""
+        """Publish once; works even if the broker is full."""
         self.row.at = time.time()
         if (lost := lost_threads()) or "lost_threads" in self.row.facts:
             self.row.facts["lost_threads"] = lost
@@ -120,7 +120,7 @@ class StatusReporter:
         await cast("Awaitable[int]", cast(Any, self._client).eval(_PUT, 1, self._keys.processes, *arguments))
 
     async def last_words(self, error: BaseException) -> None:
-        """Publish why this process ends, as well as that can be done; never raises."""
+        """Publish why this process ends, best effort; never raises."""
         self.waiting(None)
         self.row.error = (str(error) or repr(error))[:_WORDS]
         self.row.error_kind = type(error).__name__
@@ -132,7 +132,7 @@ class StatusReporter:
             get_logger().warning("the broker was not told why this process ends", cause=repr(problem))
 
     async def run(self) -> None:
-        """Publish until cancelled; now and then remove the rows of those that died long ago."""
+        """Publish until cancelled; occasionally remove the rows of processes that died long ago."""
         due = time.monotonic()
         while True:
             try:
@@ -140,13 +140,13 @@ class StatusReporter:
                 if time.monotonic() >= due:
                     due = time.monotonic() + _FORGET_EVERY_S
                     await forget_dead(self._client, self._keys)
-            except ResponseError as error:  # somebody made the key another one: work goes on unseen
+            except ResponseError as error:  # the key has another type: work continues without status
                 self._unreadable.skip(self._keys.processes, self.row.name, error)
             await asyncio.sleep(BEAT_S)
 
     async def farewell(self) -> None:
-        """Remove the row: this process ended in order."""
-        with contextlib.suppress(ResponseError):  # the key is another one: there is no row
+        """Remove the row: this process ended cleanly."""
+        with contextlib.suppress(ResponseError):  # the key has another type: there is no row
             await cast("Awaitable[int]", self._client.hdel(self._keys.processes, self.row.name))
 
 
@@ -164,7 +164,7 @@ async def forget_dead(client: Redis, keys: Keys) -> int:
 
 
 def _last_beat(row: bytes) -> float:
-    """What cannot be read may be of a newer release: it stays, and a look at the run names it."""
+    """An unreadable row may come from a newer release: it stays, and an inspection lists it."""
     try:
         return read_row(row, Heartbeat).at
     except MessageError:

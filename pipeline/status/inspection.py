@@ -1,7 +1,7 @@
-"""A close look at a run: queue, leases, streams, and what waits for what. For `sluice status`.
+"""Detailed state of a run: queue, leases, streams, and what waits for what. For `sluice status`.
 
-- It writes nothing: a user of Redis who may only read can look.
-- Its cost does not grow with the queue: members are counted by score, and at most `_MOST` of them are looked at.
+- It writes nothing, so a read-only Redis user is enough.
+- Its cost doesn't grow with the queue: members are counted by score, and at most `_MOST` of them are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIELDS = ("owner", "worker", "attempt", "at", "n", "ndone", "shared", "deaths",
 
 
 async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
-    """A snapshot with all of its parts."""
+    """A snapshot with all its parts."""
     now = await snapshot(client, keys)
     read = Reading(now.unreadable)
     leases = await _look_at_queue(client, keys, now, read)
@@ -40,7 +40,7 @@ async def inspect(client: Redis, keys: Keys, partitions: int) -> Snapshot:
 
 
 async def _look_at_queue(client: Redis, keys: Keys, now: Snapshot, read: Reading) -> list[Lease]:
-    """Sets the depth; returns the leases, of the first `_MOST` jobs that are not ready."""
+    """Sets the depth; returns the leases of the first `_MOST` jobs that aren't ready."""
     now_ms = now.at * 1000
     later, before = f"({now_ms}", f"({FAR_MS}"
     pipe: Any = client.pipeline(transaction=False)
@@ -98,7 +98,7 @@ def _lease(job_id: bytes, score: float, state: list[bytes | None], now_ms: float
 
 
 def _since(at_ms: bytes | None, now_ms: float) -> float | None:
-    """Seconds; None where nobody can say."""
+    """Seconds; None if unknown."""
     at = integer_or(at_ms, None)
     return None if at is None else round((now_ms - at) / 1000, 3)
 
@@ -119,7 +119,7 @@ async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: fl
         length, first = read.answer(stream, length), read.answer(stream, first)
         if length is None:
             continue
-        if stream == keys.score_jobs and not length:  # only a policy loss has any
+        if stream == keys.score_jobs and not length:  # only with a policy loss
             continue
         if isinstance(pending, ResponseError):  # nobody has read from it yet
             pending = dict[str, Any](pending=0)
@@ -133,7 +133,7 @@ async def _look_at_streams(client: Redis, keys: Keys, partitions: int, now_s: fl
 
 
 async def _look_at_unread(pipe: Any, keys: Keys, found: list[Lag], taken: list[bytes], now_s: float) -> None:
-    """Sets the age of the first entry behind the newest that was read: owners read in order."""
+    """Sets the age of the first entry after the newest that was read: owners read in order."""
     for lag, last in zip(found, taken, strict=True):
         pipe.xrange(keys.prefix + lag.stream, min=last if last == b"-" else b"(" + last, count=1)
     for lag, first in zip(found, cast("list[Any]", await pipe.execute()), strict=True):
@@ -141,16 +141,16 @@ async def _look_at_unread(pipe: Any, keys: Keys, found: list[Lag], taken: list[b
 
 
 def _age(entries: Any, now_s: float) -> float | None:
-    """Of the first one, by its id."""
+    """Age of the first one, from its id."""
     return round(now_s - int(entries[0][0].partition(b"-")[0]) / 1000, 3) if entries else None
 
 
 async def _look_at_broker(
     client: Redis, keys: Keys, version: int | None, read: Reading
 ) -> tuple[BrokerUse, float | None]:
-    """What it says of itself, and when the newest version was published."""
+    """The broker's own numbers, and when the newest version was published."""
     pipe: Any = client.pipeline(transaction=False)
-    for section in ("server", "memory", "persistence", "errorstats"):  # several in one call: Redis 7 only
+    for section in ("server", "memory", "persistence", "errorstats"):  # several in one call need Redis 7
         pipe.info(section)
     pipe.hget(keys.versions, str(version))
     *facts, manifest = cast("list[Any]", await pipe.execute(raise_on_error=False))

@@ -1,8 +1,8 @@
-"""How fast a run goes: from looks at it, one after the other, by the broker's clock.
+"""How fast a run moves, from successive snapshots, by the broker's clock.
 
-- Looks may come as often as one likes; what is kept is one a second, and the newest.
-- Counts that go down (a broker that lost its newest part, a run that began anew) begin the series anew.
-- Since when nothing lies in a place is what this process saw: the broker does not keep it.
+- Snapshots may come at any frequency; it keeps one per second, and the newest.
+- Counts that go down (a broker that lost its newest writes, a restarted run) restart the series.
+- How long a place has been empty is this process's own observation: the broker doesn't record it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Rates:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, dict[str, int]]] = deque(maxlen=_POINTS + 1)  # Unix s, counts
         self._now: Snapshot | None = None
-        self._idle: dict[str, tuple[float, bool]] = {}  # since (Unix s), and whether it was seen to begin
+        self._idle: dict[str, tuple[float, bool]] = {}  # since (Unix s), and whether its start was seen
 
     def add(self, now: Snapshot) -> None:
-        """The newest look; one that is not newer than the last one changes nothing."""
+        """Add the newest snapshot; one that isn't newer than the last is ignored."""
         counts = {name: int(getattr(now, name)) for name in COUNTS}
         if self._seen and any(counts[name] < old for name, old in self._seen[-1][1].items()):
             self._seen.clear()
@@ -39,26 +39,26 @@ class Rates:
         self._now = now
 
     def idle(self, name: str) -> tuple[float, bool] | None:
-        """For how many seconds nothing has been in `jobs`, `results`, `batches` or `weights`, as far as was seen.
+        """For how many seconds `jobs`, `results`, `batches` or `weights` has been empty, as far as was seen.
 
-        And whether that was seen to begin; else it has been so for longer.
+        And whether the start was seen; if not, it has been empty for longer.
         """
         found = self._idle.get(name)
         return None if found is None or self._now is None else (self._now.at - found[0], found[1])
 
     def per_s(self, name: str, window_s: float = 15.0) -> float:
-        """Over the looks of the last `window_s`; 0 before the second look."""
+        """Over the snapshots of the last `window_s`; 0 before the second one."""
         if len(self._seen) < 2:
             return 0.0
         last_at, last = self._seen[-1]
         first_at, first = next((look for look in self._seen if last_at - look[0] <= window_s), self._seen[-2])
-        if first_at == last_at:  # the looks are further apart than the window
+        if first_at == last_at:  # snapshots are further apart than the window
             first_at, first = self._seen[-2]
         return (last[name] - first[name]) / (last_at - first_at)
 
     @property
     def eta_s(self) -> float | None:
-        """Until every sequence has ended; 0 when they have, None while nothing can be said."""
+        """Until every sequence has ended; 0 when they have, None if unknown."""
         now = self._now
         if now is None:
             return None

@@ -32,11 +32,11 @@ from sluice.pipeline.wire.keys import Keys
 
 _WIDTH = 100
 _LEASES = 8  # lines
-_HIDDEN = {"owner", "metrics", "memory_bytes"}  # facts that are for other processes, or for the dashboard
+_HIDDEN = {"owner", "metrics", "memory_bytes"}  # facts for other processes, or for the dashboard
 
 
 def look(config: Config) -> Snapshot:
-    """Read the run's state; raises BrokerError when the broker does not answer."""
+    """Read the run's state; raises BrokerError if the broker doesn't answer."""
     connection.ping(config.broker, config.run)
     return asyncio.run(_read(config))
 
@@ -47,7 +47,7 @@ def is_healthy(now: Snapshot, role: str) -> bool:
 
 
 def as_text(now: Snapshot) -> str:
-    """For people: the sum first, then what keeps the run, then who does what."""
+    """For people: totals first, then what blocks the run, then what each process does."""
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
     lines = [f"run {now.run}: {condition(now)}, {version}", *columns(_sums(now))]
     lines += [f"  ! {stall_text(now, stall).says}" for stall in now.stalls]
@@ -65,7 +65,7 @@ def as_text(now: Snapshot) -> str:
 
 
 def as_json(now: Snapshot) -> dict[str, object]:
-    """The snapshot's fields; stalls with their words, and `waits`: in words what keeps the run and its processes."""
+    """The snapshot's fields; stalls with their text, and `waits`: text on what blocks the run and its processes."""
     stalls = [
         {**msgspec.to_builtins(stall), "says": told.says, "remedy": told.remedy}
         for stall in now.stalls
@@ -81,7 +81,7 @@ def why_json(why: Why) -> dict[str, object]:
 
 
 def why_text(why: Why, width: int | None = None) -> str:
-    """The verdict, then each stall: what, since when, what to do; then what each process says of itself."""
+    """The verdict, then each stall: what, since when, remedy; then what each process reports."""
     now, width = why.now, min(_WIDTH, width or shutil.get_terminal_size((_WIDTH, 24)).columns)
     lines = [f"run {now.run}: {condition(now)}", *_wrapped(verdict_text(now, why.verdict), width, "  ", "  ")]
     for number, stall in enumerate(now.stalls, 1):

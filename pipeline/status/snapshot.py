@@ -1,7 +1,7 @@
 """A snapshot of a run: counts, versions, processes. Read by every role, the progress panel and the tests.
 
-`snapshot` is one round trip. What takes more is empty here; `inspection.inspect` fills it in. Times are seconds by the
-server's clock.
+`snapshot` is one round trip. Fields that take more are empty here; `inspection.inspect` fills them in. Times are
+seconds by the server's clock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _FULL = 0.99
 
 
 class Depth(msgspec.Struct, kw_only=True):
-    """Jobs in the queue; `seen_all` is false where leases and attempts are those of the first 1000 only."""
+    """Jobs in the queue; if `seen_all` is false, leases and attempts cover the first 1000 only."""
 
     ready: int = 0
     running: int = 0  # leased
     deferred: int = 0
-    alone: int = 0  # set apart until a worker is empty
-    oldest_s: float | None = None  # since the ready job that is next in the line was enqueued
+    alone: int = 0  # waiting for an empty worker
+    oldest_s: float | None = None  # age since enqueue of the next ready job
     seen_all: bool = True
 
 
@@ -41,10 +41,10 @@ class Lease(msgspec.Struct, kw_only=True):
     attempt: int
     age_s: float  # since it was enqueued
     held_s: float | None  # since this attempt claimed it
-    left_s: float  # until the lease ends, unless it is renewed
+    left_s: float  # until the lease expires, unless it is renewed
     sequences: int
     committed: int
-    deaths: int  # workers that died over it
+    deaths: int  # workers that it killed
     alone: bool
 
 
@@ -55,19 +55,19 @@ class Lag(msgspec.Struct, kw_only=True):
     entries: int
     taken: int  # read by its owner, not acked
     oldest_s: float | None
-    unread_s: float | None = None  # age of the oldest entry that its owner has not read
+    unread_s: float | None = None  # age of the oldest entry that its owner hasn't read
 
 
 class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What unfinished sequences hold, dead letters included; the limits are those of the producer, once it ran."""
+    """Credit held by unfinished sequences, dead letters included; the limits are the producer's, once it ran."""
 
     sequences: int = 0
     max_sequences: int | None = None
     bytes: int = 0
     max_bytes: int | None = None
-    ahead: int = 0  # sequences that were enqueued and are or will be trained
-    max_ahead: int | None = None  # so many of them until the next version: (staleness + 1) versions' worth
-    group: int = 1  # sequences that the next job takes
+    ahead: int = 0  # enqueued sequences that are trained or may still be
+    max_ahead: int | None = None  # limit of `ahead` until the next version: (staleness + 1) versions' worth
+    group: int = 1  # sequences in the next job
 
     @property
     def is_used_up(self) -> bool:
@@ -76,7 +76,7 @@ class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_up(self) -> list[Literal["sequences", "bytes", "versions"]]:
-        """The limits that are reached."""
+        """The limits that have been reached."""
         found: list[Literal["sequences", "bytes", "versions"]] = []
         if self.max_sequences is not None and self.sequences + self.group > self.max_sequences:
             found.append("sequences")
@@ -88,14 +88,14 @@ class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BrokerUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker says of itself."""
+    """The broker's own numbers."""
 
     used_bytes: int = 0
-    max_bytes: int | None = None  # None: no limit of its own
-    policy: str = "noeviction"  # any other one loses data when it is full
-    aof: bool = False  # its data outlast a power loss
+    max_bytes: int | None = None  # None: no limit
+    policy: str = "noeviction"  # any other policy loses data when the broker is full
+    aof: bool = False  # data survives a power loss
     version: str = ""
-    refused: int = 0  # writes that it refused for lack of memory since it was started
+    refused: int = 0  # writes refused for lack of memory since its start
 
     @property
     def is_full(self) -> bool:
@@ -111,13 +111,13 @@ StallKind = Literal[
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason why a run stands still, or goes slower than it could. `descriptions.stall_text` has its words."""
+    """One reason why a run is stuck, or slower than it could be. `descriptions.stall_text` has its text."""
 
     kind: StallKind
-    role: str | None = None  # at whose stage it is
-    process: str | None = None  # the one that failed, that fell silent, or whose wait it is
-    since: float | None = None  # Unix s, where it can be known
-    blocks: bool = True  # False: it ends by itself as long as the rest of the run goes on
+    role: str | None = None  # the role of its stage
+    process: str | None = None  # the process that failed, fell silent, or is waiting
+    since: float | None = None  # Unix s, if known
+    blocks: bool = True  # False: it ends by itself as long as the rest of the run continues
 
 
 class Process(Heartbeat, kw_only=True):
@@ -128,7 +128,7 @@ class Process(Heartbeat, kw_only=True):
 
     @property
     def is_onlooker(self) -> bool:
-        """Whether the run goes on without it."""
+        """Whether the run can continue without it."""
         return self.role in ONLOOKERS
 
     @property
@@ -138,7 +138,7 @@ class Process(Heartbeat, kw_only=True):
 
 
 _SOURCE_NUMBERS = (b"total", b"malformed", b"max_in_flight", b"max_bytes", b"per_version", b"staleness", b"group")
-_told = Unreadable()  # of this process
+_told = Unreadable()  # reported by this process
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -160,21 +160,21 @@ class Snapshot(msgspec.Struct, kw_only=True):
     open_rollouts: int = 0
     waiting_batches: int = 0
     latest_version: int | None = None
-    total: int | None = None  # sequences that the source holds, once known
+    total: int | None = None  # sequences in the source, once known
     exhausted: bool = False
     malformed_rows: int = 0
-    replayed: int = 0  # dead ones that were enqueued again
-    dead_letters: int = 0  # that wait to be replayed or dropped
+    replayed: int = 0  # dead sequences enqueued again
+    dead_letters: int = 0  # waiting to be replayed or dropped
     credit: CreditUse = CreditUse()
     reasons: dict[str, int] = {}
     metrics: dict[str, float] = {}
     processes: list[Process] = []
-    unreadable: list[str] = []  # entries that were skipped: key, entry, and why
-    # Of a close look only:
+    unreadable: list[str] = []  # skipped entries: key, entry, and why
+    # Set by an inspection only:
     depth: Depth | None = None
     leases: list[Lease] = []  # the oldest ones
     attempts: dict[str, int] = {}  # attempt → jobs that are leased with it
-    deaths: int = 0  # of workers, over the jobs that are leased
+    deaths: int = 0  # of workers, over the leased jobs
     lag: list[Lag] = []
     latest_at: float | None = None  # Unix time at which the newest version was published
     broker: BrokerUse | None = None
@@ -191,7 +191,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
         return self.exhausted and self.ended == self.enqueued
 
     def process(self, name: str | None) -> Process | None:
-        """The row of that name."""
+        """The row with that name."""
         return next((row for row in self.processes if row.name == name), None)
 
     def alive(self, role: str) -> list[Process]:
@@ -207,7 +207,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 
 async def snapshot(client: Redis, keys: Keys) -> Snapshot:
-    """Read everything in one round trip. What cannot be read is left out, and named in `unreadable`."""
+    """Read everything in one round trip. Unreadable entries are left out, and listed in `unreadable`."""
     pipe: Any = client.pipeline(transaction=False)
     for key in (keys.counts, keys.source, keys.processes):
         pipe.hgetall(key)
@@ -228,7 +228,7 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
     counts, source = cast("dict[bytes, bytes]", counts or {}), cast("dict[bytes, bytes]", source or {})
     number = read.numbers(keys.counts, {name: raw for name, raw in counts.items() if b"last:" not in name})
     held = read.numbers(keys.source, {name: source[name] for name in _SOURCE_NUMBERS if name in source})
-    sound = not read.skipped  # else nobody can say that the run is over
+    sound = not read.skipped  # otherwise it's unknown whether the run is over
     version = read.numbers(keys.latest, {b"latest": latest} if latest is not None else {}).get("latest")
     sequences = ("enqueued", "committed", "accepted", "trained", "dead", "dropped", "tokens", "replayed")
     counted: dict[str, Any] = {name: number.get(name, 0) for name in sequences}
@@ -256,13 +256,13 @@ async def snapshot(client: Redis, keys: Keys) -> Snapshot:
 
 
 class Reading:
-    """One look's entries; `skipped` are those that cannot be read."""
+    """The entries of one read; `skipped` are the unreadable ones."""
 
     def __init__(self, skipped: list[str] | None = None) -> None:
         self.skipped: list[str] = [] if skipped is None else skipped
 
     def answer(self, key: str, answer: Any) -> Any:
-        """None for a key of another type than ours; raises what else Redis refuses."""
+        """None for a key with another type than ours; raises any other Redis error."""
         if not isinstance(answer, Exception):
             return answer
         if "WRONGTYPE" not in str(answer):
@@ -271,7 +271,7 @@ class Reading:
         return None
 
     def numbers(self, key: str, table: dict[bytes, bytes]) -> dict[str, int]:
-        """Those that are numbers, by name."""
+        """The numeric ones, by name."""
         found: dict[str, int] = {}
         for name, raw in table.items():
             try:
@@ -281,7 +281,7 @@ class Reading:
         return found
 
     def metrics(self, key: str, raw: bytes | None) -> dict[str, float]:
-        """JSON has no NaN: a loss that was not finite comes as null, and is left out, as is what is no number."""
+        """JSON has no NaN: a non-finite loss arrives as null and is left out, like anything that isn't a number."""
         try:
             found = read_json(raw, dict[str, Any], "it") if raw else {}
         except MessageError as error:
@@ -306,12 +306,12 @@ class Reading:
         return sorted(rows, key=lambda row: row.name)
 
     def skip(self, key: str, entry: bytes | str, problem: object) -> None:
-        """Leave one out, and say so once."""
+        """Leave one out, and report it once."""
         self.skipped.append(_told.skip(key, entry, problem))
 
 
 def _credit(number: Mapping[str, int], held: Mapping[str, int], version: int) -> CreditUse:
-    """As credit.lua reckons."""
+    """Computed as in credit.lua."""
     enqueued, trained, dead, dropped = (number.get(name, 0) for name in ("enqueued", "trained", "dead", "dropped"))
     per_version, staleness = held.get("per_version"), held.get("staleness")
     max_ahead = None

@@ -1,4 +1,4 @@
-"""The stages of a run: what is in each, how fast it goes, and what it waits for. Pure; no words are made here.
+"""The stages of a run: the contents of each, its rate, and what it waits for. Pure; produces no text.
 
 producer, gateway ─▶ queue ─▶ worker ─▶ results ─▶ consumer ─▶ batches ─▶ trainer ─▶ weights
                                                              scorer ◀──┘
@@ -18,7 +18,7 @@ StageName = Literal[
     "producer", "gateway", "queue", "worker", "results", "consumer", "batches", "trainer", "weights", "scorer"
 ]
 StageState = Literal["working", "waiting", "stalled", "done", "off"]
-# By what a stage that holds things is stalled: the roles that should empty it, or hold what is newest.
+# Stalls per storage stage: those of the roles that should empty it, or that hold the newest items.
 _STUCK_BY: dict[StageName, tuple[StallKind, ...]] = {
     "queue": ("no_worker", "guard_refused"),
     "results": ("no_consumer", "consumer_lag"),
@@ -28,27 +28,27 @@ _STUCK_BY: dict[StageName, tuple[StallKind, ...]] = {
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """One box of the flow: a role's processes, or what lies between two roles."""
+    """One box in the flow: a role's processes, or the items between two roles."""
 
     name: StageName
     state: StageState
-    count: int | None = None  # live processes, or things that lie here; of weights the version
-    rate: tuple[float, str] | None = None  # how fast things pass, and the unit
-    stall: Stall | None = None  # of a role: what keeps it
-    busy: list[Process] = []  # of a role: who is at work
-    waiting: list[Process] = []  # of a role: who waits, the longest first
-    taken: int = 0  # of a stream: read by its owner, not acked
+    count: int | None = None  # live processes, or items in it; for weights the version
+    rate: tuple[float, str] | None = None  # how fast items pass, and the unit
+    stall: Stall | None = None  # for a role: what blocks it
+    busy: list[Process] = []  # for a role: working processes
+    waiting: list[Process] = []  # for a role: waiting processes, longest wait first
+    taken: int = 0  # for a stream: read by its owner, not acked
     oldest_s: float | None = None
-    idle: tuple[float, bool] | None = None  # seconds for which nothing has lain here; whether that was seen to begin
+    idle: tuple[float, bool] | None = None  # seconds it has been empty; whether the start was seen
 
 
 def stages(now: Snapshot, rates: Rates) -> list[Stage]:
-    """All of them, in the order of the flow; a role that this run has no use for is `off`."""
+    """All stages, in the order of the flow; a role that this run doesn't use is `off`."""
     return [_stage(now, rates, name) for name in get_args(StageName)]
 
 
 def is_optional(name: StageName) -> bool:
-    """Whether not every run has a use for it."""
+    """Whether only some runs use it."""
     role = known(name)
     return role is not None and role.is_optional
 
@@ -68,7 +68,7 @@ def _role(now: Snapshot, rates: Rates, name: RoleName) -> Stage:
     busy = [row for row in rows if row.wait is None]
     waiting = sorted((row for row in rows if row.wait is not None), key=lambda row: -(row.waiting_s or 0))
     found = [stall for stall in now.stalls if stall.role == name]
-    found.sort(key=lambda stall: stall.kind == "process_failed")  # that nobody plays the role says more
+    found.sort(key=lambda stall: stall.kind == "process_failed")  # a missing role tells more
     stall, rate = next(iter(found), None), ROLES[name].rate
     return Stage(
         name=cast(StageName, name),
@@ -95,7 +95,7 @@ def _role_state(
 
 
 def _queue(now: Snapshot, rates: Rates) -> Stage:
-    """Jobs that wait or run."""
+    """Waiting and running jobs."""
     depth, state = now.depth, cast(StageState, "working")
     if now.complete or (not now.queued_jobs and now.exhausted):
         state = "done"
@@ -116,7 +116,7 @@ def _queue(now: Snapshot, rates: Rates) -> Stage:
 
 
 def _stream(now: Snapshot, rates: Rates, name: StageName, reader: RoleName, passes: str) -> Stage:
-    """What one role has finished and the next one has not acked."""
+    """Items that one role has finished and the next one hasn't acked."""
     lags = [lag for lag in now.lag if lag.stream.startswith(ROLES[reader].stream)]
     entries, taken = sum(lag.entries for lag in lags), sum(lag.taken for lag in lags)
     state: StageState = "working" if taken else "waiting"
@@ -136,7 +136,7 @@ def _stream(now: Snapshot, rates: Rates, name: StageName, reader: RoleName, pass
 
 
 def _weights(now: Snapshot, rates: Rates) -> Stage:
-    """The newest version, and how far behind it the workers are."""
+    """The newest version, and how far the workers are behind it."""
     state: StageState = "waiting" if now.latest_version is None else "working"
     if now.complete:
         state = "done"

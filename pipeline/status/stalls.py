@@ -1,8 +1,8 @@
-"""Why a run stands still: what waits for what, and since when. Pure, of one inspection; no words are made here.
+"""Why a run is stuck: what waits for what, and since when. Pure, from one inspection; produces no text.
 
-    broker ─▶ roles that failed ─▶ roles that nobody plays ─▶ old weights ─▶ lag ─▶ credit ─▶ jobs that run alone
+    broker ─▶ roles that failed ─▶ missing roles ─▶ old weights ─▶ lag ─▶ credit ─▶ jobs that run alone
 
-- Causes come before what follows from them. A complete run has none, nor one that never began.
+- Causes come before their effects. A run that is complete or never began has no stalls.
 - `blocks` is false for a wait that ends by itself.
 """
 
@@ -16,14 +16,14 @@ from sluice.pipeline.wire.waits import WaitKind
 
 __all__ = ["Stall", "StallKind", "dead_rows", "is_played", "late_results", "refuses_newest", "stalls", "work_for"]
 
-OLD_S = 10.0  # a version that was published this long ago should be in use
-LAG_S = 10.0  # a result that is unread for this long is late
+OLD_S = 10.0  # a version published this long ago should be in use
+LAG_S = 10.0  # a result unread for this long is late
 _BLOCKS_S = 60.0
 _GUARD = ("GuardRefused", "GuardImpossible")
 
 
 def stalls(now: Snapshot) -> list[Stall]:
-    """What keeps the run, of an inspection (`inspection.inspect`)."""
+    """What blocks the run, from an inspection (`inspection.inspect`)."""
     if now.complete or not (now.enqueued or now.processes or now.unreadable):
         return []
     found = [*_broker_full(now), *_unreadable(now), *_failed(now)]
@@ -34,20 +34,20 @@ def stalls(now: Snapshot) -> list[Stall]:
 
 
 def is_played(now: Snapshot, role: str) -> bool:
-    """Whether one process of the role is alive, by the broker's clock."""
+    """Whether a process of the role is alive, by the broker's clock."""
     return any(row.role == role and row.is_alive for row in now.processes)
 
 
 def dead_rows(now: Snapshot, role: str) -> list[Process]:
-    """Processes of a role that failed or fell silent; the newest last."""
+    """Processes of a role that failed or fell silent; newest last."""
     return sorted((row for row in now.processes if row.role == role and not row.is_alive), key=lambda row: row.at)
 
 
 def work_for(now: Snapshot, role: RoleName) -> tuple[Source | Literal["sequences"], int]:
-    """What waits for a role, and how much of it; of rows only that there are some."""
+    """The work waiting for a role, and how much; for rows only whether there are any."""
     source = ROLES[role].waits_for
     match source:
-        case "rows":  # a run that gateways alone feed has none
+        case "rows":  # a run fed only by gateways has none
             left = not now.exhausted and (now.total is not None or not is_played(now, "gateway"))
             return source, int(left)
         case "jobs":
@@ -56,7 +56,7 @@ def work_for(now: Snapshot, role: RoleName) -> tuple[Source | Literal["sequences
             return source, now.open_rollouts
         case "batches":
             if not now.waiting_batches and now.credit.sequences and dead_rows(now, role):
-                return "sequences", now.credit.sequences  # it will be missed
+                return "sequences", now.credit.sequences  # they would be missing it
             return source, now.waiting_batches
         case "results" | "score_jobs":
             return source, sum(lag.entries for lag in _lags(now, role))
@@ -65,7 +65,7 @@ def work_for(now: Snapshot, role: RoleName) -> tuple[Source | Literal["sequences
 
 
 def late_results(now: Snapshot) -> list[Lag]:
-    """Partitions with a result that has been unread for long."""
+    """Partitions with a result that has been unread for too long."""
     return [lag for lag in _lags(now, "consumer") if (lag.unread_s or 0) > LAG_S]
 
 
@@ -79,19 +79,19 @@ def _lags(now: Snapshot, role: RoleName) -> list[Lag]:
 
 
 def _broker_full(now: Snapshot) -> list[Stall]:
-    """It refuses writes: every process waits for room in it."""
+    """It refuses writes: every process waits for free memory in it."""
     if now.broker is None or not now.broker.is_full:
         return []
     return [Stall(kind="broker_full", since=_since(_waiting_for(now, WaitKind.BROKER_MEMORY)))]
 
 
 def _unreadable(now: Snapshot) -> list[Stall]:
-    """Entries of the run that no reader of this release can read."""
+    """Entries of the run that this release can't read."""
     return [Stall(kind="unreadable", blocks=False)] if now.unreadable else []
 
 
 def _failed(now: Snapshot) -> list[Stall]:
-    """Processes that ended with an error, with their last words; not those that a newer process replaced."""
+    """Processes that ended with an error; not those that a newer process replaced."""
     rows = [row for row in now.processes if row.ended_at is not None]
     return [_failure(now, row) for row in rows if not any(_replaces(other, row) for other in now.processes)]
 
@@ -111,7 +111,7 @@ def _no_process(now: Snapshot) -> Stall:
 
 
 def _nobody(now: Snapshot) -> list[Stall]:
-    """Roles with work and without a live process."""
+    """Roles with work but no live process."""
     return [_missing(now, role) for role in PARTICIPANTS if work_for(now, role)[1] and not is_played(now, role)]
 
 
@@ -126,7 +126,7 @@ def _missing(now: Snapshot, role: RoleName) -> Stall:
 
 
 def _oldest_work(now: Snapshot, role: RoleName) -> float | None:
-    """Since when the oldest thing waits for the role."""
+    """Since when the oldest item has waited for the role."""
     ages = [now.depth.oldest_s] if ROLES[role].waits_for == "jobs" and now.depth else []
     if ROLES[role].stream:
         ages = [lag.oldest_s for lag in _lags(now, role)]
@@ -135,7 +135,7 @@ def _oldest_work(now: Snapshot, role: RoleName) -> float | None:
 
 
 def _old_versions(now: Snapshot) -> list[Stall]:
-    """Every live worker decodes with older weights than the newest, which has been there for a while."""
+    """Every live worker decodes with weights older than the newest, published a while ago."""
     latest, since = now.latest_version, now.latest_at
     workers = [row for row in now.processes if row.role == "worker" and row.is_alive and row.version is not None]
     held = [row.version for row in workers if row.version is not None]
@@ -148,7 +148,7 @@ def _old_versions(now: Snapshot) -> list[Stall]:
 
 
 def _consumer_lag(now: Snapshot) -> list[Stall]:
-    """Results that nobody reads while a consumer is alive; without one it is no_consumer."""
+    """Unread results while a consumer is alive; without one it is no_consumer."""
     late = late_results(now)
     if not late or not is_played(now, "consumer"):
         return []
@@ -166,7 +166,7 @@ def _credit_exhausted(now: Snapshot) -> list[Stall]:
 
 
 def _runs_alone(now: Snapshot) -> list[Stall]:
-    """Suspects: jobs over which workers died."""
+    """Suspects: jobs that killed workers."""
     return [Stall(kind="runs_alone", blocks=False)] if now.depth and now.depth.alone else []
 
 
@@ -175,5 +175,5 @@ def _waiting_for(now: Snapshot, kind: WaitKind) -> list[Process]:
 
 
 def _since(waiting: list[Process]) -> float | None:
-    """Since when the first of them waits."""
+    """Since when the first of them has waited."""
     return min((row.wait.since for row in waiting if row.wait and row.wait.since is not None), default=None)

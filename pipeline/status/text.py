@@ -1,4 +1,4 @@
-"""Numbers, lengths of time and waits in words, for every view."""
+"""Numbers, durations and waits as text, for every view."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.ISOLATION: "{count} running sequences to end: they, or the next ones, run apart from others",
     WaitKind.OTHER: "{subject}",
 }
-_BESIDE: dict[WaitKind, str] = {  # added where there is a count
+_BESIDE: dict[WaitKind, str] = {  # appended if there is a count
     WaitKind.WEIGHTS: ", beside {count} running sequences",
     WaitKind.BATCHES: "; {count} samples are given and not finished, and hold credit until `publish` or `done`",
 }
@@ -42,7 +42,7 @@ def wait_text(wait: Wait) -> str:
 
 
 def length(seconds: float) -> str:
-    """A length of time, short."""
+    """A duration, short."""
     if seconds < 10:
         return f"{max(0.0, seconds):.1f} s"
     if seconds < 120:
@@ -53,7 +53,7 @@ def length(seconds: float) -> str:
 
 
 def waiting(number: int, one: str, many: str = "") -> str:
-    """So many of them wait; empty where there are none."""
+    """How many are waiting; empty if none."""
     return f"{counted(number, one, many)} {'waits' if number == 1 else 'wait'}" if number else ""
 
 

@@ -1,13 +1,13 @@
-"""What one process tells Prometheus, and `/metrics` that serves it.
+"""One process's metrics for Prometheus, and the `/metrics` server.
 
-- The server has a thread of its own, so that an engine that holds the event loop doesn't hide itself. It sleeps in the
-  kernel between two scrapes: no polling.
-- Between scrapes only a histogram's observation per sequence, batch or step costs anything: the rest is read from the
-  heartbeat's row at the scrape. A counter is there from the start; a gauge once the process has said it.
-- It never stops a role. Where port 0 isn't available, the process continues without metrics and says so; a port that
-  somebody chose and that is taken is a ConfigError, before any work.
-- Callers that are silent, slow or too many are handled as on every server of ours (pipeline/http/server.py). Nobody is
-  asked for a key: the numbers hold nobody's text.
+- The server has its own thread, so an engine that blocks the event loop still shows up. It sleeps in the kernel between
+  two scrapes: no polling.
+- Between scrapes the only cost is one histogram observation per sequence, batch or step: the rest is read from the
+  heartbeat's row at the scrape. A counter exists from the start; a gauge once the process has reported it.
+- It never stops a role. If port 0 isn't available, the process continues without metrics and logs that; a configured
+  port that is taken is a ConfigError, before any work.
+- Silent, slow or too many clients are handled as on all our servers (pipeline/http/server.py). No key is required: the
+  numbers contain nobody's text.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _metrics_app(telemetry: Telemetry) -> ASGIApp:
 
 @contextlib.contextmanager
 def metrics_server(config: MetricsConfig, telemetry: Telemetry) -> Generator[str | None]:
-    """The address ("host:port") by which others reach `/metrics` of this process; None where it has none.
+    """The address ("host:port") where others reach this process's `/metrics`; None if it has none.
 
-    Raises ConfigError for a chosen address that is not available.
+    Raises ConfigError for a configured address that isn't available.
     """
     server = _open(config, telemetry) if config.enabled else None
     try:
@@ -114,13 +114,13 @@ def _open(config: MetricsConfig, telemetry: Telemetry) -> MetricsServer | None:
 
 
 def _address(host: str, port: int) -> str:
-    """As others write it: a name of this host where it listens on every interface."""
+    """As seen by others: this host's name if it listens on every interface."""
     name = socket.gethostname() if host in _EVERYWHERE else host
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 class Telemetry:
-    """One process's registry; further collectors of the same process are registered with it."""
+    """One process's registry; other collectors of the process register with it."""
 
     def __init__(self, role: str, row: Heartbeat | None = None) -> None:
         self.role, self.registry = role, CollectorRegistry()
@@ -133,20 +133,20 @@ class Telemetry:
         }
 
     def observe(self, **values: float) -> None:
-        """Values of histograms of this role; raises KeyError for a name that it does not have."""
+        """Record histogram values of this role; raises KeyError for an unknown name."""
         for name, value in values.items():
             self._histograms[name].observe(value)
 
 
 class _RoleCollector(Collector):
-    """The heartbeat's row, read when it is asked for; from another thread than the one that writes it."""
+    """Reads the heartbeat's row at scrape time, from another thread than the one that writes it."""
 
     def __init__(self, role: str, row: Heartbeat | None) -> None:
         self._role, self._row = role, row
         self._facts = [family for family in of_role(role) if family.fact is not None]
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: a registry would collect to find out."""
+        """Nothing: otherwise a registry would collect to find out."""
         return []
 
     def collect(self) -> Iterator[Metric]:

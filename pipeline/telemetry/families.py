@@ -1,11 +1,11 @@
 """The frozen table of every metric that Prometheus can read from Sluice, and the objects made from it.
 
-- A rename or a removal is a deprecation: dashboards and alerts of others depend on these names.
+- A rename or a removal is a deprecation: other people's dashboards and alerts depend on these names.
 - Base units: `_seconds`, `_bytes`, `_ratio`; a counter ends in `_total`, and nothing else does.
-- Label values come from short fixed lists: no ids, no free text. `run` is the configuration's own, `key` a published
+- Label values come from short fixed lists: no ids, no free text. `run` is from the configuration, `key` a published
   training key.
-- A `role` family belongs to one process, and is served by it at its `metrics` address. A `run` family is of the whole
-  run, and is served by the dashboard alone: never sum those over processes.
+- A `role` family belongs to one process, which serves it at its `metrics` address. A `run` family covers the whole
+  run, and only the dashboard serves it: never sum those over processes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric; `roles` and `fact` are of those that a process takes from its heartbeat."""
+    """One metric; `roles` and `fact` apply to those that a process takes from its heartbeat."""
 
     name: str
     kind: Kind
     doc: str
     page: Page
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()  # of a histogram, in its unit, the last (infinity) left out
+    buckets: tuple[float, ...] = ()  # for a histogram, in its unit, without the last (infinity)
     roles: tuple[str, ...] = ()  # empty: every role
-    fact: str | None = None  # of the heartbeat
+    fact: str | None = None  # in the heartbeat
 
 
 def _role(
@@ -171,7 +171,7 @@ PROCESS_STATES = ("alive", "failed", "dead")
 
 
 def of_role(role: str) -> list[Family]:
-    """What a process of the role serves of itself."""
+    """The families that a process of the role serves."""
     return [family for family in _PROCESS if not family.roles or role in family.roles]
 
 
@@ -188,30 +188,30 @@ def series(family: Family) -> list[str]:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Each counter would come with a second series, `_created`, that no table names and nothing reads.
+# Otherwise each counter gets a second series, `_created`, that is in no table and that nothing reads.
 disable_created_metrics()
 
 
 def counter(name: str, registry: CollectorRegistry) -> Counter:
-    """Raises KeyError for a name that is not in the table."""
+    """Raises KeyError for a name that isn't in the table."""
     family = FAMILIES[name]
     return Counter(name, family.doc, family.labels, registry=registry)
 
 
 def gauge(name: str, registry: CollectorRegistry) -> Gauge:
-    """Raises KeyError for a name that is not in the table."""
+    """Raises KeyError for a name that isn't in the table."""
     family = FAMILIES[name]
     return Gauge(name, family.doc, family.labels, registry=registry)
 
 
 def histogram(name: str, registry: CollectorRegistry) -> Histogram:
-    """Raises KeyError for a name that is not in the table."""
+    """Raises KeyError for a name that isn't in the table."""
     family = FAMILIES[name]
     return Histogram(name, family.doc, family.labels, buckets=family.buckets, registry=registry)
 
 
 def read(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    """A counter or gauge read at scrape time; values by their labels, in the table's order."""
+    """A counter or gauge read at scrape time; values by labels, in the table's order."""
     family = FAMILIES[name]
     kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     made = kind(name, family.doc, labels=family.labels)

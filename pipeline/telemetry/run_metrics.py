@@ -1,7 +1,7 @@
-"""What a snapshot of a run tells Prometheus, and where its processes tell theirs. Served by the dashboard.
+"""A run's metrics from a snapshot, and where its processes serve theirs. Served by the dashboard.
 
-- Pure: numbers of one snapshot, the newest that there is. Parts that only a close look has are left out of others.
-- A stall that has gone is 0, not absent, so that alerts end immediately. A wait that ends by itself is no stall.
+- Pure: numbers from the newest snapshot. Metrics that need an inspection are left out of other snapshots.
+- A stall that has ended is 0, not absent, so that alerts end immediately. A wait that ends by itself is no stall.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def run_metrics(now: Snapshot) -> Iterator[Metric]:
 
 
 def targets(now: Snapshot) -> list[dict[str, Any]]:
-    """Prometheus' HTTP service discovery: a group per live process; its `instance` is the process's name.
+    """Prometheus' HTTP service discovery: one group per live process; its `instance` is the process's name.
 
-    No `role`: every metric of a process has that label, and Prometheus would rename it.
+    No `role` label: every metric of a process has it already, and Prometheus would rename that.
     """
     return [
         {"targets": [address], "labels": {"run": now.run, "instance": row.name}}

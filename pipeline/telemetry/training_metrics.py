@@ -1,10 +1,10 @@
-"""Metric keys and how each one is reduced over samples.
+"""Metric keys, and how each is reduced over samples.
 
 - A sample carries *recorded* keys: counters, flags and observations, one number each.
 - `reduce` turns the recorded keys of many samples into the *published* keys: counters sum, flags take the
-  maximum, rates are ratios of global sums (never means of rates), percentiles come from all observations.
-- Published names are frozen: a rename is a deprecation. Keys under `custom/` are the user's; they sum.
-- A published key appears when at least one sample recorded one of its sources.
+  maximum, rates are ratios of global sums (never means of rates), percentiles use all observations.
+- Published names are frozen: a rename is a deprecation. Keys under `custom/` are the user's; they are summed.
+- A published key appears if at least one sample recorded one of its sources.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Samples = Sequence[Mapping[str, float]]
 
 
 class Reduction(Protocol):
-    """How one published number comes from the samples."""
+    """Computes one published number from the samples."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Recorded keys that it reads."""
+        """Recorded keys it reads."""
         ...
 
     def reduce(self, samples: Samples) -> float:
-        """The published number; every sample may lack every key."""
+        """The published number; any sample may lack any key."""
         ...
 
 
@@ -237,7 +237,7 @@ RECORDED: frozenset[str] = frozenset(RECORDED_ONLY) | {
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """Raises TaskError for a key that no sample may record."""
+    """Raises TaskError for a key that samples may not record."""
     for key in keys:
         if key not in RECORDED and not key.startswith("custom/"):
             near = get_close_matches(key, sorted(RECORDED), n=1)

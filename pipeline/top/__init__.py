@@ -2,6 +2,6 @@
 
     Feed.look (once a second) ──▶ View ──▶ parts (head, why, stages, processes, dead letters) ──▶ app | one frame
 
-- A broker that goes away is said, with since when; what was seen last stays, and it goes on once the broker is back.
-- It only reads.
+- If the broker goes away, it shows that, and since when; the last state stays, and updates resume once it is back.
+- Read-only.
 """

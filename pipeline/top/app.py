@@ -1,4 +1,4 @@
-"""The screen of `sluice top`: the head stays, below it one of four pages, scrolled with the arrow keys."""
+"""The screen of `sluice top`: the head stays on top; below it is one of four pages, scrolled with the arrow keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dead letters  the newest sequences that could not be done
 
 
 class Help(ModalScreen[None]):
-    """The keys."""
+    """The key bindings."""
 
     def compose(self) -> ComposeResult:
         """One box."""
@@ -48,7 +48,7 @@ class Help(ModalScreen[None]):
 
 
 class TopApp(App[None]):
-    """Shows what `Feed` sees."""
+    """Shows the state that `Feed` reads."""
 
     CSS = """
     Screen { background: ansi_default; }
@@ -86,7 +86,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look; textual ends the task with the app."""
+        """Start polling; textual ends the task with the app."""
         self.query_one("#stages").focus()
         self.run_worker(self._keep_looking(), exclusive=True)
 
@@ -103,17 +103,17 @@ class TopApp(App[None]):
             await self._feed.close()
 
     def on_tabs_tab_activated(self, event: Tabs.TabActivated) -> None:
-        """A page by the mouse or by a key."""
+        """Page selected by mouse or key."""
         name = str(event.tab.id).removeprefix("tab-")
         self.query_one("#pages", ContentSwitcher).current = name
         self.query_one(f"#{name}").focus()
 
     def action_turn(self, step: int) -> None:
-        """To the next page or the one before."""
+        """Next or previous page."""
         tabs, names = self.query_one(Tabs), list(_PAGES)
         at = names.index(str(tabs.active).removeprefix("tab-"))
         tabs.active = f"tab-{names[(at + step) % len(names)]}"
 
     def action_help(self) -> None:
-        """The keys."""
+        """Show the key bindings."""
         self.push_screen(Help())

@@ -1,8 +1,8 @@
-"""Looks at a run again and again, and outlives a broker that goes away and a state that another release wrote.
+"""Polls a run; survives a broker that goes away and state written by another release.
 
 | waits for  | unblocked by                              |
 |------------|-------------------------------------------|
-| one look   | the broker; at most `_LOOK_S`, then said  |
+| one poll   | the broker; `_LOOK_S`, shown as a problem |
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ LETTERS = 50
 AWAY, UNREADABLE = "no answer from the broker", "the run's state cannot be read"
 _LOOK_S = 4.0
 _HASTY_S = 1.5
-_LOOKS = 6  # over so many it is said whether the run moves
+_LOOKS = 6  # polls that decide whether the run moves
 
 
 @dataclass
 class View:
-    """What is known now; `now` is None before the first answer."""
+    """The current state; `now` is None before the first answer."""
 
     run: str
     now: Snapshot | None = None
     verdict: Verdict | None = None
     rates: Rates = field(default_factory=Rates)
-    letters: list[Row] = field(default_factory=list[Row])  # the newest first
+    letters: list[Row] = field(default_factory=list[Row])  # newest first
     trouble: str = AWAY  # AWAY or UNREADABLE, while there is a problem
-    problem: str = ""  # why there is no answer, empty when there is one
+    problem: str = ""  # why there is no answer, empty if there is one
     silent_since: float | None = None  # Unix s
 
 
@@ -60,7 +60,7 @@ class Feed:
         self.view = View(config.run)
 
     async def look(self) -> View:
-        """The newest state; never raises for a broker that is away, nor for what cannot be read."""
+        """The newest state; never raises if the broker is away or something is unreadable."""
         view = self.view
         try:
             async with asyncio.timeout(_LOOK_S):
@@ -68,7 +68,7 @@ class Feed:
                 view.letters = await self._letters.newest(count=LETTERS) if now.dead_letters else []
         except (RedisError, BrokerError, OSError, TimeoutError) as error:
             return self._trouble(AWAY, str(error) or f"no answer within {_LOOK_S:g} s")
-        except (SluiceError, msgspec.MsgspecError) as error:  # written by another release, or by nobody of ours
+        except (SluiceError, msgspec.MsgspecError) as error:  # written by another release, or by a foreign program
             return self._trouble(UNREADABLE, str(error))
         view.problem, view.silent_since = "", None
         self._seen.append(now)
@@ -85,5 +85,5 @@ class Feed:
         return view
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         await self._client.aclose()

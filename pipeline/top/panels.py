@@ -1,4 +1,4 @@
-"""The parts of a frame, as rich renderables; every long text wraps, nothing is cut."""
+"""The parts of a frame, as rich renderables; long text wraps, nothing is truncated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STYLE: dict[StageState, str] = {
 }  # fmt: skip
 _BARS = " ▁▂▃▄▅▆▇█"
 _SPARK = 16
-_HEAD_CHARS = 140  # two lines; the page `why` has all of it
+_HEAD_CHARS = 140  # two lines; the page `why` has the full text
 _HIDDEN = {"owner", "metrics", "memory_bytes"}
 
 
@@ -45,7 +45,7 @@ def head(view: View) -> RenderableType:
 
 
 def why(view: View) -> RenderableType:
-    """Each stall: what, since when, what to do."""
+    """Each stall: what, since when, remedy."""
     now = view.now
     if now is None or not now.stalls:
         return _text("nothing keeps the run")
@@ -59,7 +59,7 @@ def why(view: View) -> RenderableType:
 
 
 def stage_rows(view: View) -> RenderableType:
-    """One row a stage, with its sentence."""
+    """One row per stage, with its sentence."""
     table = _table("stage", "state", "what it does, or waits for")
     now = view.now
     for stage in stages(now, view.rates) if now else []:
@@ -70,7 +70,7 @@ def stage_rows(view: View) -> RenderableType:
 
 
 def process_rows(view: View) -> RenderableType:
-    """One row a process, in the order of the flow."""
+    """One row per process, in the order of the flow."""
     table = _table("process", "what it does, or waits for; what it counts")
     rows = view.now.processes if view.now else []
     for row in sorted(rows, key=lambda row: (position(row.role), row.name)):
@@ -132,7 +132,7 @@ def _counts(now: Snapshot) -> str:
 
 
 def _flow(view: View, now: Snapshot) -> Table:
-    """Along the flow: how much each stage holds, and how fast it goes; without what this run has no use for."""
+    """How much each stage holds and how fast it goes, along the flow; without stages that this run doesn't use."""
     shown = [stage for stage in stages(now, view.rates) if stage.state != "off" or not is_optional(stage.name)]
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="dim")
     for stage in shown:
@@ -182,7 +182,7 @@ def _table(*columns: str) -> Table:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """No markup is read in it, and nothing in it steers the terminal: much of it was written by tasks and callers."""
+    """Not parsed as markup, and can't steer the terminal: much of it comes from tasks and callers."""
     return Text(escaped(text), style=style)
 
 
@@ -202,9 +202,9 @@ def frame(view: View, width: int) -> str:
 
 
 def print_once(config: Config, apart_s: float = _APART_S) -> None:
-    """Two looks, so that there are rates.
+    """Polls twice, so that there are rates.
 
-    Raises BrokerError when the broker does not answer, and DataError for a state that cannot be read.
+    Raises BrokerError if the broker doesn't answer, and DataError if the state can't be read.
     """
     view = asyncio.run(_look_twice(config, apart_s))
     if view.problem and view.trouble == UNREADABLE:

@@ -1,4 +1,4 @@
-"""Which versions are published, in Redis: numbers only rise, one digest a number."""
+"""Published versions in Redis: numbers only rise, one digest per number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sluice.pipeline.wire.codec import Unreadable, integer
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion, decode, encode
 
-_unreadable = Unreadable()  # of this process
+_unreadable = Unreadable()  # reported by this process
 _REFUSED = {
     "conflict": "that number is registered with other weights, and keeps its digest; is this an older copy of the "
     "run's directory? Restore the newer one, or start a run of another name (--set run=NAME)",
@@ -27,24 +27,22 @@ _REFUSED = {
 
 
 class WeightsRegistry:
-    """What is published, in Redis."""
-
     def __init__(self, client: Redis, keys: Keys) -> None:
         self._client, self._keys, self._scripts = client, keys, Scripts(client)
 
     async def latest(self) -> int | None:
-        """The newest version number; None before the first, or where what stands there is none."""
+        """The newest version number; None before the first, or if the stored value is invalid."""
         try:
             value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
             return None if value is None else integer(value, "it", most=MOST_VERSION)
-        except (MessageError, ResponseError) as error:  # of Redis: it is of another type
+        except (MessageError, ResponseError) as error:  # ResponseError: the key has another type
             _unreadable.skip(self._keys.latest, "", f"{error}; the next version that is published mends it")
             return None
 
     async def next_number(self, after: int, root: Path) -> int:
-        """A number above `after` that is unused, both here and in the registry.
+        """A number above `after` that is unused both here and in the registry.
 
-        They differ when the newest checkpoint was damaged and deleted, and when the broker lost its last seconds.
+        They differ if the newest checkpoint was damaged and deleted, or the broker lost its last seconds.
         """
         return max(after, await self.latest() or 0, newest_number(root)) + 1
 
@@ -57,7 +55,7 @@ class WeightsRegistry:
             raise WeightsError(f"version {version}: unreadable registry entry ({error})") from error
 
     async def register(self, manifest: WeightVersion, owner_key: str, nonce: str, retention: int) -> None:
-        """Make a version visible to the workers; repeatable. Raises WeightsError, or as `why_fenced`."""
+        """Make a version visible to the workers; idempotent. Raises WeightsError, or as `why_fenced`."""
         names = PublishKeys(versions=self._keys.versions, latest=self._keys.latest, owner=owner_key)
         version, digest = manifest.version, manifest.digest
         request = Publish(nonce=nonce, version=version, digest=digest, manifest=encode(manifest), retention=retention)

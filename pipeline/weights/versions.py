@@ -1,7 +1,7 @@
-"""Weight versions: a directory each, and a manifest.
+"""Weight versions: one directory each, with a manifest.
 
-A version directory holds model.safetensors, manifest.json and the model's config and tokenizer files, so that
-it is a model directory of its own. Safetensors headers are read here without torch.
+A version directory holds model.safetensors, manifest.json and the model's config and tokenizer files, so it is a
+complete model directory. Safetensors headers are read here without torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_HEADER = 100 << 20  # the format's own limit
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files, sorted; raises WeightsError when there are none."""
+    """The safetensors files, sorted; raises WeightsError if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise WeightsError(f"{directory}: no *.safetensors file; give a model directory that holds its weights")
@@ -78,9 +78,9 @@ def _header(file: Path) -> dict[str, _Entry]:
 
 
 def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVersion:
-    """Make `root/v000012` from a durable model directory: hard links where possible, written aside, renamed.
+    """Create `root/v000012` from a durable model directory: hard links if possible, written elsewhere, then renamed.
 
-    Returns the manifest with path, digest and tensors filled in; an existing directory of the same digest is kept.
+    Returns the manifest with path, digest and tensors filled in; an existing directory with the same digest is kept.
     """
     target = root / f"v{manifest.version:06d}"
     digest = digest_of(source)
@@ -116,13 +116,13 @@ def read_manifest(directory: Path) -> WeightVersion:
 
 
 def verify(version: WeightVersion) -> Path:
-    """Check that a version's files are whole; returns its directory. Raises WeightsError."""
+    """Check that a version's files are intact; returns its directory. Raises WeightsError."""
     directory = Path(version.path)
     if not directory.is_dir():
         raise WeightsError(f"version {version.version}: {directory} is not there; share the run's directory")
     try:
         found = digest_of(directory)
-    except OSError as error:  # retired while it was read, or a file that cannot be
+    except OSError as error:  # retired during the read, or an unreadable file
         raise WeightsError(f"version {version.version}: {error}") from error
     if found != version.digest:
         raise WeightsError(f"version {version.version}: digest {found[:12]}, registered {version.digest[:12]}")
@@ -132,18 +132,18 @@ def verify(version: WeightVersion) -> Path:
 
 
 def newest_number(root: Path) -> int:
-    """The highest version number that a directory in `root` has; -1 when there is none."""
+    """The highest version number of a directory in `root`; -1 if there is none."""
     return max((number for number, _ in numbered_directories(root)), default=-1)
 
 
 def numbered_directories(root: Path) -> list[tuple[int, Path]]:
-    """The directories of versions, oldest first; anything else in `root` is ignored."""
+    """The version directories, oldest first; anything else in `root` is ignored."""
     found = ((numbered(path.name, "v"), path) for path in root.glob("v[0-9]*") if path.is_dir())
     return sorted((number, path) for number, path in found if number is not None and number <= MOST_VERSION)
 
 
 def retire(root: Path, newest: int, retention: int) -> None:
-    """Delete versions older than the newest `retention`, and what a killed writer left aside."""
+    """Delete versions older than the newest `retention`, and leftovers of a killed writer."""
     for aside in root.glob(".v*.tmp"):
         shutil.rmtree(aside, ignore_errors=True)
     for number, directory in numbered_directories(root):

@@ -1,9 +1,9 @@
-"""One rollout from its place in line to its answer.
+"""One rollout from its place in the queue to its answer.
 
-- The loop: call the model, append its message, run the tools it asks for, append their results, and again.
-- Whatever goes wrong is an answer: ERROR with a category. No exception leaves `run`, except its own cancellation.
-- Waits are bounded (see the package) and named: the answer of one that ran out says what it waited for.
-- Once it ended the trainer is told (`finish`), whatever the protocol; only then is the answer given.
+- The loop: call the model, append its message, run the tools it asks for, append their results, repeat.
+- Every failure is an answer: ERROR with a category. No exception leaves `run`, except its own cancellation.
+- Waits are bounded (see the package) and named: if one times out, the answer says what it waited for.
+- At the end the trainer is told (`finish`), in either protocol; only then is the answer returned.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Execution:
         self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     def end(self, why: str, final_status: str = "ERROR") -> bool:
-        """End it early, as an error; False where it is over, or is ended already."""
+        """End it early, as an error; False if it has already ended."""
         if self._is_over or self._ended.done():
             return False
         self._ended.set_result((why, final_status))
@@ -71,14 +71,14 @@ class Execution:
             answer = self._failed(error)
             if self._ended.done():
                 final_status = self._ended.result()[1]
-        except Exception as error:  # a fault of ours is an answer too
+        except Exception as error:  # a bug of ours is an answer too
             get_logger().exception("rollout failed", rollout=self.request.rollout_id)
             answer = self._failed(RolloutError("internal_error", f"internal error ({type(error).__name__})"))
         self._is_over = True
         answer.metrics.total_latency_ms = 1000 * (time.monotonic() - began)
         await self._tell(final_status, answer)
         self._state.counters.ended(answer)
-        self._session = None  # what is kept for a repeat is the answer
+        self._session = None  # only the answer is kept for repeats
         return answer
 
     async def _in_line(self) -> FinishReason:
@@ -87,14 +87,14 @@ class Execution:
         try:
             self.is_running, self.until = True, time.monotonic() + deadline_s
             reason = await self._bounded(self._rollout(), deadline_s)
-            if self._ended.done():  # in the same moment
+            if self._ended.done():  # at the same moment
                 raise RolloutError("internal_error", self._ended.result()[0])
             return reason
         finally:
             line.end()
 
     async def _bounded(self, work: Coroutine[Any, Any, Made], seconds: float) -> Made:
-        """The work's result, unless it is ended or the time runs out. Raises RolloutError."""
+        """The work's result, unless it is ended or times out. Raises RolloutError."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task, self._ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +145,7 @@ class Execution:
             found = await scope.enter_async_context(
                 mcp_tools(url, state.hosts, timeout_s=state.settings.tool_timeout_s)
             )
-        except Exception as error:  # its client raises of every kind, in groups too
+        except Exception as error:  # its client raises all kinds of errors, including groups
             raise RolloutError("tool_error", f"the tool server at {url} cannot be used ({error})") from error
         return state.tools.plus(found, "server")
 
@@ -217,7 +217,7 @@ class Execution:
         return answer
 
     async def _tell(self, final_status: str, answer: RolloutResponse) -> None:
-        """Close the rollout at the trainer; where that fails the answer says so, and stays what it is."""
+        """Close the rollout at the trainer; if that fails, the answer says so and stays unchanged otherwise."""
         now, ending_s = time.monotonic(), self._state.retries.ending_s
         left_s = min(self.until - now, _FINISH_S) if final_status == "COMPLETED" else 0.0
         try:

@@ -1,10 +1,10 @@
-"""Rollouts by their ids: each runs once, and a repeat is given the first answer.
+"""Rollouts by id: each runs once, and a repeat gets the first answer.
 
     (no such id) ── start ──▶ queued ──▶ running ──▶ success | failure | cancelled ── keep_answers_s ──▶ (forgotten)
 
-- The same id with another body, or by the other protocol, is a conflict; the callback key is no part of that.
-- Answers are kept for `keep_answers_s`, the newest `keep_answers` of them, or fewer large ones; never is a rollout in
-  hand forgotten.
+- The same id with another body, or by the other protocol, is a conflict; the callback key isn't compared.
+- Answers are kept for `keep_answers_s`, the newest `keep_answers` of them, or fewer large ones; a running
+  rollout is never forgotten.
 - The asynchronous protocol's answer is called back at least once, with the same bytes every time, also when the rollout
   failed; tried again after transport errors, 5xx and 429 until the rollout's deadline, any other refusal is final. What
   could not be delivered is counted and logged; a repeated request of the same id delivers it again.
@@ -38,11 +38,11 @@ class Conflict(Exception):
 
 
 class Draining(Exception):
-    """No new rollout is taken any more."""
+    """New rollouts are no longer accepted."""
 
 
 class Run:
-    """One rollout, in hand or answered."""
+    """One rollout, in progress or answered."""
 
     def __init__(self, request: RolloutRequest, protocol: Protocol, execution: Execution) -> None:
         self.rollout_id, self.protocol, self.execution = request.rollout_id, protocol, execution
@@ -60,7 +60,7 @@ class Run:
         return self.ended or (RunState.RUNNING if self.execution.is_running else RunState.QUEUED)
 
     def hand_back(self) -> None:
-        """It stops here, unfinished: whoever asked may ask again, as the trainer's side keeps its turns."""
+        """Stops unfinished: the caller may ask again, because the trainer's side keeps its turns."""
         self.body.add_done_callback(lambda body: body.cancelled() or body.exception())  # maybe nobody waits any more
         self.body.set_exception(Draining())
         if self.task is not None:
@@ -100,15 +100,15 @@ class Runs:
         return RunState.UNKNOWN if run is None else run.state
 
     def cancel(self, rollout_id: str) -> RunState:
-        """End it; its state afterwards. One that has its answer keeps it."""
+        """End it; returns its state afterwards. An answered rollout keeps its answer."""
         run = self._in_hand.get(rollout_id)
         if run is not None and run.execution.end("cancelled", "CANCELLED"):
             run.is_cancelled = True
         return self.shown(rollout_id)
 
     async def drain(self, grace_s: float, ending_s: float) -> None:
-        """Take no new ones; give those in hand `grace_s`. Then callers that wait are told to ask again, and callers
-        that are called back that it was an error, with `ending_s` to say so.
+        """Accept no new rollouts; give running ones `grace_s`. Then waiting callers are told to ask again, and callers
+        that get a callback are told it was an error, with `ending_s` for that.
         """
         self.is_draining = True
         if tasks := self._unfinished():
@@ -121,7 +121,7 @@ class Runs:
             await asyncio.wait(tasks, timeout=ending_s)
 
     def end(self) -> None:
-        """Cancel what still runs."""
+        """Cancel what is still running."""
         for task in self._unfinished():
             task.cancel()
 
@@ -164,7 +164,7 @@ class Runs:
 
 @contextlib.asynccontextmanager
 async def open_runs(state: AppState) -> AsyncGenerator[Runs]:
-    """The registry; on leaving, what still runs is cancelled and awaited."""
+    """The registry; on exit, running rollouts are cancelled and awaited."""
     async with asyncio.TaskGroup() as tasks:
         runs = Runs(state, tasks)
         try:

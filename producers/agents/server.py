@@ -1,7 +1,7 @@
 """The rollout server's process, and its ASGI application.
 
-- A signal begins the drain: /health says so, new rollouts are refused, those in hand have most of `up.stop_grace_s`,
-  and are then handed back, or ended as errors where the caller is called back; only then does the server close.
+- A signal starts the drain: /health says so, new rollouts are refused, and running ones get most of
+  `up.stop_grace_s`. They are then handed back, or ended as errors if the caller is called back; then the server closes.
 - Errors have OpenAI's form; a rollout that fails is an answer, not an error.
 """
 
@@ -36,12 +36,12 @@ from sluice.producers.http import api_page
 from sluice.producers.http.strict_json import StrictRoute
 
 KEY_VARIABLE = "SLUICE_ROLLOUT_API_KEY"
-_DRAIN_SHARE, _ENDING_SHARE = 0.6, 0.3  # of the grace: for those in hand, and for saying how the others ended
+_DRAIN_SHARE, _ENDING_SHARE = 0.6, 0.3  # of the grace: for running rollouts, and for reporting how the others ended
 _CLOSE_S = 2.0
 
 
 async def serve_rollouts(config: Config, index: int = 0) -> int | None:
-    """Serve until a signal, whose number is returned."""
+    """Serve until a signal; returns its number."""
     name = default_name("rollout-server")
     logs.configure(name)
     drain, caught = asyncio.Event(), list[int]()
@@ -67,7 +67,7 @@ async def serve_until(
     retries: Retries | None = None,
     on_ready: Callable[[int], object] | None = None,
 ) -> None:
-    """Serve until `drain` is set and all is done. Port 0 takes a free one, which `on_ready` is told."""
+    """Serve until `drain` is set and all work is done. Port 0 takes a free one, which is passed to `on_ready`."""
     settings, grace_s = config.rollout_server, config.up.stop_grace_s
 
     def ready(actual: int) -> None:
@@ -109,7 +109,7 @@ _TAGS = [
 
 
 def build_app(state: AppState, runs: Runs, *, key: str | None = None) -> FastAPI:
-    """The application; `key` is the bearer key that callers must send, None for everybody."""
+    """The application; `key` is the bearer key callers must send, None: no key needed."""
     app = FastAPI(
         title="Sluice rollout server",
         version=__version__,
@@ -168,7 +168,7 @@ def _add_errors(app: FastAPI, state: AppState) -> None:
 
 
 def _complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Words and path of the first complaint; never the input, which may be a secret."""
+    """Path and text of the first error; never the input, which may be a secret."""
     first = errors[0]
     path = ".".join(str(part) for part in first["loc"] if part != "body") or None
     if first["type"] == "json_invalid":

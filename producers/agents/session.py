@@ -3,11 +3,11 @@
     known: |── prompt ──|── reply ──|    next call: |── known ──|── added: response_mask 0 ──|── reply ──| …
 
 - `last_len` is the reply's own len(prompt_token_ids) + len(token_ids); appending messages never moves it.
-- Where messages were only appended, what is added is what the gateway computes by the same rule
+- If messages were only appended, the added tokens follow the same rule that the gateway uses
   (sluice.pipeline.prompts.turn_tokens).
-- Where earlier ones were changed or removed no token can be said to be new: the call is refused.
-- Every reply says what prompt it saw. It must be the known ids and what was added, or the local rendering (a trainer
-  that tokenises anew); all else is drift: an error, or counted and gone along with.
+- If earlier ones were changed or removed, no token can be called new: the call is refused.
+- Every reply says which prompt it saw. It must be the known ids plus the added ones, or the local rendering (a trainer
+  that re-tokenises); anything else is drift: an error, or counted and accepted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RolloutSession:
         self._rollout_id, self._tools, self._drift = rollout_id, list(tools), drift
         self._renderer, self._tokenizers, self._trainer = renderer, tokenizers, trainer
         self._known: list[int] = []
-        self._sent: list[Message] = []  # the messages of `_known`, the reply among them
+        self._sent: list[Message] = []  # the messages of `_known`, including the reply
 
     async def prepare(self) -> PreparedCall:
         """The tokens of the next call. Raises RolloutError mask_error, tokenizer_error, validation_error."""
@@ -66,7 +66,7 @@ class RolloutSession:
             raise RolloutError("validation_error", str(error)) from error
 
     async def call_llm(self, sampling: SamplingParams, call: PreparedCall, *, until: float) -> CompletionsResponse:
-        """Ask for the next turn and take note of its tokens; its message is not appended. Raises RolloutError."""
+        """Request the next turn and record its tokens; its message isn't appended. Raises RolloutError."""
         options = sampling.model_dump()
         request = CompletionsRequest.model_validate(
             options
@@ -82,7 +82,7 @@ class RolloutSession:
         return reply
 
     async def take(self, call: PreparedCall, reply: CompletionsResponse) -> None:
-        """Note the tokens of a reply. Raises RolloutError mask_error for drift."""
+        """Record the tokens of a reply. Raises RolloutError mask_error for drift."""
         await self._check(call, reply.prompt_token_ids)
         self.num_resyncs += call.resynced
         self._known = [*reply.prompt_token_ids, *reply.token_ids]
@@ -104,7 +104,7 @@ class RolloutSession:
         )
 
     def _without_suffix(self, messages: list[Message], error: TemplateDrift) -> PreparedCall:
-        """Drift before the call: the template says no suffix; the lengths do, for a trainer that is not ours."""
+        """Drift before the call: the template gives no suffix; for a trainer that isn't ours, the lengths do."""
         if self._drift == "error":
             raise RolloutError("mask_error", str(error)) from error
         self.num_drifts += 1
@@ -112,7 +112,7 @@ class RolloutSession:
         return PreparedCall(messages, whole, added=Added(self._by_length(whole)))
 
     def _by_length(self, whole: list[int]) -> list[int]:
-        """What is beyond `last_len`. Raises RolloutError where the context became shorter."""
+        """Tokens beyond `last_len`. Raises RolloutError if the context became shorter."""
         if len(whole) < self.last_len:
             raise RolloutError(
                 "mask_error", f"{TRUNCATED}: {len(whole)} tokens now, {self.last_len} after the last reply"
@@ -137,7 +137,7 @@ class RolloutSession:
 
 
 class PreparedCall:
-    """The messages of a call, the prompt ids that are expected of it, and what is new in them."""
+    """The messages of a call, its expected prompt ids, and which of them are new."""
 
     def __init__(
         self, messages: list[Message], token_ids: list[int], added: Added | None = None, *, first: bool = False

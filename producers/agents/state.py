@@ -1,4 +1,4 @@
-"""What all rollouts of a server share: connections, tokenizers, tools, the line, numbers. It ends with the server."""
+"""Shared by all rollouts of a server: connections, tokenizers, tools, the queue, metrics. Ends with the server."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def named_hosts(config: Config) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def app_state(config: Config, retries: Retries | None = None) -> AsyncGenerator[AppState]:
-    """The state of one server. Raises ConfigError for tools that cannot be had."""
+    """The state of one server. Raises ConfigError for tools that can't be loaded."""
     settings = config.rollout_server
     hosts = AllowedHosts([*settings.hosts, *named_hosts(config)], "rollout_server.hosts")
     line = Line(settings.max_concurrent_rollouts, settings.max_waiting_rollouts)
     tokenizers = Tokenizers.of(config)
-    pool = 2 * settings.max_concurrent_rollouts  # those that run, and those that say how they ended
+    pool = 2 * settings.max_concurrent_rollouts  # running ones, plus those reporting how they ended
     async with guarded_session(hosts, timeout_s=settings.http_client_timeout_s, pool=pool) as http:
         try:
             yield AppState(
@@ -74,7 +74,7 @@ RETRY_AFTER_S = 5
 
 
 class LineFull(Exception):
-    """Nobody more can wait; ask again later."""
+    """The queue is full; ask again later."""
 
 
 class Line:
@@ -112,7 +112,7 @@ class Line:
 
 
 class Counters:
-    """What was done, and what is in hand; on the server's `/metrics` and at its `metrics` address."""
+    """Counts of finished and running work; on the server's `/metrics` and at its `metrics` address."""
 
     def __init__(self, line: Line) -> None:
         self.telemetry = Telemetry("rollout-server")

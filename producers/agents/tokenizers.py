@@ -1,8 +1,8 @@
-"""Tokenizers by the names that callers give; only listed names, the least recently used one leaves first.
+"""Tokenizers by the names callers give; only listed names, least recently used evicted first.
 
-- One load at a time in the process, and one per name: who comes meanwhile waits for it and finds it.
-- Loads and renderings run beside the event loop, so the server answers meanwhile; what fails or hangs there, a Rust
-  panic included, is one rollout's.
+- One load at a time in the process, and one per name: concurrent callers wait for it and share it.
+- Loads and renderings run off the event loop, so the server keeps answering; a failure or hang there, even a Rust
+  panic, affects only one rollout.
 - Code that comes with a tokenizer runs only where the operator allows it, and then no caller chooses the revision.
 """
 
@@ -76,7 +76,7 @@ class Tokenizers:
             return made
 
     async def warm(self) -> None:
-        """Load what fits, so that the first rollout need not wait; what cannot be loaded is logged."""
+        """Load as many as fit, so the first rollout doesn't wait; failures are logged."""
         for name in list(self._names)[: self._size]:
             try:
                 await self.get(name)
@@ -94,7 +94,7 @@ class Tokenizers:
             raise RolloutError("tokenizer_error", str(error)) from error
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Start no more work."""
         self._loads.close()
         self._renders.close()
 
@@ -110,7 +110,7 @@ class Tokenizers:
         source = self._names[name]
         if revision is not None and Path(source).is_dir():
             raise RolloutError("tokenizer_error", f"tokenizer {name!r} is a directory; leave tokenizer_revision out")
-        if revision is not None and self._trust:  # anybody can propose one at the hub, and its code would run
+        if revision is not None and self._trust:  # anyone can propose one at the hub, and its code would run
             raise RolloutError("tokenizer_error", "code of tokenizers is trusted here; leave tokenizer_revision out")
         return source
 
@@ -123,7 +123,7 @@ class Tokenizers:
                 source, revision=revision or "main", trust_remote_code=self._trust
             )
             terminators = frozenset(turn_terminators(tokenizer, source, revision=revision or "main"))
-        except Exception as error:  # the library raises of every kind; all of it means the same
+        except Exception as error:  # the library raises all kinds of errors; all mean the same
             reason = f"{type(error).__name__}: {error}"
             raise RolloutError("tokenizer_error", f"tokenizer {name!r} cannot be loaded ({reason[:500]})") from error
         if not tokenizer.chat_template:

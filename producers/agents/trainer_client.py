@@ -1,10 +1,10 @@
 """The trainer's HTTP side, as one rollout sees it.
 
-- Retried: transport errors, 5xx and 429 (after its Retry-After), with growing pauses. No other answer is, nor one that
-  says `x-should-retry: false`, as OpenAI's clients know it.
-- Never beyond the deadline, nor beyond `patience_s` of failures in a row; a full trainer (429) is no failure. An answer
-  that is to be called back is tried until the deadline: nobody would ask for it.
-- The bearer key is in the header alone: no log line, error or repr has it, whatever the trainer answers.
+- Retried: transport errors, 5xx and 429 (after its Retry-After), with growing pauses. No other answer is, nor one with
+  `x-should-retry: false`, which OpenAI's clients also honour.
+- Never beyond the deadline, nor beyond `patience_s` of consecutive failures; a full trainer (429) isn't a failure. A
+  callback is retried until the deadline, because nobody would ask for it.
+- The bearer key is only in the header: no log line, error or repr contains it, whatever the trainer answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`sluice rollout try`: a model and its tools on one's own terminal, the real agent loop over a model in this process.
+"""`sluice rollout try`: a model and its tools on your own terminal, with the real agent loop and an in-process model.
 
 - Turns, masks and tool calls are made by the gateway's own code, so what is seen here is what training would see.
 - A rollout lives as long as its LocalTrainer; nothing is stored or published.
@@ -171,7 +171,7 @@ def _shows(renderer: Renderer, tools: Sequence[dict[str, Any]]) -> bool:
 
 
 def _open_engine() -> Any:
-    """Producers know no worker: engines are found by name. Raises ConfigError."""
+    """Producers don't import workers: engines are found by name. Raises ConfigError."""
     found = entry_points(group=GROUP, name="local")
     if not found:
         raise ConfigError(f"no engine is installed ({GROUP}: local); install the project again")
@@ -235,7 +235,7 @@ class LocalTrainer:
         return True
 
     async def completed(self, body: bytes, *, until: float) -> None:
-        """The answer is at hand already."""
+        """Nothing to deliver: the answer is already here."""
         del body, until
 
 
@@ -248,7 +248,7 @@ All else is said to the model. Each message is a rollout, whose prompt is the co
 
 
 class View:
-    """Turns on a terminal; what the model wrote is shown as it is, and never acted on."""
+    """Turns on a terminal; the model's text is shown unchanged and never acted on."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -315,5 +315,5 @@ class View:
 
 
 def _plain(text: Any) -> str:
-    """Printable: what would steer the terminal is written out."""
+    """Printable: terminal control characters are escaped."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in str(text))

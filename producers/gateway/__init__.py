@@ -1,4 +1,4 @@
-"""The gateway: OpenAI-style completions over the decode queue, and rollouts whose tokens are kept as they were sampled.
+"""The gateway: OpenAI-style completions over the decode queue, and rollouts that keep their tokens as sampled.
 
 ```
 POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob ─▶ workers ─▶ decoding ─▶ completion | stream
@@ -10,12 +10,12 @@ POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
 
 | module                  | noun                                                                         |
 |-------------------------|------------------------------------------------------------------------------|
-| server, routes, service | the process and its ASGI application, its routes, the parts that they share  |
+| server, routes, service | the process and its ASGI application, its routes, their shared parts         |
 | openapi                 | examples and answers of the routes, for the page at /docs                    |
-| requests, refusals      | what may be asked, and what is said of the rest                              |
+| requests, refusals      | which requests are accepted, and what the others are told                    |
 | chat, infer, decoding   | a call from request to answer                                                |
 | turns, trajectory       | messages to turns, turns to training sequences                               |
 | tool_calls              | text to tool calls (pure)                                                    |
 | completion, stream      | results in OpenAI's form, whole or in events                                 |
-| metrics                 | how requests went                                                            |
+| metrics                 | counts and durations of requests                                             |
 """

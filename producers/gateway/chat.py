@@ -2,9 +2,9 @@
 
     request ─ plan_turn ─▶ DecodeJob(reply_to) ─ Decoding ─▶ deltas, result ─ Rollouts.add ─▶ Answer
 
-- A rollout's turn is stored before it is answered; the stored one is what every repeat is given.
-- Prompts are rendered beside the event loop, several at once: a long one takes seconds, and they are part of the time
-  that a call may take.
+- A rollout's turn is stored before it is answered; every repeat gets the stored one.
+- Prompts are rendered off the event loop, several at once: a long one takes seconds, which count toward the time a
+  call may take.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_me
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
 from sluice.producers.gateway.turns import Plan, digest, plan_turn
 
-_RENDERERS = 4  # tokenizing holds no lock of Python's
+_RENDERERS = 4  # tokenizing releases the GIL
 
 
 class Chat:
@@ -61,11 +61,11 @@ class Chat:
         self._rendering = ThreadPool("render", _RENDERERS)
 
     def close(self) -> None:
-        """Render nothing more."""
+        """Stop rendering."""
         self._rendering.close()
 
     def check(self, request: ChatRequest) -> SamplingParams:
-        """What can be said before anything is done. Raises Refusal."""
+        """Checks that need no work. Raises Refusal."""
         known = ("default", self._config.gateway.model_name)
         if request.model not in known:
             raise Refusal(404, f"model {request.model!r:.80} is not served; it may be {' or '.join(known)}", "model")
@@ -73,7 +73,7 @@ class Chat:
         return request.sampling(self._config.sampling)
 
     async def events(self, request: ChatRequest, sampling: SamplingParams) -> AsyncGenerator[TokenDelta | Answer]:
-        """Tokens as they come, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
+        """Tokens as they arrive, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
         until = time.monotonic() + self._config.gateway.request_timeout_s
         messages = request.plain_messages()
         images = images_of(messages, self._hosts)
@@ -127,7 +127,7 @@ class Chat:
         if rollout is not None and len(rollout.turns) >= MAX_TURNS:
             raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, and no more are taken; finish it")
         plan = await self._plan(rollout.turns if rollout else [], request, messages, sampling, until)
-        if rollout is None:  # only now: a call that is refused opens nothing
+        if rollout is None:  # only now: a refused call opens nothing
             rollout = await self._open(rollout_id)
             plan = await self._plan(rollout.turns, request, messages, sampling, until) if rollout.turns else plan
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
@@ -156,7 +156,7 @@ class Chat:
         yield _answer(request, turns, place, resynced=plan.added.resynced)
 
     async def _open(self, rollout_id: str) -> Rollout:
-        """Of a caller that nobody announced. Raises Refusal when it was closed meanwhile."""
+        """For a caller without an opened rollout. Raises Refusal if it was closed in the meantime."""
         head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
         self._metrics.rollouts.labels("opened").inc((await self._rollouts.open([head])) == ["enqueued"])
         return await self._load(rollout_id)
@@ -179,7 +179,7 @@ class Chat:
             self._metrics.resyncs.inc(plan.added.resynced)
             self._metrics.rollouts.labels("forked").inc(plan.forks)
             return [*rollout.turns, turn], place
-        return (await self._load(rollout_id)).turns, place  # another call of it was faster
+        return (await self._load(rollout_id)).turns, place  # another call of this rollout was faster
 
     async def _plan(
         self,

@@ -4,7 +4,7 @@
   (an end-of-sequence token is there), `length` for all that was cut short.
 - Every choice carries `repeat_terminate_triggered` 0|1 and `token_ids`; the completion carries `prompt_token_ids`, and
   `token_ids` and `logprobs` (natural logs, raw, one each) of its first choice.
-- The flag is the worker's own, never a guess from the ending or the text.
+- The flag comes from the worker; it is never inferred from the ending or the text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FINISH: dict[FinishReason, str] = {
 
 
 def repeat_terminate_triggered(result: SequenceResult) -> Literal[0, 1]:
-    """The explicit signal. Raises MessageError where flag and ending contradict each other."""
+    """The explicit signal. Raises MessageError if flag and ending contradict each other."""
     flag = result.triggers.get("repeat_terminate", 0)
     if flag not in (0, 1) or bool(flag) != (result.finish_reason == "repeat_terminated"):
         raise MessageError(
@@ -79,7 +79,7 @@ def usage(results: Sequence[SequenceResult]) -> dict[str, int]:
 
 
 def fingerprint(result: SequenceResult) -> str:
-    """Which weights sampled it: `v3`, or `v3-4` where new ones came on the way."""
+    """Which weights sampled it: `v3`, or `v3-4` if new ones were loaded meanwhile."""
     versions = [version for version in result.versions if version >= 0]
     if not versions:
         return ""
@@ -88,7 +88,7 @@ def fingerprint(result: SequenceResult) -> str:
 
 
 def finish_reason(result: SequenceResult, message: Message) -> str:
-    """In OpenAI's words. Raises MessageError for one that is an error and no answer."""
+    """In OpenAI's terms. Raises MessageError for an error without an answer."""
     if result.finish_reason not in _FINISH:
         raise MessageError(f"{result.seq_id}: it ended with {result.finish_reason}, which is no answer to send")
     found = _FINISH[result.finish_reason]
@@ -119,7 +119,7 @@ def openai_logprobs(result: SequenceResult) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Results of one prompt, each with its `prompt_token_ids`, and the messages that they say."""
+    """Results of one prompt, each with its `prompt_token_ids`, and their messages."""
 
     model: str
     results: Sequence[SequenceResult]
@@ -133,7 +133,7 @@ class Answer:
 
 
 class Chunks:
-    """The answer piece by piece, each one as plain values."""
+    """The answer in pieces, each as plain values."""
 
     def __init__(self, model: str, created: int, completion_id: str) -> None:
         self._head = {"id": completion_id, "object": "chat.completion.chunk", "created": created, "model": model}
@@ -159,5 +159,5 @@ class Chunks:
 
 
 def tool_call_deltas(message: Message) -> list[dict[str, Any]]:
-    """A message's calls as a stream says them: numbered."""
+    """A message's calls in streaming form: numbered."""
     return [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])]

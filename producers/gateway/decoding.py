@@ -1,12 +1,12 @@
-"""Decode jobs of callers that wait for the answer.
+"""Decode jobs of callers waiting for the answer.
 
 | waits for                | unblocked by                                         |
 |--------------------------|------------------------------------------------------|
 | the next tokens, the end | a worker; `gateway.request_timeout_s` (504 names it) |
 
-- A job that nobody waits for any more is cancelled, by a task of its own: a caller's end waits for nothing.
-- Whoever asks for the same job id waits for the same job, or is given its answer. One that was cancelled, or ran out
-  of time, before its caller was shown anything is enqueued again.
+- A separate task cancels abandoned jobs, so a caller's end waits for nothing.
+- Calls with the same job id wait for the same job, or get its answer. A job that was cancelled or timed out before
+  its caller was shown anything is enqueued again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _AGAIN = ("cancelled", "expired")
 
 
 class _Again(Exception):
-    """The job ended without an answer, and not by a fault of its own."""
+    """The job ended without an answer, through no fault of its own."""
 
 
 class Decoding:
-    """The queue as the gateway's calls see it; `run` cancels what was given up."""
+    """The queue as the gateway's calls see it; `run` cancels abandoned jobs."""
 
     def __init__(self, queue: JobQueue, replies: Replies, timeout_s: float) -> None:
         self._queue, self._replies, self._timeout_s = queue, replies, timeout_s
@@ -47,17 +47,17 @@ class Decoding:
         self._given_up: asyncio.Queue[str] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Cancel abandoned jobs until cancelled; one that cannot be cancelled ends by its deadline."""
+        """Cancel abandoned jobs until cancelled; one that can't be cancelled ends by its deadline."""
         while True:
             await self._cancel(await self._given_up.get())
 
     async def settle(self) -> None:
-        """Cancel what was given up and not cancelled yet; the end of the process."""
+        """At process end: cancel abandoned jobs that aren't cancelled yet."""
         while not self._given_up.empty():
             await self._cancel(self._given_up.get_nowait())
 
     async def _cancel(self, job_id: str) -> None:
-        if self._waiting[job_id]:  # somebody asked again
+        if self._waiting[job_id]:  # somebody asked for it again
             return
         try:
             await self._queue.cancel([job_id])
@@ -82,7 +82,7 @@ class Decoding:
         raise Refusal(503, f"the sequence was cancelled {_MOST_TRIES} times before it began; try again later")
 
     async def forget(self, job: DecodeJob) -> None:
-        """The answer is safe elsewhere, or of no use."""
+        """The answer is stored elsewhere, or no longer needed."""
         await self._replies.forget(job.job_id, job.n)
 
     async def _try(self, job: DecodeJob, expected: Expected, until: float) -> AsyncGenerator[Event]:

@@ -1,9 +1,9 @@
-"""`POST /infer/`: a batch of prompts with one set of options, and one envelope for each output.
+"""`POST /infer/`: a batch of prompts with one set of options, and one envelope per output.
 
 - An envelope is additive: a client that reads only `response` keeps working, and finds `stop` there for a sequence
   that the repeat guard ended; `coordexp.repeat_terminate_triggered` tells it apart.
-- Options that no worker here honours are refused unless they have their neutral value; none is dropped in silence.
-- Options that a caller leaves out are those of the run.
+- Options that no worker here honours are refused unless they have their neutral value; none is silently dropped.
+- Options left out by a caller take the run's values.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def read_call(body: bytes, limits: Limits | None = None) -> InferCall:
 
 
 def envelope(result: SequenceResult, *, model: str, logprobs: bool = False, created: int | None = None) -> Envelope:
-    """One result as it is answered. Raises MessageError for one that is no answer (`chat_completion`)."""
+    """One result as an envelope. Raises MessageError for one that isn't an answer (`chat_completion`)."""
     response = chat_completion([result], model=model, logprobs=logprobs, created=created)
     return Envelope(response=response, coordexp=CoordExp(repeat_terminate_triggered=repeat_terminate_triggered(result)))
 
@@ -162,7 +162,7 @@ class Inference:
         self._config, self._name, self._decoding, self._hosts = config, name, decoding, hosts
 
     async def answer(self, call: InferCall) -> list[Envelope]:
-        """`n` envelopes for each prompt, in order; the first prompt that fails fails the call. Raises Refusal."""
+        """`n` envelopes per prompt, in order; the first failing prompt fails the call. Raises Refusal."""
         options = call.options
         try:
             sampling = options.sampling(self._config.sampling)

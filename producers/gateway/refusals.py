@@ -1,4 +1,4 @@
-"""What a caller is told when there is no answer.
+"""What a caller is told if there is no answer.
 
 | status | why                                                                   |
 |--------|-----------------------------------------------------------------------|
@@ -6,7 +6,7 @@
 | 404    | no such model or rollout                                              |
 | 409    | the rollout is closed                                                 |
 | 422    | not the schema; `param` is the path                                   |
-| 429    | too many requests in hand; try again after `Retry-After` seconds      |
+| 429    | too many requests in progress; try again after `Retry-After` seconds  |
 | 500    | the sequence died in the queue, or a fault of ours                    |
 | 503    | the broker is away                                                    |
 | 504    | no answer in time; the message names what was waited for              |
@@ -34,7 +34,7 @@ from sluice.pipeline.http.errors import problem
 from sluice.pipeline.wire.messages import DeadLetter
 
 _THEIRS = ("invalid_request",)
-_MAY_PASS = (DeadlineExceeded, ResultsLost, LeaseLost)  # all else would come again
+_MAY_PASS = (DeadlineExceeded, ResultsLost, LeaseLost)  # all other errors would repeat
 
 
 class Refusal(SluiceError):
@@ -62,10 +62,10 @@ class Refusal(SluiceError):
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """The same as an answer."""
+    """The error as an answer."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, BrokerRefused) or type(error) is ResponseError:  # it would say the same again
+    if isinstance(error, BrokerRefused) or type(error) is ResponseError:  # retrying would fail the same way
         return Refusal(500, f"the broker refused: {error}", final=True)
     if isinstance(error, BrokerError | RedisError | OSError):
         return Refusal(503, "the broker does not answer; try again later, and look at `sluice status`")
@@ -90,7 +90,7 @@ def of_schema(problems: Sequence[Any]) -> Refusal:
 
 
 def of_letter(letter: DeadLetter) -> Refusal:
-    """Why a sequence died."""
+    """Why a sequence became a dead letter."""
     status = 400 if letter.reason in _THEIRS else 500
     message = f"the sequence was not decoded: {letter.reason}: {letter.detail}".rstrip(": ")
     return Refusal(status, message, final=letter.reason not in ("cancelled", "expired"))

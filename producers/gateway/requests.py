@@ -1,9 +1,9 @@
-"""A chat request as it is sent, and what of it the workers honour.
+"""A chat request as sent, and the part of it the workers honour.
 
-- What a request leaves out, or sends as null, is the run's own setting.
-- Harmless fields that are not listed are ignored; one that would change the answer is refused.
-- Images come by URL of a listed host, never by path or inline. The worker fetches them, and checks host and address
-  again; here a caller is told at once.
+- Fields left out or null take the run's own setting.
+- Harmless unknown fields are ignored; one that would change the answer is refused.
+- Images come by URL from a listed host, never by path or inline. The worker fetches them and checks host and address
+  again; checking here tells the caller at once.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class ChatRequest(CompletionsRequest):
         }
         try:
             found = {key: value for key, value in given.items() if value is not None}
-            # A prompt that was cut is not the one whose tokens are kept.
+            # The kept tokens would not match a prompt that was cut.
             return msgspec.structs.replace(default, **found, truncate_prompt=False)
         except ValueError as error:
             raise Refusal(400, f"{error}; correct it, or leave it out", str(error).partition(" ")[0]) from error

@@ -46,7 +46,7 @@ KEY_NAME = "SLUICE_GATEWAY_API_KEY"
 _SWEEP_S = 5.0
 _REPORT_S = 1.0
 _SWEPT_AT_ONCE = 100
-_GRACE = 0.8  # of the time that the process has to stop; the rest is for the way out
+_GRACE = 0.8  # of the process's stop time; the rest is for the shutdown itself
 
 
 async def gateway(config: Config, index: int = 0, stop: asyncio.Event | None = None) -> None:
@@ -76,7 +76,7 @@ async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] |
 
 
 async def _sweep(role: Role, service: Service) -> None:
-    """Drop what nobody finished, and count what is open."""
+    """Drop abandoned rollouts, and count open ones."""
     while True:
         while (swept := await service.rollouts.sweep()) > 0:
             get_logger().warning("rollouts abandoned", count=swept)

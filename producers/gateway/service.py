@@ -1,4 +1,4 @@
-"""What the gateway's routes work with; at most `gateway.max_requests` requests, each only while its caller is there."""
+"""Shared parts of the gateway's routes; at most `gateway.max_requests` requests, each only while its caller waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Service:
     decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
 
     async def broker_answers(self) -> bool:
-        """Now, and not after the client's patience."""
+        """Whether it answers right now, without waiting out the client's retries."""
         try:
             async with asyncio.timeout(_PING_S):
                 await self.client.ping()  # type: ignore[misc]
@@ -92,7 +92,7 @@ _T = TypeVar("_T")
 
 
 class Gate:
-    """Lets `most` requests in; the others are told to come again."""
+    """Admits `most` requests; others are told to retry."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         self.most, self.in_hand = most, 0

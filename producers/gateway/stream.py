@@ -2,8 +2,8 @@
 
     data: {role} ─ data: {content} … ─ data: {tool_calls} ─ data: {finish_reason, token_ids, …} ─ data: {usage} ─ [DONE]
 
-- All text that is sent, put together, is the final text.
-- What goes wrong after the first byte is an event with an `error`, and the end: no `[DONE]`.
+- All text sent, concatenated, is the final text.
+- An error after the first byte is an event with an `error`, and ends the stream without `[DONE]`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def with_error(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
         async for one in events:
             yield one
-    except Exception as error:  # the status was sent: the stream has to say it
+    except Exception as error:  # the status was already sent, so the stream has to report it
         refusal = refusal_of(error)
         get_logger().warning("a stream ended with an error", status=refusal.status, reason=str(refusal))
         yield event(refusal.body())
@@ -94,7 +94,7 @@ _MOST_HELD = 256  # tokens; a character has at most 4 bytes, so all of these are
 class TextStream:
     """The text of one sequence as its tokens come: `push` tokens, then `finish` with the text as the worker made it.
 
-    - What was shown is always a beginning of the final text: stripped, without special tokens, cut at a stop string.
+    - The shown text is always a prefix of the final text: stripped, without special tokens, cut at a stop string.
     - Held back: an unfinished character, white space at the end, whatever may begin a stop string or a tool call, and
       all from a tool call's marker on.
     - A token costs the same at any place of the sequence: only tokens since the last whole character are decoded again.
@@ -113,7 +113,7 @@ class TextStream:
         return self._show(_cut(self._text, self._stop, self._marker).lstrip()) if self._marker != "" else ""
 
     def finish(self, text: str) -> str:
-        """What is missing of the final text; nothing where it does not go on from what was shown."""
+        """The missing rest of the final text; empty if that doesn't continue what was shown."""
         return text[len(self._sent) :] if text.startswith(self._sent) else ""
 
     def _show(self, visible: str) -> str:
@@ -153,7 +153,7 @@ def _cut(text: str, stop: Sequence[str], marker: str | None) -> str:
 
 
 def _maybe(text: str, end: str) -> int:
-    """Where a beginning of `end` stands at the end of the text; its length if nowhere."""
+    """Position of the longest text suffix that is a prefix of `end`; the text's length if there is none."""
     for length in range(min(len(end) - 1, len(text)), 0, -1):
         if text.endswith(end[:length]):
             return len(text) - length

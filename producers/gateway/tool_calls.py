@@ -1,10 +1,10 @@
 """Tool calls in a model's text, as OpenAI's clients expect them.
 
-- What is no well-formed call stays content; nothing that the model wrote is lost. Nor is one a call whose name or
-  arguments hold half of a character (`\\ud800`): no JSON could carry it to a client.
-- Ids are made from the turn's key, so that a repeated request is answered with the same ones.
-- A parser of one's own is a function `text -> Parsed`; its attribute `marker`, if any, is what a call begins with. A
-  streaming caller is shown text up to the marker as it comes, and without one all text at the end.
+- Anything but a well-formed call stays content; nothing the model wrote is lost. A name or arguments with half of a
+  character (`\\ud800`) don't make a call either: no JSON could carry it to a client.
+- Ids are derived from the turn's key, so a repeated request gets the same ones.
+- A custom parser is a function `text -> Parsed`; its attribute `marker`, if any, is what a call begins with. A
+  streaming caller gets text up to the marker as it arrives; without a marker, all text at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """The text without its calls, and the calls in order."""
+    """The text without its calls, plus the calls in order."""
 
     content: str
     calls: Sequence[Call] = ()

@@ -4,10 +4,10 @@
     not in the   mask 1     mask 0  mask 1    mask 0  mask 1       token_ids, logprobs, versions, …
     arrays
 
-- The first part is the branch with the newest turn, which holds how the rollout ended: there a task finds its reward,
-  and not in a branch that the agent gave up.
-- Nothing is trained twice: turns that an earlier part has already are context in the later ones, mask 0.
-- Where the mask is 0 the log-probability is 0.0 and the versions are -1; a turn keeps a mask of its own (the end of
+- The first part is the branch with the newest turn, which holds how the rollout ended: a task finds its reward there,
+  not in a branch the agent gave up.
+- Nothing is trained twice: turns already in an earlier part are context in later ones, mask 0.
+- Where the mask is 0 the log-probability is 0.0 and the versions are -1; a turn keeps its mask (for the end of
   sequence that the repeat guard forced).
 - The ending is that of the last turn; a turn that was cut short (deadline, cancelled, error) makes it that of the path.
 """

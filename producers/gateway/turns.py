@@ -1,11 +1,11 @@
 """One call of a rollout as its next turn: which turn it follows, which tokens are new, and its key.
 
-- Sampled ids of earlier turns are kept as they are; only what the messages add is made into tokens.
-- The turn that it follows is the one with the longest prefix of the messages that ends in an assistant message of ours;
-  none means a new history. Messages are compared in a normalised form (clients drop nulls, add empty lists, and write
-  JSON with other spaces), and a digest stands for the tools and all messages up to a point.
-- The key is the call's: the same messages, tools and sampling are the same turn, whoever asks again.
-- A mask that a caller sends is a claim about the added tokens; one that does not fit is refused, never mended.
+- Sampled ids of earlier turns stay unchanged; only what the messages add is tokenised.
+- A turn follows the one with the longest prefix of the messages that ends in an assistant message of ours; none means
+  a new history. Messages are compared in a normalised form (clients drop nulls, add empty lists, and reformat JSON),
+  and a digest stands for the tools and all messages up to a point.
+- The key identifies the call: the same messages, tools and sampling are the same turn, whoever asks again.
+- A mask sent by a caller is a claim about the added tokens; one that doesn't fit is refused, never repaired.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sluice.producers.gateway.trajectory import known_token_ids, path_to
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A turn that is to be decoded."""
+    """A turn to be decoded."""
 
     key: str
     parent: int  # its place; -1: none
@@ -138,7 +138,7 @@ def after(before: str, message: Message) -> str:
 
 
 def goes_on_from(turns: Sequence[Known], messages: Sequence[Message], tools: Sequence[Any] = ()) -> Found | None:
-    """The newest turn whose whole history begins these messages; of several the one with the longest."""
+    """The newest turn whose whole history is a prefix of these messages; among several, the longest history."""
     newest = {turn.history: place for place, turn in enumerate(turns)}
     known = digests(messages, tools)
     for at in range(len(messages) - 1, -1, -1):
@@ -148,7 +148,7 @@ def goes_on_from(turns: Sequence[Known], messages: Sequence[Message], tools: Seq
 
 
 def normal(message: Message) -> dict[str, Any]:
-    """What of a message counts: role, content, calls, the call that it answers, and a name."""
+    """The parts of a message that count: role, content, calls, the call it answers, and a name."""
     kept: dict[str, Any] = {"role": message.get("role"), "content": _content(message.get("content"))}
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = [_call(call) for call in calls]
@@ -168,7 +168,7 @@ def _call(call: dict[str, Any]) -> list[Any]:
     function: dict[str, Any] = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # no JSON: the string itself is compared
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON: the string itself is compared
             arguments = json.loads(arguments)
     return [call.get("id"), function.get("name"), arguments]
 

@@ -1,4 +1,4 @@
-"""HTTP of the gateway and the rollout server; what every server needs is in pipeline/http.
+"""HTTP of the gateway and the rollout server; pipeline/http has what every server needs.
 
 ```
 request ──▶ StrictRoute ──▶ schemas ──▶ application ──▶ add_api_page
@@ -8,7 +8,7 @@ application ──▶ guarded_session ──▶ listed hosts only
 | module      | noun                                                                    |
 |-------------|-------------------------------------------------------------------------|
 | schemas     | the rollout protocol: requests, answers, callbacks, error categories    |
-| strict_json | bodies by RFC 8259 alone, bounded before they become objects            |
-| client      | requests to hosts that a caller named                                   |
+| strict_json | strict RFC 8259 bodies, bounded before they become objects              |
+| client      | requests to hosts named by a caller                                     |
 | api_page    | `/docs`                                                                 |
 """

@@ -1,8 +1,9 @@
-"""`GET /docs`: the application's OpenAPI document in FastAPI's page, Swagger UI, with nothing from elsewhere.
+"""`GET /docs`: the application's OpenAPI document in FastAPI's page, Swagger UI, without external resources.
 
-- Clusters are cut off, so script and style are served from here: Swagger UI 5.35.0, as npm's swagger-ui-dist has it.
-- The page and its files are open to everybody, as they say nothing of this server. The document, and every request that
-  the page sends, needs the key where there is one; start.js asks for it, and the page forgets it when it is closed.
+- Clusters have no internet access, so script and style are served from here: Swagger UI 5.35.0, as in npm's
+  swagger-ui-dist.
+- The page and its files are public, because they reveal nothing about this server. The document, and every request the
+  page sends, needs the key if one is set; start.js asks for it, and closing the page forgets it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _PAGE = """<!doctype html>
 
 
 def add_api_page(app: FastAPI) -> None:
-    """The application is to be made with `docs_url=None, redoc_url=None`."""
+    """The application must be made with `docs_url=None, redoc_url=None`."""
     app.mount(f"{PATH}/static", StaticFiles(directory=_STATIC), name="api page")
 
     @app.get(PATH, include_in_schema=False)

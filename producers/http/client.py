@@ -1,9 +1,9 @@
-"""HTTP to hosts that a request named: only listed ones, at addresses that are no trap.
+"""HTTP to hosts named in a request: only listed ones, at safe addresses.
 
-- Every URL is admitted by the list before it is asked, every address when its socket is made.
-- No redirects, proxies, cookies or passwords of the environment, and no compressed answers, so that what is
-  counted is what is read.
-- Over TLS the name is checked as always; no setting turns that off.
+- Every URL is checked against the list before the request, every address when its socket is made.
+- No redirects, no proxies, cookies or passwords from the environment, and no compressed answers, so the bytes counted
+  are the bytes read.
+- TLS names are always verified; no setting turns that off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "sluice"}
 def guarded_session(
     hosts: AllowedHosts, *, timeout_s: float, pool: int = 100, resolver: AbstractResolver | None = None
 ) -> aiohttp.ClientSession:
-    """A pooled session of the running event loop; `timeout_s` holds for one request. The caller closes it.
+    """A pooled session of the running event loop; `timeout_s` applies per request. The caller closes it.
 
     Its requests raise RequestError (not listed, a redirect, compressed), RefusedAddress
     (pipeline/http/addresses.py), and aiohttp's errors.
@@ -49,7 +49,7 @@ def guarded_session(
 
 
 async def read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body. Raises RequestError beyond `max_bytes`, whatever the server says of its length."""
+    """The body. Raises RequestError beyond `max_bytes`, whatever length the server declares."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
@@ -60,7 +60,7 @@ async def read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> byte
 
 
 async def read_json(response: aiohttp.ClientResponse, max_bytes: int) -> Any:
-    """The body as JSON. Raises RequestError where it is too large or no JSON."""
+    """The body as JSON. Raises RequestError if it is too large or not JSON."""
     body = await read_bounded(response, max_bytes)
     try:
         return codec.read_json(body, object, "it")

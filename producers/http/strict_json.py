@@ -1,8 +1,8 @@
-"""JSON from the network: RFC 8259 only, so that whatever was read can be carried on and written again.
+"""JSON from the network: RFC 8259 only, so anything read can be passed on and written again.
 
-- No NaN or infinity, no half of a surrogate pair, no number beyond all types. What is written is ASCII.
-- What a body costs is looked at before it is read, and before it becomes objects (pipeline/prompts/admission.py): by
-  the limits of the application's state, where it has some.
+- No NaN or infinity, no lone surrogates, no number beyond the supported types. Output is ASCII.
+- A body's cost is checked before it is parsed into objects (pipeline/prompts/admission.py), with the limits in the
+  application's state, if any.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
 
 
 def decode(body: bytes) -> Any:
-    """The value. Raises ValueError saying what is wrong with it, RequestError for one that costs too much."""
+    """The value. Raises ValueError saying what is wrong with it, RequestError if it costs too much."""
     try:
         admit_json(body, "the body")
         value = msgspec.json.decode(body)
@@ -36,7 +36,7 @@ def decode(body: bytes) -> Any:
 
 
 class StrictRoute(APIRoute):
-    """Bodies are read by `decode`; what is wrong with one is a RequestValidationError of type json_invalid."""
+    """Bodies are parsed by `decode`; errors become a RequestValidationError of type json_invalid."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handler = super().get_route_handler()
@@ -66,7 +66,7 @@ def encode(value: Any) -> bytes:
 
 
 def what_is_wrong(error: ValidationError) -> tuple[str, str]:
-    """Path and words of the first complaint, without the input, which may be a secret."""
+    """Path and message of the first error, without the input, which may be a secret."""
     first, *more = error.errors(include_input=False, include_url=False, include_context=False)
     rest = f" (and {len(more)} more)" if more else ""
     return ".".join(map(str, first["loc"])), first["msg"] + rest

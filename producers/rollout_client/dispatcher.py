@@ -1,8 +1,8 @@
-"""The rollouts in flight: each is answered and finished, or dropped with a reason, or left open by a stop.
+"""The rollouts in flight: each is answered and finished, dropped with a reason, or left open on stop.
 
-- At most `rollout.max_concurrent` requests at a time; each has `rollout.timeout_s`, its finish included.
-- A rollout is asked for again after a restart; rollout servers and the gateway know it by its id.
-- An answer that says ERROR is data: the rollout is finished as such, and the run goes on.
+- At most `rollout.max_concurrent` requests at a time; each has `rollout.timeout_s`, including its finish.
+- A rollout is requested again after a restart; rollout servers and the gateway know it by its id.
+- An answer with status ERROR is data: the rollout is finished as ERROR, and the run continues.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sluice.pipeline.wire.codec import read_json
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.producers.rollout_client.peer import GATEWAY_KEY, Answer, Peer, PeerSilent, Refused, read_answer, tool_names
 
-_LOOK_S = 0.25  # between two looks whether a rollout is closed
-_ASK_AFTER_S = 3.0  # and at its server, whether it still knows the rollout
+_LOOK_S = 0.25  # between two checks whether a rollout is closed
+_ASK_AFTER_S = 3.0  # then ask its server whether it still knows the rollout
 _NO_SUCH_PATH = (404, 405, 501)
 
 
 class Dispatcher:
-    """Owns the tasks of the rollouts in flight; they live in the `tasks` of the caller."""
+    """Owns the tasks of the rollouts in flight; they run in the caller's `tasks`."""
 
     def __init__(self, role: Role, rollouts: Rollouts, server: Peer, gateway: Peer, tasks: asyncio.TaskGroup) -> None:
         self._role, self._rollouts, self._server, self._gateway = role, rollouts, server, gateway
@@ -39,7 +39,7 @@ class Dispatcher:
         self._answered = self._failed = self._llm_calls = 0
 
     async def wait_for_peers(self) -> bool:
-        """Until both peers are there; False when asked to stop. Raises DeadlineExceeded, ConfigError."""
+        """Wait until both peers are up; False when asked to stop. Raises DeadlineExceeded, ConfigError."""
         tools = await self._wait_for(self._server, "/tools")
         if tools is None or await self._wait_for(self._gateway, "/health") is None:
             return False
@@ -48,7 +48,7 @@ class Dispatcher:
         return True
 
     def ask(self, heads: Iterable[RolloutHead]) -> None:
-        """Post these, as slots come free. Those in flight, and those that somebody else asked for, are left alone."""
+        """Post these as slots become free. Skips those in flight and those someone else requested."""
         for head in heads:
             if head.request and head.rollout_id not in self._in_flight:
                 task = self._tasks.create_task(self._one(head))
@@ -57,7 +57,7 @@ class Dispatcher:
         self._tell()
 
     async def fewer_than(self, count: int) -> bool:
-        """Wait until fewer are in flight; False when asked to stop."""
+        """Wait until fewer than `count` are in flight; False when asked to stop."""
         asked = asyncio.ensure_future(self._role.stop.wait())
         try:
             while len(self._in_flight) >= count and not asked.done():
@@ -69,7 +69,7 @@ class Dispatcher:
         return not self._role.stop.is_set()
 
     def leave(self) -> None:
-        """Stop asking; what is open stays open for the next start."""
+        """Stop requesting; open rollouts stay open for the next start."""
         for task in self._in_flight.values():
             task.cancel()
 
@@ -95,7 +95,7 @@ class Dispatcher:
         return read_answer(await self._post("/rollout", head, until), head.rollout_id)
 
     async def _finish(self, head: RolloutHead, status: str, until: float) -> None:
-        """Close it; a server of ours has done so already, and the gateway says the same again."""
+        """Close it; our own server has already done so, and the gateway then repeats its answer."""
         path = f"/v1/rollout/{quote(head.rollout_id, safe=':')}/finish"
         await self._gateway.call("POST", path, {"final_status": status}, until=until)
 
@@ -103,7 +103,7 @@ class Dispatcher:
         await self._post("/v1/rollout/init", head, until)
 
     async def _closed(self, head: RolloutHead, until: float) -> None:
-        """Until the gateway has closed it. A server that forgot it, or has an answer that never came, is asked anew."""
+        """Wait until the gateway has closed it. If its server forgot it, or the answer never came, ask again."""
         loop, client = asyncio.get_running_loop(), cast(Any, self._role.client)
         due = loop.time() + _ASK_AFTER_S
         while await client.zscore(self._role.keys.rollouts, head.rollout_id) is not None:
@@ -121,7 +121,7 @@ class Dispatcher:
         try:
             found = read_json(await self._server.call("GET", path, until=soon), dict[str, Any], "it")
         except (PeerSilent, Refused, MessageError):
-            return True  # it is away, or knows no such question
+            return True  # it is down, or doesn't have this route
         return found.get("status") in (None, "queued", "running")
 
     async def _post(self, path: str, head: RolloutHead, until: float) -> bytes:
@@ -174,6 +174,6 @@ def gateway_urls(config: Config) -> list[str]:
 
 
 def called_back_at(config: Config, rollout_id: str) -> str:
-    """The same gateway each time that a rollout is asked for: the address is part of the question."""
+    """Always the same gateway for a rollout: the address is part of the request."""
     urls = gateway_urls(config)
     return urls[crc32(rollout_id.encode()) % len(urls)]

@@ -1,6 +1,6 @@
 """Rows that become rollouts of a rollout server: one RolloutHead for each member of a row's group.
 
-The request is stored with the open rollout so that a restart can post it again; addresses and keys are no part of it.
+The request is stored with the open rollout so that a restart can post it again; it contains no addresses or keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sluice.producers.source import Row, identity
 
 
 class RolloutIntake:
-    """Opens rollouts within credit and asks for them; no more than can be asked for are open."""
+    """Opens rollouts within credit and requests them; never opens more than can be requested."""
 
     def __init__(self, role: Role, rollouts: Rollouts, dispatcher: Dispatcher) -> None:
         self._role, self._rollouts, self._dispatcher = role, rollouts, dispatcher
@@ -36,13 +36,13 @@ class RolloutIntake:
         return [item.rollout_id]
 
     async def room(self) -> bool:
-        """Wait for a free place; False when asked to stop."""
+        """Wait for a free slot; False when asked to stop."""
         return await self._dispatcher.fewer_than(self._role.config.rollout.max_concurrent)
 
     async def enqueue(
         self, heads: Sequence[RolloutHead], /, credit: Credit, cursors: Sequence[str] = (), *, behind: str = ""
     ) -> list[Outcome]:
-        """Open them, and ask for those that were not open before."""
+        """Open them, and request those that weren't open before."""
         outcomes = await self._rollouts.open(heads, credit, cursors, behind=behind)
         self._dispatcher.ask(head for head, word in zip(heads, outcomes, strict=True) if word == "enqueued")
         return outcomes
@@ -59,7 +59,7 @@ class RolloutIntake:
 
 @contextlib.asynccontextmanager
 async def rollout_intake(role: Role, url: str) -> AsyncGenerator[RolloutIntake]:
-    """Waits for the peers, asks anew for what an earlier producer left open, and leaves it open at the end."""
+    """Waits for the peers, requests what an earlier producer left open, and leaves open rollouts open at the end."""
     config = role.config
     gateway_url = gateway_urls(config)[0]
     rollouts = Rollouts(role.client, role.keys, partitions=config.consumer.count, ttl_s=config.gateway.rollout_ttl_s)
@@ -100,7 +100,7 @@ def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
 
 
 def _request(config: Config, rollout_id: str, row: Row, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the protocol's RolloutRequest, but for `server_url` and `callback_api_key`."""
+    """The fields of the protocol's RolloutRequest, except `server_url` and `callback_api_key`."""
     sampling, rollout = config.sampling, config.rollout
     return {
         "rollout_id": rollout_id,

@@ -1,9 +1,9 @@
-"""One HTTP peer that the operator named: the rollout server, or the gateway.
+"""One HTTP peer configured by the operator: the rollout server or the gateway.
 
-- Transport errors, 5xx, 408, 425 and 429 are tried again with backoff, not before Retry-After says, until the caller's
-  deadline; then PeerSilent says what the last trouble was.
-- Any other refusal is Refused at once. A wrong key or path is the operator's: ConfigError.
-- Keys go out and appear in no error and no log line, also where a peer repeats what it was sent.
+- Transport errors, 5xx, 408, 425 and 429 are retried with backoff, respecting Retry-After, until the caller's deadline;
+  then PeerSilent reports the last failure.
+- Any other refusal is Refused at once. A wrong key or path is the operator's error: ConfigError.
+- Keys never appear in errors or log lines, even if a peer echoes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sluice.producers.http.client import guarded_session, read_bounded
 GATEWAY_KEY, SERVER_KEY = KEY_NAMES = ("SLUICE_GATEWAY_API_KEY", "SLUICE_ROLLOUT_API_KEY")
 _FIRST_S, _MOST_S = 0.25, 15.0
 _MAX_ANSWER = 64 << 20  # bytes
-_SHOWN = 300  # characters of a peer's own words
+_SHOWN = 300  # characters shown of a peer's own message
 _AGAIN = {408, 425, 429, *range(500, 600)} - {501}
 
 
@@ -36,7 +36,7 @@ class PeerSilent(SluiceError):
 
 
 class Refused(SluiceError):
-    """The peer will not do it, however often it is asked."""
+    """The peer refuses, and retrying won't help."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class Refused(SluiceError):
 
 
 class _Busy(Exception):
-    """Ask again, not before `wait_s` where the peer says so."""
+    """Retry, not before `wait_s` if the peer says so."""
 
     def __init__(self, trouble: str, wait_s: float = 0.0) -> None:
         super().__init__(trouble)
@@ -60,7 +60,7 @@ class Peer:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def call(self, method: str, path: str, body: Any = None, *, until: float) -> bytes:
-        """The body of a 2xx answer. `until` is a time of the event loop. Raises PeerSilent, Refused, ConfigError."""
+        """The body of a 2xx answer. `until` is event loop time. Raises PeerSilent, Refused, ConfigError."""
         trouble, pause = "no answer", _FIRST_S
         try:
             async with asyncio.timeout_at(until):
@@ -76,7 +76,7 @@ class Peer:
             raise PeerSilent(f"{method} {path} of {self.name} at {self.url}: out of time, {trouble}") from None
 
     async def is_there(self, path: str, timeout_s: float = 10.0) -> bytes | None:
-        """The body of one GET, or None while nobody answers. Raises ConfigError when this is no such peer."""
+        """The body of one GET, or None if nothing answers. Raises ConfigError if this isn't such a peer."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._once("GET", path, None)
@@ -112,9 +112,9 @@ class Peer:
 
 
 def peer_session(*urls: str, timeout_s: float, pool: int) -> aiohttp.ClientSession:
-    """A session that goes to these addresses alone; they may be this host's own. The caller closes it.
+    """A session restricted to these addresses, which may be this host's own. The caller closes it.
 
-    Raises ConfigError for what is no URL.
+    Raises ConfigError for an invalid URL.
     """
     hosts: list[str] = []
     for text in urls:
@@ -138,19 +138,19 @@ def _without_keys(text: str) -> str:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """Seconds; 0 where there is none, or a date."""
+    """Seconds; 0 if missing or a date."""
     text = response.headers.get("Retry-After", "")
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0
 
 
 class Metrics(msgspec.Struct):
-    """Of RolloutMetrics."""
+    """Part of RolloutMetrics."""
 
     num_llm_calls: int = 0  # turns
 
 
 class Answer(msgspec.Struct):
-    """Of RolloutResponse."""
+    """Part of RolloutResponse."""
 
     rollout_id: str
     status: Literal["COMPLETED", "ERROR"]
@@ -172,7 +172,7 @@ class _Tools(msgspec.Struct):
 
 
 def read_answer(raw: bytes, rollout_id: str) -> Answer:
-    """Raises Refused for what is no RolloutResponse, or that of another rollout."""
+    """Raises Refused for anything but this rollout's RolloutResponse."""
     try:
         answer = read_json(raw, Answer, "it")
     except MessageError as error:
@@ -183,7 +183,7 @@ def read_answer(raw: bytes, rollout_id: str) -> Answer:
 
 
 def tool_names(raw: bytes) -> list[str]:
-    """Of a ToolsResponse. Raises ConfigError for anything else."""
+    """From a ToolsResponse. Raises ConfigError for anything else."""
     try:
         found = read_json(raw, _Tools, "it")
     except MessageError as error:

@@ -58,7 +58,7 @@ class Pair:
         for one, other in zip(ours, theirs, strict=True):
             assert one.token_ids == other.token_ids
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-            assert replace(one, logprobs=other.logprobs) == other
+            assert replace(one, sampled=replace(one.sampled, logprobs=other.logprobs)) == other
         return ours
 
 

@@ -78,6 +78,7 @@ def test_weights_that_stayed_the_old_ones_are_found_by_the_change(own: tuple[Bac
 
 def test_a_probe_that_the_engine_cannot_score_touches_nothing(own: tuple[Backend, Versions]) -> None:
     backend, versions = own
+    asyncio.run(backend.load_weights(versions.directories[0], 0))
     with pytest.raises(WeightsError, match="cannot score the probe"):
         asyncio.run(backend.load_weights(versions.directories[1], 1, WeightsProbe((1, 10**6), 0.0, tolerance=1.0)))
     assert run(backend, endless(PROMPT, 9))[0].versions == [0] * 9

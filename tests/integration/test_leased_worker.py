@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from sluice.pipeline.config.types import BrokerConfig, Config, WorkerConfig
 from sluice.pipeline.errors import EngineError
@@ -124,3 +125,69 @@ async def test_a_failing_engine_ends_it_and_its_jobs_go_back_with_blame(
         async with asyncio.timeout(20):
             await leases.serve(Shelf(leases), make(leases))
     assert await client.hget(f"{keys.job_state}{keys.run}:a", "shared") == b"1"
+
+
+async def test_a_job_that_cannot_be_accepted_takes_no_neighbour_with_it(
+    client: Any, keys: Keys, leases: LeasedWorker
+) -> None:
+    """Claims of the same answer that nobody accepted yet go back at once, and nobody is blamed."""
+
+    class Torn(Shelf):
+        async def accept(self, claim: Claim) -> None:
+            if len(self.claims) == 1:
+                raise RedisError("the broker is away")
+            await super().accept(claim)
+
+    await enqueue(client, keys, "a", "b", "c", "d")
+    with pytest.raises(RedisError, match="away"):
+        async with asyncio.timeout(20):
+            await leases.serve(Torn(leases), Hooks())
+    left = (await JobQueue(client, keys).claim(8, 30, 3)).claims
+    assert [(claim.attempt, claim.excused, claim.alone) for claim in left] == [(2, 1, False)] * 4
+
+
+async def test_nothing_is_claimed_after_a_stop(client: Any, keys: Keys, leases: LeasedWorker) -> None:
+    async def pull_weights() -> None:
+        leases.stop.set()
+
+    shelf = Shelf(leases)
+    await enqueue(client, keys, "a")
+    async with asyncio.timeout(20):
+        await leases.serve(shelf, Hooks(before_claim=pull_weights))
+    assert [claim.attempt for claim in (await JobQueue(client, keys).claim(8, 30, 3)).claims] == [1]
+
+
+async def test_a_job_that_the_holder_has_forgotten_is_not_renewed(
+    client: Any, keys: Keys, leases: LeasedWorker
+) -> None:
+    shelf = Shelf(leases)
+    await enqueue(client, keys, "a")
+    serving = asyncio.create_task(leases.serve(shelf, Hooks()))
+    await holding(shelf, 1)
+    shelf.claims.clear()
+    await JobQueue(client, keys).cancel([f"{keys.run}:a"])
+
+    async def dropped() -> bool:
+        return not leases.keeper.held()
+
+    await eventually(dropped, "the keeper to drop it")
+    leases.stop.set()
+    leases.wake.set()
+    await serving
+
+
+async def test_text_with_half_a_character_ends_its_job_alone(client: Any, keys: Keys, leases: LeasedWorker) -> None:
+    class Failing(Shelf):
+        async def accept(self, claim: Claim) -> None:
+            await self._leases.fail(claim, "failed", "a file named \udcff", "Traceback: \udcff")
+
+    await enqueue(client, keys, "a")
+    serving = asyncio.create_task(leases.serve(Failing(leases), Hooks()))
+
+    async def dead() -> bool:
+        return (await snapshot(client, keys)).dead == 1
+
+    await eventually(dead, "the dead letter")
+    leases.stop.set()
+    leases.wake.set()
+    await serving

@@ -1,4 +1,4 @@
-"""Prompts in, tokens with logprobs out; it decodes, and never parses, schedules or owns processes.
+"""Prompts in, tokens with logprobs out. It decodes; it doesn't parse, schedule or own processes.
 
 ```
  queue worker ─ SequenceRequest ─▶ Backend (contracts) ◀─ GenerationEngine ─ offline batches, `sluice generate`
@@ -6,12 +6,12 @@
               hf: DecodeThread ─ Decoder ─ DecodeCache        vllm: AsyncLLM, its core in another process
                                      └────── RunningSequence ──────┘
 ```
-- On the way in: `prompts` (messages to ids), `preprocess` (images), `limits` (what one engine can decode whole).
-- While it decodes: `running` (one sequence and its stop policy), `sampling`, `plugins`.
-- On disk: `weight_files`, and `workers/model_files`. Before it serves: `guard_proof`.
-- Ways in without a queue: `generation_engine` and its `requests`, `local`.
+- Before decoding: `prompts` (messages to ids), `preprocess` (images), `limits` (what an engine can decode whole).
+- While decoding: `running` (one sequence and its stop policy), `sampling`, `plugins`.
+- On disk: `weight_files` and `workers/model_files`. Before serving: `guard_proof`.
+- Entry points without a queue: `generation_engine` and its `requests`, `local`.
 
-The names below are the offline engine's; they are imported when they are first asked for (torch is slow to load).
+The names below belong to the offline engine; they are imported on first use, because torch is slow to load.
 """
 
 from __future__ import annotations

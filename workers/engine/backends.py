@@ -1,11 +1,11 @@
-"""Backends by name, and a second one for what the first cannot decode, where the configuration names one.
+"""Backends by name, and an optional second one (from the configuration) for what the first can't decode.
 
-- What the configuration says is what runs; nothing changes silently. Every output of the second backend says so
-  (`fallback`), and its start is a line in the log.
-- The second backend is loaded with the first request that needs it, and with the weights of the moment. One that
-  cannot be loaded refuses its requests with the reason, and is not tried again.
-- Both have the same weights: if the second does not take new ones, it decodes what it has under the old ones and ends;
-  another one is loaded when it is needed.
+- The configured backend is the one that runs; nothing changes silently. Every output of the second backend is marked
+  (`fallback`), and its start is logged.
+- The second backend is loaded at the first request that needs it, with the current weights. If it can't be loaded, it
+  refuses its requests with the reason and isn't tried again.
+- Both have the same weights. If the second doesn't take new ones, it finishes its sequences under the old weights and
+  ends; another one is loaded when needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BACKENDS = ("hf", "vllm")
 def make_backend(
     model: ModelConfig, worker: WorkerConfig, repeat_terminate: RepeatTerminateConfig | None = None
 ) -> RoutedBackend:
-    """The configured backend with its fallback, not started; both with the repeat guard if it is enabled."""
+    """The configured backend with its fallback, not started; both with the repeat guard if it's enabled."""
     if worker.torch_threads:
         torch.set_num_threads(worker.torch_threads)
 
@@ -59,7 +59,7 @@ def make_backend(
 
 
 class RoutedBackend:
-    """`primary`, and the backend that `make_fallback` makes for requests with an image where primary takes none."""
+    """`primary`, plus the backend from `make_fallback` for requests with an image if primary takes none."""
 
     def __init__(
         self,
@@ -72,25 +72,24 @@ class RoutedBackend:
         self._fallback: Backend | None = None
         self._leaving: dict[asyncio.Task[None], Backend] = {}  # fallbacks that end with their last sequence
         self._decoding: Counter[Backend] = Counter()  # sequences on each fallback
-        self._ended = asyncio.Event()  # one of them
+        self._ended = asyncio.Event()  # set when one of them ends
         self._failed: str | None = None  # why there is no fallback
         self._changing = asyncio.Lock()
-        self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of those that wait for the fallback
+        self._waiting: list[tuple[str, asyncio.Event]] = []  # (key, aborted) of requests waiting for the fallback
         self._weights: tuple[Path, int, WeightsProbe | None] | None = None
         self._closed = False
 
     @property
     def facts(self) -> EngineFacts:
-        """Of the primary backend."""
+        """The primary backend's."""
         return self._primary.facts
 
     @property
     def version(self) -> int:
-        """Weight version that is loaded now."""
         return self._primary.version
 
     async def start(self) -> None:
-        """Load the primary backend's model, and prove its repeat guard. Raises what both raise."""
+        """Load the primary backend's model and prove its repeat guard. Raises what both raise."""
         await self._primary.start()
         try:
             await prove_guard(self._primary, self._guard)
@@ -99,7 +98,7 @@ class RoutedBackend:
             raise
 
     async def for_images(self) -> Backend:
-        """The backend that decodes prompts with an image. Raises EngineError if there is none."""
+        """The backend for prompts with an image. Raises EngineError if there is none."""
         facts = self._primary.facts
         if facts.supports_vlm:
             return self._primary
@@ -117,7 +116,7 @@ class RoutedBackend:
         return self._fallback
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence; one with an image where images can be decoded."""
+        """Decode one sequence; with an image, on the backend that takes images."""
         if request.probe_guard is not None:
             raise RequestError(
                 f"{request.seq_key}: rules of the repeat guard belong to the engine; leave probe_guard out"
@@ -136,7 +135,7 @@ class RoutedBackend:
         try:
             decoding = asyncio.ensure_future(chosen.decode(request))
             if waits[1].is_set():
-                await asyncio.sleep(0)  # it has to be there to be aborted
+                await asyncio.sleep(0)  # it must have started before it can be aborted
                 chosen.abort(request.seq_key)
             return replace(await decoding, fallback=self._note(chosen))
         finally:
@@ -144,7 +143,7 @@ class RoutedBackend:
             self._ended.set()
 
     def abort(self, seq_key: str) -> None:
-        """End the sequences of this key on both, and those that wait for the fallback to be loaded."""
+        """End the sequences of this key on both backends, and those waiting for the fallback to load."""
         for key, aborted in self._waiting:
             if key == seq_key:
                 aborted.set()
@@ -152,7 +151,7 @@ class RoutedBackend:
             backend.abort(seq_key)
 
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
-        """Replace the weights of both."""
+        """Replace the weights of both backends."""
         async with self._changing:
             await self._primary.load_weights(directory, version, probe)
             self._weights = (directory, version, probe)
@@ -170,15 +169,15 @@ class RoutedBackend:
                 leaving.add_done_callback(self._leaving.pop)
 
     async def score(self, token_ids: Sequence[int]) -> float:
-        """By the primary backend."""
+        """Scored by the primary backend."""
         return await self._primary.score(token_ids)
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
-        """Of the primary backend."""
+        """Tried on the primary backend."""
         return await self._primary.try_guard(token_ids)
 
     async def close(self) -> None:
-        """End both; a fallback that is being loaded is waited for."""
+        """End both; waits for a fallback that is still loading."""
         self._closed = True
         async with self._changing:
             backends = self._all()
@@ -213,12 +212,12 @@ class RoutedBackend:
                 raise ModelError(f"{facts.model} is no vision-language model")
             if self._weights is not None:
                 directory, version, probe = self._weights
-                # Its weights are those of the model's own directory: the change from those was not measured.
+                # It starts from the model directory's own weights; the change from those was not measured.
                 await fallback.load_weights(directory, version, probe and replace(probe, change=None))
         except (EngineError, ModelError, WeightsError) as error:
             failed = f"neither {facts.name} nor its fallback supports images here: {error}"
             await fallback.close()
-            if not isinstance(error, WeightsError):  # files may be there again for the next request
+            if not isinstance(error, WeightsError):  # the files may be back for the next request
                 self._failed = failed
             raise EngineError(failed) from error
         except BaseException:

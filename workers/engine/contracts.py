@@ -1,12 +1,12 @@
-"""What the queue worker and the offline engine know of a generation backend; torch-free.
+"""What the queue worker and the offline engine know about a generation backend; torch-free.
 
-- One `decode` call is one sequence; it joins whatever is running and never changes another sequence's tokens.
-- `abort` ends a sequence within one step, and its `decode` returns what there is; cancelling the task that awaits
-  `decode` ends it as well, and returns nothing.
-- A sequence continues from `so_far` as if it had never stopped: its random numbers belong to positions.
-- Per-token arrays of a `SequenceOutput` have one length; logprobs are raw (temperature 1, no truncation).
-- `load_weights` comes between two tokens: running sequences keep theirs and continue under the new version; their new
-  prefill scores the tokens of the version before (proximal logprobs).
+- One `decode` call is one sequence; it joins the running batch and never changes another sequence's tokens.
+- `abort` ends a sequence within one step, and its `decode` returns what was decoded so far. Cancelling the task that
+  awaits `decode` ends it too, and returns nothing.
+- A sequence continues from `so_far` as if it had never stopped: its random numbers are keyed by position.
+- All per-token arrays of a `SequenceOutput` have the same length; logprobs are raw (temperature 1, no truncation).
+- `load_weights` runs between two tokens: running sequences keep their tokens and continue under the new version. The
+  new prefill also scores the previous version's tokens (proximal logprobs).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ repeat_terminated: the repeat guard forced an end of sequence; deadline: out of 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the engine is; goes into every result's provenance."""
+    """Describes the engine; stored in every result's provenance."""
 
     name: str  # hf | vllm
     engine_version: str
@@ -41,18 +41,18 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...]
     context_length: int  # tokens, prompt and generated together
     supports_vlm: bool = False  # decodes prompts with an image
-    hooks: frozenset[Hook] = frozenset()  # plugin hooks that it can call
+    hooks: frozenset[Hook] = frozenset()  # plugin hooks it can call
     repeat_terminate: bool = False  # the repeat guard is loaded
     logprobs_mode: str = "raw_logprobs"  # or processed_logprobs: at the sampling temperature (1 where that is 0)
-    flags: tuple[str, ...] = ()  # settings that a reader of the numbers wants to know, e.g. attention=sdpa
+    flags: tuple[str, ...] = ()  # settings that matter when reading the numbers, e.g. attention=sdpa
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence to decode. The tokens depend on (prompt, image, sampling, seed, weights) and nothing else.
+    """One sequence to decode. The tokens depend on (prompt, image, sampling, seed, weights) only.
 
-    - `report` is called every `report_every` tokens with what is new, from any thread; it must not block.
-    - With an image the prompt holds one image placeholder, as the chat template writes it.
+    - `report` is called every `report_every` tokens with the new ones, from any thread; it must not block.
+    - With an image, the prompt holds one image placeholder, as the chat template writes it.
     """
 
     seq_key: str
@@ -60,13 +60,13 @@ class SequenceRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     image: Any = field(default=None, compare=False)  # PIL.Image.Image, RGB
-    so_far: SampledTokens | None = None  # continues from there; proximal logprobs are scored anew
+    so_far: SampledTokens | None = None  # continues from there; proximal logprobs are scored again
     plugins: tuple[GenerationPlugin, ...] = ()
-    eos_token_ids: tuple[int, ...] | None = None  # None: those of the model
-    pad_token_id: int | None = None  # None: that of the tokenizer
-    allowed_token_ids: tuple[int, ...] = ()  # of these alone the next tokens are chosen; empty: of all
-    probe_guard: GuardRules | None = None  # instead of the engine's rules, before it serves
-    deadline_at: float | None = None  # time.monotonic() seconds; the sequence ends with its next token after it
+    eos_token_ids: tuple[int, ...] | None = None  # None: the model's
+    pad_token_id: int | None = None  # None: the tokenizer's
+    allowed_token_ids: tuple[int, ...] = ()  # the next tokens are chosen only from these; empty: from all
+    probe_guard: GuardRules | None = None  # replaces the engine's rules; before it serves
+    deadline_at: float | None = None  # time.monotonic() seconds; the sequence ends with its next token after this
     report_every: int = 0  # tokens; 0 = never
     report: Callable[[Progress], None] | None = field(default=None, compare=False)
     asked_at: float = field(default=0.0, compare=False)  # Unix seconds
@@ -81,11 +81,11 @@ class SequenceRequest:
 class SequenceOutput:
     """One decoded sequence.
 
-    - `prompt_token_ids` are those that the model saw: an image placeholder is expanded, there is no padding.
-    - `sampled` ends with the token that completed the stop (if any); its logprobs are in fp32.
-    - `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is whole.
-    - `stop_reason`: the stop string, the stop id or the plugin's name; None for end-of-sequence and all else.
-    - With a `trigger` the last token is an end-of-sequence id that nobody sampled: logprob 0, version -1, mask 0.
+    - `prompt_token_ids` are the ids the model saw: image placeholders expanded, no padding.
+    - `sampled` ends with the token that completed the stop (if any); its logprobs are fp32.
+    - `text` has no special tokens, is cut at the earliest stop string and stripped; `raw_text` is complete.
+    - `stop_reason`: the stop string, the stop id or the plugin's name; None for end-of-sequence and everything else.
+    - With a `trigger`, the last token is a forced, unsampled end-of-sequence id: logprob 0, version -1, mask 0.
     """
 
     seq_key: str
@@ -95,8 +95,8 @@ class SequenceOutput:
     raw_text: str
     finish_reason: DecodeEnding
     stop_reason: str | int | None = None
-    trigger: RepeatTrigger | None = None  # of the repeat guard, if that ended it
-    fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: another backend decoded it
+    trigger: RepeatTrigger | None = None  # the repeat guard's, if that ended it
+    fallback: dict[str, str] = field(default_factory=dict)  # wanted, used, reason: set if another backend decoded it
 
     @property
     def token_ids(self) -> list[int]:
@@ -113,7 +113,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class GuardTrial:
-    """What the loaded repeat guard makes of given tokens, and the rules that it has."""
+    """How the loaded repeat guard reacts to given tokens, and its rules."""
 
     rules: GuardRules
     trigger: RepeatTrigger | None  # after the last token
@@ -121,20 +121,20 @@ class GuardTrial:
 
 @dataclass(frozen=True, slots=True)
 class WeightsProbe:
-    """What a version's weights must give: the summed logprob (nats) of `token_ids[1:]`, as the trainer measured it.
+    """What a version's weights must score: the summed logprob (nats) of `token_ids[1:]`, as the trainer measured it.
 
-    Versions that follow each other score nearly the same, so the change from the version that is loaded is compared
-    as well, where it is known: what an engine always computes differently is not in it.
+    Consecutive versions score nearly the same. Where the change from the loaded version is known, it is compared too:
+    it cancels out whatever an engine always computes differently.
     """
 
     token_ids: tuple[int, ...]
     score: float
     tolerance: float  # nats, of the sum
-    change: float | None = None  # of the trainer's score, from the version that the engine has now
-    change_tolerance: float = 0.0  # nats; a quarter of the change comes on top
+    change: float | None = None  # of the trainer's score, from the version the engine has now
+    change_tolerance: float = 0.0  # nats; a quarter of the change is added
 
     def refusal(self, directory: Path, before: float | None, after: float) -> str:
-        """Why these are not the weights, or nothing. `before`: the engine's score under those that it had."""
+        """Why these are the wrong weights; empty if they match. `before`: the score under the previous weights."""
         if not abs(after - self.score) <= self.tolerance:  # NaN is refused
             return f"{directory}: the probe scores {after:.4f}, the trainer measured {self.score:.4f}"
         if before is None or self.change is None:
@@ -148,7 +148,7 @@ class WeightsProbe:
 
 
 class Backend(Protocol):
-    """An engine that decodes sequences as they come, batching them itself."""
+    """An engine that decodes sequences as they arrive and batches them itself."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -156,26 +156,24 @@ class Backend(Protocol):
         ...
 
     @property
-    def version(self) -> int:
-        """Weight version that is loaded now."""
-        ...
+    def version(self) -> int: ...
 
     async def start(self) -> None:
         """Load the model. Raises ModelError."""
         ...
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence. Raises RequestError for a bad request, EngineError when the engine failed."""
+        """Decode one sequence. Raises RequestError for a bad request, EngineError if the engine failed."""
         ...
 
     def abort(self, seq_key: str) -> None:
-        """End the sequences of this key; their `decode` returns what they have, `finish_reason` cancelled."""
+        """End the sequences of this key; their `decode` returns what they have, with `finish_reason` cancelled."""
         ...
 
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
-        """Replace the weights by those of `directory` between two tokens of whatever runs.
+        """Replace the weights with those of `directory`, between two tokens of the running sequences.
 
-        Raises WeightsError with the old version serving: nothing was copied yet, or the old one was loaded back and
+        Raises WeightsError if the old version still serves: nothing was copied, or the old weights were loaded back and
         proved. Raises TornWeights if that failed too: running sequences get it, and nothing is decoded until a load
         succeeds.
         """
@@ -186,13 +184,13 @@ class Backend(Protocol):
         ...
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
-        """Show the tokens to a fresh guard of the loaded instance. Raises EngineError if none is loaded."""
+        """Feed the tokens to a fresh guard of the loaded instance. Raises EngineError if none is loaded."""
         ...
 
     async def close(self) -> None:
-        """End the engine; sequences still running get an EngineError. Safe to call twice."""
+        """End the engine; running sequences get an EngineError. Safe to call twice."""
         ...
 
     def progress(self) -> float:
-        """`time.monotonic()` seconds of the last completed step, or of now while there is nothing to do."""
+        """`time.monotonic()` seconds of the last completed step, or now while idle."""
         ...

@@ -1,10 +1,10 @@
-"""The offline, batch-first way in: requests in, results out, over any backend.
+"""The offline, batch-first API: requests in, results out, over any backend.
 
 - It checks, renders, submits and collects; the backend batches and decodes.
-- What the engine cannot do at all (a plugin, images) is an error before any work. A request that cannot be decoded
+- Anything the engine can't do at all (a plugin, images) is an error before any work. A request that can't be decoded
   becomes a result with `finish_reason` error; the others are answered.
-- Request i samples with a seed made of (options.seed, i), whatever is decoded beside it.
-- With `repeat_terminate.enabled` the repeat guard is loaded and proved at the start; it cannot be asked for later.
+- Request i samples with a seed derived from (options.seed, i), regardless of what else is in the batch.
+- With `repeat_terminate.enabled`, the repeat guard is loaded and proved at start; it can't be turned on later.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from sluice.workers.guard.repeat import triggers
 from sluice.workers.images.decoders import Decoders, load_image
 
 _RENDER_S = 120.0  # of one prompt
-_AHEAD = 2  # batches that are read from the requests before their answers are taken
+_AHEAD = 2  # batches read from the requests before their answers are taken
 _Answer = tuple[int, GenerationResult]
 
 
 class GenerationEngine:
-    """One loaded model, for the length of a `with` block; not for use inside a running event loop.
+    """One loaded model, for the duration of a `with` block; not for use inside a running event loop.
 
     >>> with GenerationEngine(ModelLoadConfig(model_name_or_path="models/policy")) as engine:  # doctest: +SKIP
     ...     results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=64))
@@ -68,12 +68,12 @@ class GenerationEngine:
         repeat_terminate: RepeatTerminateConfig | None = None,
         images: ImagesConfig | None = None,
     ) -> None:
-        """Nothing is loaded yet. `max_batch` sequences are decoded at a time; 0 threads: torch's own choice.
+        """Doesn't load anything yet. `max_batch` sequences are decoded at a time; 0 threads: torch's default.
 
-        Of `images` the limits hold; roots and hosts are for the queue.
+        Only the limits of `images` apply; roots and hosts are for the queue.
 
         Raises EngineError for an unknown backend, ModelError for a directory without a tokenizer, ConfigError for
-        thresholds that no guard can have. A guard that cannot be active is an error of the `with` statement.
+        thresholds that no guard can have. A guard that can't be active raises when the `with` block is entered.
         """
         if backend not in BACKENDS:
             raise EngineError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
@@ -125,7 +125,7 @@ class GenerationEngine:
         options: GenerationOptions | None = None,
         plugins: Sequence[GenerationPlugin] = (),
     ) -> list[GenerationResult]:
-        """One result per request, in order. Raises EngineError for a plugin that does not fit, or a failed engine."""
+        """One result per request, in order. Raises EngineError for a plugin that doesn't fit, or a failed engine."""
         return self._batch(requests, options, plugins, image=False)
 
     def generate_vlm_batch(
@@ -134,7 +134,7 @@ class GenerationEngine:
         options: GenerationOptions | None = None,
         plugins: Sequence[GenerationPlugin] = (),
     ) -> list[GenerationResult]:
-        """The same for prompts with an image. Raises EngineError as well if the backend takes no images."""
+        """The same for prompts with an image. Also raises EngineError if the backend takes no images."""
         return self._batch(requests, options, plugins, image=True)
 
     def answers(
@@ -145,9 +145,9 @@ class GenerationEngine:
         *,
         image: bool = False,
     ) -> Iterator[_Answer]:
-        """(number, result) of each (number, request) as they end; requests are read a little ahead, never all.
+        """(number, result) of each (number, request) in order of completion; reads only a little ahead.
 
-        The number makes the seed and comes back. Closing the iterator ends what still runs.
+        The number determines the seed and is returned with the result. Closing the iterator ends what is still running.
         """
         options = options or GenerationOptions()
         target = self._checked(plugins, image=image)
@@ -183,7 +183,7 @@ class GenerationEngine:
         return [found[number] for number in range(len(requests))]
 
     def _checked(self, plugins: Sequence[GenerationPlugin], *, image: bool) -> Backend:
-        """Whose rules hold for these requests: the backend, or its fallback. Raises EngineError."""
+        """The backend (or its fallback) that decodes these requests. Raises EngineError."""
         facts = self.backend.facts
         request_type: Literal["text", "vlm"] = "vlm" if image else "text"
         check_plugins(plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
@@ -211,7 +211,7 @@ class GenerationEngine:
                 key,
                 tuple(prompt),
                 sampling,
-                # Wide steps between seeds: batches with neighbouring seeds share no random stream.
+                # Wide steps between seeds, so batches with neighbouring seeds share no random stream.
                 seed=(options.seed << 32) + number,
                 image=image,
                 plugins=plugins,

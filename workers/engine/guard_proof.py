@@ -1,7 +1,7 @@
-"""The proof, after every start and before anything is served, that the guard which is loaded fires.
+"""Proves, after every start and before serving, that the loaded guard fires.
 
-- A real decode of one token over and over, under rules that are lowered for it, must be ended by the guard.
-- Each rule of the run is then shown tokens that break it, on the loaded instance and with its own thresholds.
+- A real decode that repeats one token, under rules lowered for the probe, must be ended by the guard.
+- Then each rule of the run is shown tokens that break it, on the loaded instance and with its own thresholds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def _prove_decode(backend: Backend, where: str) -> None:
 
 
 async def _prove_rule(backend: Backend, rules: GuardRules, rule: Rule, where: str) -> bool:
-    """False (and a warning) for a rule that no sequence of this engine is long enough for."""
+    """False (and a warning) for a rule that no sequence of this engine is long enough to trigger."""
     needed, context = rules.tokens_needed()[rule], backend.facts.context_length
     if needed >= context:
         get_logger().warning(
@@ -76,7 +76,7 @@ async def _prove_rule(backend: Backend, rules: GuardRules, rule: Rule, where: st
 
 
 def breaking_tokens(rules: GuardRules, rule: Rule) -> list[int]:
-    """Tokens after the last of which this rule triggers, unless another one must do so first."""
+    """Tokens that trigger this rule at the last one, unless another rule must trigger first."""
     needed = rules.tokens_needed()[rule]
     if rule == "object_keys":
         return _answers(rules, needed)
@@ -86,8 +86,8 @@ def breaking_tokens(rules: GuardRules, rule: Rule) -> list[int]:
         return [a] * needed
     size = rules.config.ngram_size or 1
     if rule == "any_period":
-        size = max(1, size - 1)  # no divisor of the block length, so that `ngram` does not see it
-    block = [a, b] * (size // 2) + [c] * (size % 2)  # no two neighbours are equal, at its borders neither
+        size = max(1, size - 1)  # doesn't divide the block length, so `ngram` doesn't see it
+    block = [a, b] * (size // 2) + [c] * (size % 2)  # no two neighbours are equal, not even across blocks
     return list(islice(cycle(block), needed))
 
 

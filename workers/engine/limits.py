@@ -1,7 +1,7 @@
 """What one engine can decode whole; checked before any work.
 
-The rule for length: prompt + max_new_tokens must fit the context. Nothing is shortened unless the request says so
-(`truncate_prompt`), and then from the left, and the result says by how much.
+Length rule: prompt + max_new_tokens must fit the context. A prompt is cut only if the request allows it
+(`truncate_prompt`), always from the left, and the result says by how much.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fit_prompt(
 
 
 def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence[int]) -> None:
-    """Raise RequestError unless the engine can decode `prompt`, the request's as the model will see it, whole."""
+    """Raise RequestError unless the engine can decode the request whole; `prompt` is what the model will see."""
     key, limit, wanted = request.seq_key, facts.context_length, request.sampling.max_new_tokens
     if len(prompt) >= limit:
         raise RequestError(
@@ -73,7 +73,7 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
 
 
 def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError for what is no id of 0 .. vocab_size - 1."""
+    """Raise RequestError for an id outside 0 .. vocab_size - 1."""
     if not token_ids:
         return
     if (odd := next((token for token in token_ids if not isinstance(token, int)), None)) is not None:

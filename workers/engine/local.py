@@ -1,7 +1,7 @@
 """One loaded model in this process, one sequence per call; the entry point `sluice.engines: local`.
 
-For looking at what a model does, without a queue. Tokens are those that a worker samples from the same prompt, sampling
-and seed.
+For inspecting a model without a queue. Tokens are the same that a worker samples from the same prompt, sampling and
+seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LocalEngine:
         self._backend = backend
 
     async def decode(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> SequenceResult:
-        """At most what the context has room for. Raises RequestError for a prompt that leaves none, EngineError."""
+        """Decodes up to the context length. Raises RequestError if the prompt leaves no room, EngineError."""
         facts = self._backend.facts
         room = max(1, facts.context_length - len(prompt_token_ids))
         sampling = msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
@@ -53,7 +53,7 @@ class LocalEngine:
 
 @asynccontextmanager
 async def open_engine(model: ModelConfig, worker: WorkerConfig) -> AsyncIterator[LocalEngine]:
-    """The model on the configured backend while the block runs. Raises ModelError, EngineError."""
+    """The model on the configured backend, for the duration of the block. Raises ModelError, EngineError."""
     backend = make_backend(model, worker)
     try:
         await backend.start()

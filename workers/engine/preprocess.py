@@ -1,8 +1,8 @@
-"""Images made alike for every engine: image processor, pixel budget, placeholder.
+"""Image preprocessing, the same for every engine: image processor, pixel budget, placeholder.
 
-- Images go through transformers' PIL processors, installed torchvision or not: the same pixels everywhere.
-- A pixel budget is applied at every image, or refused when the engine is loaded; it is never ignored.
-- A prompt holds one image placeholder; what it becomes is what the model's own processor says.
+- Images always go through transformers' PIL processors, even with torchvision installed: the same pixels everywhere.
+- A pixel budget is applied to every image, or refused when the engine is loaded; it is never ignored.
+- A prompt holds one image placeholder; the model's own processor decides what it expands to.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pixel_budget(image_processor: Any, options: VlmPreprocessOptions) -> dict[st
         return result
     if options.do_resize is False:
         raise ModelError("model.preprocess: do_resize false would ignore max_pixels and min_pixels; remove one of them")
-    # As of transformers 5 these processors hold the two budgets in `size`, under the names of edges.
+    # As of transformers 5 these processors store both budgets in `size`, named as edges.
     size: Any = image_processor.size
     known: set[str] = set(getattr(image_processor.valid_kwargs, "__annotations__", ()))
     if "max_pixels" not in known or not (size and size["shortest_edge"] and size["longest_edge"]):
@@ -69,7 +69,7 @@ def pixel_budget(image_processor: Any, options: VlmPreprocessOptions) -> dict[st
 class VisionInputs:
     """One prompt with its image, as the model takes it."""
 
-    token_ids: tuple[int, ...]  # the placeholder is expanded
+    token_ids: tuple[int, ...]  # with the placeholder expanded
     token_types: torch.Tensor  # int64 (1, len(token_ids)): 1 for an image token, else 0
     tensors: dict[str, torch.Tensor]  # further forward arguments, e.g. pixel_values and image_grid_thw
 
@@ -78,11 +78,11 @@ class VisionProcessor:
     """Makes `VisionInputs`; may be used from several threads."""
 
     def __init__(self, processor: Any, options: VlmPreprocessOptions | None = None) -> None:
-        """`processor` is one of `load_processor`. Raises ModelError for a budget that it would ignore."""
+        """`processor` comes from `load_processor`. Raises ModelError for a budget it would ignore."""
         self._processor = processor
         self._budget = pixel_budget(processor.image_processor, options or VlmPreprocessOptions())
         self.image_token_id = image_token_id(processor)
-        # The first call settles the padding that its files ask for; that must not happen in two threads at once.
+        # The first call applies the padding set in its files; that must not happen in two threads at once.
         processor.tokenizer(processor.image_token)
 
     @classmethod
@@ -138,7 +138,7 @@ def check_placeholders(count: int, image_token: str) -> None:
 
 
 def _processor(path: str, trust_remote_code: bool) -> Any:
-    """The processor with PIL images and without parts that a text with images does not need."""
+    """The processor with PIL images and without the parts that text with images doesn't need."""
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -155,7 +155,7 @@ def _processor(path: str, trust_remote_code: bool) -> Any:
 
 
 def _without_video(known: Any) -> Any:
-    """The class without its video part, which needs torchvision: the base class reads its parts off `__init__`."""
+    """The class without its video part, which needs torchvision; the base class reads its parts off `__init__`."""
 
     class ImageTextProcessor(known):
         def __init__(

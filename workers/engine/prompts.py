@@ -1,6 +1,6 @@
 """Prompts as token ids: by the tokenizer's chat template for text, by the processor's for a prompt with an image.
 
-Here a prompt that speaks of an image and comes without one is refused, for every engine and every way in.
+A prompt that refers to an image but comes without one is refused here, for every engine and entry point.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IMAGE_TYPES = ("image", "image_url")
 
 
 class Prompts:
-    """Owns the tokenizer of one engine, and the processor of a model that sees images."""
+    """Owns one engine's tokenizer, and the processor if the model sees images."""
 
     def __init__(self, model: ModelConfig, chat: ChatTemplateOptions | None = None) -> None:
         """Raises ModelError for a directory without a tokenizer."""
@@ -39,15 +39,15 @@ class Prompts:
         return self.without_image(render(self.tokenizer, messages, self._chat))
 
     def without_image(self, token_ids: Sequence[int]) -> list[int]:
-        """The same ids. Raises RequestError if one of them is the placeholder of an image."""
+        """The same ids. Raises RequestError if one of them is an image placeholder."""
         check_token_ids(token_ids, self._placeholders)
         return list(token_ids)
 
     def vlm(self, messages: Sequence[Message]) -> list[int]:
         """Prompt token ids with one image placeholder, not yet expanded; nothing is fetched.
 
-        One message has an image part, of type image or image_url; what else the part says is for whoever fetches the
-        image. Raises RequestError, ModelError.
+        One message must have an image part, of type image or image_url; the rest of that part is for whoever fetches
+        the image. Raises RequestError, ModelError.
         """
         image_token = self._processor.image_token
         template = self._processor.chat_template
@@ -55,7 +55,7 @@ class Prompts:
             template = template.get("default")
         text = render_text(self.tokenizer, template, _with_image_part(messages, image_token), self._chat)
         bos = self.tokenizer.bos_token
-        # As the processor does: its templates leave the first token to the tokenizer unless they write it themselves.
+        # Like the processor: its templates leave the first token to the tokenizer unless they write it themselves.
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
         check_placeholders(token_ids.count(image_token_id(self._processor)), image_token)
         return token_ids
@@ -66,7 +66,7 @@ class Prompts:
             return {}
         try:
             tokens = (str(self._processor.image_token),)
-        except ModelError:  # of a model whose texts alone are served, a processor is not needed
+        except ModelError:  # a model used for text only needs no processor
             tokens = ()
         return image_placeholders(config, self.tokenizer, *tokens)
 
@@ -76,7 +76,7 @@ class Prompts:
 
 
 def _with_image_part(messages: Sequence[Message], image_token: str) -> list[Message]:
-    """The messages, their one image part as templates know it. Raises RequestError."""
+    """The messages, with the one image part in the form templates expect. Raises RequestError."""
     plain: list[Message] = []
     images = 0
     for message in messages:

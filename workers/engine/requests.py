@@ -43,7 +43,7 @@ class ModelLoadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to decode a batch; greedy unless asked otherwise. Raises RequestError for a value out of range."""
+    """How to decode a batch; greedy by default. Raises RequestError for a value out of range."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -53,9 +53,9 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    truncate_prompt: bool = False  # cut a prompt that is too long from the left; the result says by how much
-    eos_token_ids: tuple[int, ...] | None = None  # None: those of the model; () = none
-    pad_token_id: int | None = None  # None: that of the tokenizer
+    truncate_prompt: bool = False  # cut a prompt that is too long, from the left; the result says by how much
+    eos_token_ids: tuple[int, ...] | None = None  # None: the model's; () = none
+    pad_token_id: int | None = None  # None: the tokenizer's
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "top_k", self.sampling().top_k)  # one value for off
@@ -68,7 +68,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """The same options as the queue's type."""
         shared = {name: getattr(self, name) for name in self.__struct_fields__ if name in _OF_SAMPLING}
         try:
-            return msgspec.convert(shared, SamplingParams)  # a constructor checks no types
+            return msgspec.convert(shared, SamplingParams)  # a constructor doesn't check types
         except msgspec.ValidationError as error:
             raise RequestError(f"generation options: {error}") from error
 
@@ -92,7 +92,7 @@ class _Overrides(msgspec.Struct):
 
 
 class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt: `messages` for the chat template, or token ids that are taken as they are."""
+    """One prompt: `messages` for the chat template, or token ids used unchanged."""
 
     messages: list[Message] = []
     prompt_token_ids: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VlmGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt with exactly one image; the messages say by an image part where it belongs.
+    """One prompt with exactly one image; an image part in the messages says where it belongs.
 
     An image is a path, encoded bytes or a `PIL.Image.Image`.
     """
@@ -132,11 +132,11 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     text: str = ""  # cleaned
-    raw_text: str = ""  # with special tokens, whole
+    raw_text: str = ""  # complete, with special tokens
     prompt_token_ids: list[int] = []  # as the model saw them: image placeholders expanded, no padding
-    prompt_truncated: int = 0  # tokens that `truncate_prompt` cut from the left
+    prompt_truncated: int = 0  # tokens cut from the left by `truncate_prompt`
     token_ids: list[int] = []
-    response_mask: list[int] = []  # 1 = sampled; empty = all ones; 0 for an end that the repeat guard forced
+    response_mask: list[int] = []  # 1 = sampled; empty = all ones; 0 for an end forced by the repeat guard
     logprobs: list[float] = []  # raw, nats
     versions: list[int] = []
     finish_reason: FinishReason
@@ -153,5 +153,5 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_new_tokens(self) -> int:
-        """Generated tokens, a forced end among them."""
+        """Generated tokens, including a forced end."""
         return len(self.token_ids)

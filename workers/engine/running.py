@@ -1,11 +1,11 @@
-"""One sequence while it is decoded: its tokens so far and what ends it; the same on every backend.
+"""One sequence being decoded: its tokens so far and what ends it; the same on every backend.
 
-The stop policy, the one place for it on every backend:
+The stop policy, defined only here:
 
 - Order within one token: end-of-sequence ids and stop ids, then stop strings, then length.
-- A stop string that is one token acts as a stop id as well; every stop string is also searched in the text.
+- A stop string that is a single token also acts as a stop id; every stop string is also searched for in the text.
 - A sequence ends at the first token that completes a stop string; that token is kept, nothing after it.
-- Stop strings are searched in the text without special tokens, as the cleaned text will be.
+- Stop strings are searched for in the text without special tokens, the same as in the cleaned text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_HELD_TOKENS = 8
 
 
 class RunningSequence:
-    """`sampled` begins with the request's `so_far`; `tokens` are its ids, the same list."""
+    """`sampled` begins with the request's `so_far`; `tokens` are its ids, the same list object."""
 
     __slots__ = (
         "_ends",
@@ -51,9 +51,9 @@ class RunningSequence:
     def __init__(
         self, request: SequenceRequest, tokenizer: Any, facts: EngineFacts, prompt: Sequence[int] | None = None
     ) -> None:
-        """`prompt` as the model sees it, where that is not the request's. Raises RequestError for a bad request.
+        """`prompt` as the model sees it, if different from the request's. Raises RequestError for a bad request.
 
-        May have ended at once, if `so_far` already holds a whole sequence.
+        May have ended already, if `so_far` holds a whole sequence.
         """
         self.prompt = list(request.prompt_token_ids if prompt is None else prompt)
         check_request(request, facts, self.prompt)
@@ -76,21 +76,21 @@ class RunningSequence:
 
     @property
     def context(self) -> list[int]:
-        """What a prefill has to see."""
+        """The token ids a prefill has to process."""
         return self.prompt + self.tokens
 
     @property
     def end_token_ids(self) -> list[int]:
-        """Ids that end the sequence: end of sequence, stop ids, stop strings of one token."""
+        """Ids that end the sequence: end of sequence, stop ids, single-token stop strings."""
         return list(self._ends)
 
     @property
     def watches_text(self) -> bool:
-        """Something besides ids and length can end it, so that it must be looked at token by token."""
+        """Something other than ids and length can end it, so it must be checked token by token."""
         return self._watch is not None
 
     def push(self, token: int, logprob: float, version: int) -> bool:
-        """Take the next token; True if the sequence ends with it. Raises EngineError for a NaN."""
+        """Take the next token; True if it ends the sequence. Raises EngineError for a NaN."""
         self._take(token, logprob, version)
         request = self.request
         if self.finish_reason is None:
@@ -101,22 +101,21 @@ class RunningSequence:
         return self.finish_reason is not None
 
     def unscored(self, version: int) -> list[int]:
-        """Tokens whose proximal logprob is the one under `version`, and that have none yet; rising."""
+        """Indices of tokens that still lack the proximal logprob to be taken under `version`; ascending."""
         return self.sampled.unscored(version)
 
     def score(self, version: int, at: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Proximal logprobs of the tokens `at`, which `unscored(version)` gave. Raises EngineError for a NaN."""
+        """Set the proximal logprobs of the tokens `at`, from `unscored(version)`. Raises EngineError for a NaN."""
         for token, logprob in zip(at, logprobs, strict=True):
             self._check(logprob, token)
             self.sampled.score(token, logprob, version)
 
     def end(self, reason: DecodeEnding, detail: StopReason = None) -> None:
-        """End it here, from outside."""
         self.finish_reason = reason
         self.stop_reason = detail
 
     def end_loop(self, trigger: RepeatTrigger) -> None:
-        """The repeat guard ends it: the first configured end of sequence follows, which nobody sampled."""
+        """End it for the repeat guard: appends the first configured end-of-sequence id, which wasn't sampled."""
         if trigger.at_token != len(self.tokens):
             raise EngineError(
                 f"{self.request.seq_key}: the repeat guard saw {trigger.at_token} tokens, and there are "
@@ -127,7 +126,7 @@ class RunningSequence:
         self.end("repeat_terminated")
 
     def output(self) -> SequenceOutput:
-        """The result of a sequence that has ended. Raises EngineError for one that has not."""
+        """The result of an ended sequence. Raises EngineError if it is still running."""
         if self.finish_reason is None:
             raise EngineError(f"{self.request.seq_key}: asked for its output before it ended")
         text, raw_text = final_texts(self._tokenizer, self.tokens, self.request.sampling.stop)
@@ -157,7 +156,7 @@ class RunningSequence:
             self.end("length")
 
     def _replay(self) -> None:
-        """Take what there is already; nothing after an ending."""
+        """Process the existing tokens; stops at an ending."""
         so_far = self.request.so_far
         if so_far is None:
             return
@@ -167,24 +166,24 @@ class RunningSequence:
                 return
 
     def _report(self) -> None:
-        """Tell the caller what is new."""
+        """Report the new tokens to the caller."""
         at, self._reported = self._reported, len(self.tokens)
         if self.request.report is None:
             return
         try:
             self.request.report(Progress.of(at, self.sampled[at:]))
-        except Exception as error:  # the caller's: it ends this sequence and no other
+        except Exception as error:  # the caller's error: it ends only this sequence
             raise EngineError(f"{self.request.seq_key}: its report failed: {error!r}") from error
 
 
 def end_reasons(
     tokenizer: Any, eos_token_ids: Iterable[int], stop_token_ids: Iterable[int], stop: Iterable[str]
 ) -> dict[int, StopReason]:
-    """Token id -> the stop reason that it gives: None for end of sequence, the id, or the stop string."""
+    """Token id -> its stop reason: None for end of sequence, the id, or the stop string."""
     reasons: dict[int, StopReason] = {}
     for string in stop:
         token_ids = tokenizer.encode(string, add_special_tokens=False)
-        if len(token_ids) == 1 and string in tokenizer.decode(token_ids):  # else it is the unknown token
+        if len(token_ids) == 1 and string in tokenizer.decode(token_ids):  # otherwise it is the unknown token
             reasons[token_ids[0]] = string
     reasons.update((token, token) for token in stop_token_ids)
     reasons.update((token, None) for token in eos_token_ids if token not in reasons)
@@ -192,7 +191,7 @@ def end_reasons(
 
 
 def text_decoder(tokenizer: Any) -> DecodeText:
-    """Token ids -> text without special tokens; the Rust tokenizer directly where there is one."""
+    """Token ids -> text without special tokens; uses the Rust tokenizer directly if there is one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return lambda token_ids: backend.decode(token_ids, skip_special_tokens=True)
@@ -205,7 +204,7 @@ def truncate(text: str, stop: Iterable[str]) -> str:
 
 
 def final_texts(tokenizer: Any, token_ids: Sequence[int], stop: Iterable[str]) -> tuple[str, str]:
-    """(text, raw_text): cleaned, cut at the earliest stop string, stripped; whole with special tokens."""
+    """(text, raw_text): cleaned, cut at the earliest stop string, stripped; complete with special tokens."""
     text = truncate(tokenizer.decode(token_ids, skip_special_tokens=True), stop)
     return text.strip(), tokenizer.decode(token_ids, skip_special_tokens=False)
 
@@ -213,8 +212,8 @@ def final_texts(tokenizer: Any, token_ids: Sequence[int], stop: Iterable[str]) -
 class StopStrings:
     """Finds the token that completes a stop string, at a constant cost per token.
 
-    Only tokens since the last whole character are decoded again; of older text just enough characters are
-    kept for a stop string that began there.
+    Only tokens since the last whole character are decoded again; of older text, just enough characters are kept to find
+    a stop string that began there.
     """
 
     def __init__(self, stop: Sequence[str], decode: DecodeText) -> None:
@@ -227,11 +226,11 @@ class StopStrings:
         self._shown = ""
 
     def push(self, token: int) -> str | None:
-        """Take the next token; the stop string that it completes (the earliest in the text), or None."""
+        """Take the next token; the stop string it completes (the earliest in the text), or None."""
         self._window.append(token)
         text = self._decode(self._window)
         held = len(self._window) - self._num_shown
-        goes_on = text.endswith("\ufffd") and held < _MAX_HELD_TOKENS  # its last character does, in the next token
+        goes_on = text.endswith("\ufffd") and held < _MAX_HELD_TOKENS  # its last character continues in the next token
         recent = self._tail + (text.rstrip("\ufffd") if goes_on else text)[len(self._shown) :]
         found = [(at, string) for string in self._stop if (at := recent.find(string)) >= 0]
         if found:

@@ -1,10 +1,10 @@
-"""From logits to a token, by the same steps and the same random numbers on every backend.
+"""From logits to a token, with the same steps and the same random numbers on every backend.
 
 - Order: repetition penalty, temperature, top-k, top-p (over what top-k left); temperature 0: the best token.
 - Logprobs are of the untouched logits: raw at temperature 1, processed at the row's own (1 if that is 0).
-- Random numbers depend on (seed, position) alone, a counter-based stream (splitmix64): a redelivered sequence draws
-  the same numbers whatever runs beside it, and a resumed one continues where it was.
-- A token is drawn by inverting the cumulative distribution with one number per row, so probability 0 never comes.
+- Random numbers depend only on (seed, position), a counter-based stream (splitmix64): a redelivered sequence draws
+  the same numbers regardless of its batch, and a resumed one continues where it was.
+- A token is drawn by inverting the cumulative distribution with one number per row, so probability 0 is never drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Keys = npt.NDArray[np.uint64]
 
 
 def stream_keys(seeds: list[int]) -> Keys:
-    """Keys of the streams, shape (rows,); any Python int is a seed (taken modulo 2**64)."""
+    """Stream keys, shape (rows,); any Python int is a seed (taken modulo 2**64)."""
     return _mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64) + _GOLDEN)
 
 
@@ -44,14 +44,14 @@ def _mix(values: Keys) -> Keys:
 
 
 def penalise(logits: torch.Tensor, seen: torch.Tensor | None, penalty: torch.Tensor) -> torch.Tensor:
-    """Divide positive and multiply negative logits of seen tokens by the row's penalty."""
+    """Divide positive logits of seen tokens by the row's penalty, and multiply negative ones."""
     if seen is None:
         return logits
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """-inf for what is below the row's k-th best; ties with it stay. `top_k` int64 (rows, 1), 1..vocab."""
+    """-inf for everything below the row's k-th best; ties with it stay. `top_k` int64 (rows, 1), 1..vocab."""
     best = scores.topk(int(top_k.max()), dim=-1).values
     return scores.masked_fill(scores < best.gather(1, top_k - 1), float("-inf"))
 
@@ -66,7 +66,7 @@ def keep_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 class Draw(Protocol):
-    """How one row draws: temperature 0 takes the best token, top_k 0 and top_p 1 are off."""
+    """Sampling parameters of one row: temperature 0 takes the best token, top_k 0 and top_p 1 are off."""
 
     @property
     def temperature(self) -> float: ...
@@ -80,7 +80,7 @@ class Draw(Protocol):
 
 @dataclass(slots=True)
 class DrawTable:
-    """What rows draw by, as tensors; None where no row asks for the step."""
+    """Draw parameters of the rows as tensors; None for a step that no row uses."""
 
     keys: Keys
     temperature: torch.Tensor | None  # float32 (rows, 1); 1 for greedy rows
@@ -89,7 +89,6 @@ class DrawTable:
 
     @classmethod
     def of(cls, rows: Sequence[Draw], seeds: list[int], vocab: int, device: torch.device) -> DrawTable:
-        """The table of some rows."""
         return cls(
             keys=stream_keys(seeds),
             temperature=_column([row.temperature or 1.0 for row in rows], 1.0, device),
@@ -105,22 +104,22 @@ class DrawTable:
             scores = keep_top_k(scores, self.top_k)
         if self.top_p is not None:
             scores = keep_top_p(scores, self.top_p)
-        # float64: a sum over 150k probabilities in float32 would move the borders between tokens.
+        # float64: a float32 sum over 150k probabilities would shift the boundaries between tokens.
         bounds = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
         points = torch.from_numpy(uniforms(self.keys, positions)).to(scores.device).unsqueeze(1)
         drawn = torch.searchsorted(bounds, points * bounds[:, -1:], right=True).squeeze(1)
-        return drawn.clamp_(max=scores.shape[1] - 1)  # only NaN rows are beyond it, and those are failed later
+        return drawn.clamp_(max=scores.shape[1] - 1)  # only NaN rows exceed it, and those fail later
 
 
 @dataclass(slots=True)
 class SamplingTable:
-    """Sampling parameters of the rows as tensors; None where no row asks for the step."""
+    """Sampling parameters of the rows as tensors; None for a step that no row uses."""
 
     draws: DrawTable
     positions: npt.NDArray[np.int64]  # (rows,): tokens generated so far
     greedy: torch.Tensor  # bool (rows,)
     penalty: torch.Tensor | None  # float32 (rows, 1)
-    seen: torch.Tensor | None  # bool (rows, vocab): tokens in prompt or output, where there is a penalty
+    seen: torch.Tensor | None  # bool (rows, vocab): tokens in prompt or output, if there is a penalty
     all_greedy: bool
     any_greedy: bool
     processed: bool  # logprobs at the row's temperature
@@ -136,7 +135,7 @@ class SamplingTable:
         *,
         processed: bool = False,
     ) -> SamplingTable:
-        """The table of some rows; `contexts` are (prompt, generated) token ids."""
+        """Table for these rows; `contexts` are (prompt, generated) token ids."""
         greedy = [p.temperature == 0 for p in params]
         penalty = _column([p.repetition_penalty for p in params], 1.0, device)
         return cls(
@@ -151,7 +150,7 @@ class SamplingTable:
         )
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Note the tokens (rows,) just sampled."""
+        """Record the tokens (rows,) just sampled."""
         self.positions += 1
         if self.seen is not None:
             self.seen.scatter_(1, tokens.unsqueeze(1), True)
@@ -162,7 +161,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens int64, logprobs float32), each (rows,), from logits float32 (rows, vocab).
 
-    `allowed` (rows, vocab): what to sample from instead, as plugins changed it; the logprobs stay those of `logits`.
+    `allowed` (rows, vocab): logits to sample from instead, as changed by plugins; logprobs stay those of `logits`.
     """
     raw = torch.log_softmax(logits, dim=-1)
     scores = raw if allowed is None else allowed
@@ -182,7 +181,7 @@ def sample(
 def _column(
     values: list[Any], off: float, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor | None:
-    """(rows, 1), or None where every row has it off."""
+    """(rows, 1), or None if every row has it off."""
     if all(value == off for value in values):
         return None
     return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)

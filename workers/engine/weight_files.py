@@ -1,9 +1,9 @@
-"""Directories of safetensors and the model that they are to fill, checked from their headers alone.
+"""Directories of safetensors and the model they must fill, checked from their headers alone.
 
-- Names and shapes on disk are those of the hub; transformers holds some layers otherwise (the experts of a layer in
-  one tensor) and converts on the way. Its own conversions are used here, for both engines.
+- Names and shapes on disk are the hub's; transformers stores some layers differently (all experts of a layer in one
+  tensor) and converts on load. Its conversions are used here, for both engines.
 - Tied parameters are one tensor under several names: one name suffices, and two must agree.
-- Float tensors may come in another float precision; other dtypes must match exactly.
+- Float tensors may have another float precision; other dtypes must match exactly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = {
 class Piece:
     """Tensors of the files that are converted together, and what they become."""
 
-    target: str  # the first tensor of the module that they make
+    target: str  # the first tensor of the module that they fill
     converter: Any = None  # transformers' WeightConverter; None: only the name changes
     sources: dict[str, str] = field(default_factory=dict)  # name in the files -> the converter's pattern for it
 
@@ -57,7 +57,7 @@ class Piece:
 
 
 class Layout:
-    """How the tensors of one module lie in files; the module may be on any device, also meta."""
+    """How the tensors of one module are stored in files; the module may be on any device, including meta."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -69,7 +69,7 @@ class Layout:
         self._ignored = [re.compile(name) for name in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
 
     def pieces(self, names: Iterable[str]) -> tuple[list[Piece], list[str]]:
-        """(the pieces that these names make, the names that the model does not know)."""
+        """(pieces made of these names, names the model doesn't know)."""
         found: dict[str, Piece] = {}
         unknown: list[str] = []
         for name in sorted(names, key=dot_natural_key):
@@ -81,13 +81,13 @@ class Layout:
                     unknown.append(name)
                 continue
             converter = None if pattern is None else self._by_pattern[pattern]
-            # Two names of one tensor, where nothing is converted, are two pieces.
+            # Two names of one tensor are two pieces unless something is converted.
             key = target if converter is not None or target not in found else f"{target}\0{name}"
             found.setdefault(key, Piece(target, converter)).sources[name] = pattern or name
         return list(found.values()), unknown
 
     def check(self, directory: Path, sources: Mapping[str, Any]) -> list[Piece]:
-        """The pieces of these files; raises WeightsError unless they fill the module exactly."""
+        """The pieces of these files. Raises WeightsError unless they fill the module exactly."""
         pieces, unknown = self.pieces(sources)
         if unknown:
             raise WeightsError(f"{directory}: {len(unknown)} tensors are not in the model, e.g. {unknown[0]}")
@@ -106,14 +106,14 @@ class Layout:
         return pieces
 
     def filled(self, directory: Path, pieces: Iterable[Piece], sources: Mapping[str, Any]) -> set[str]:
-        """Names of the module's tensors that these pieces make; raises WeightsError for pieces that make none."""
+        """Names of the module's tensors that these pieces fill. Raises WeightsError for a piece that fills none."""
         return {name for piece in pieces for name in self._made(directory, piece, sources)}
 
     def _target(self, name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
         return rename_source_key(name, renamings, converters, self._module.base_model_prefix, self.own)
 
     def _made(self, directory: Path, piece: Piece, sources: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What a piece becomes, without its numbers."""
+        """Shapes and dtypes of what a piece becomes, without data."""
 
         def outline(name: str) -> torch.Tensor:
             part = sources[name].get_slice(name)

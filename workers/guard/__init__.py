@@ -8,9 +8,9 @@
 ```
 
 - `repeat`, `object_keys` and `rules` are pure and torch-free; `settings` reads and checks the subtree.
-- `watch` follows one sequence and forces its end; `requests` is what a vLLM request tells the guard; `vllm_runners` are
-  the adapters to vLLM's two model runners.
-- `vllm:RepeatTerminate` is what a stock `vllm serve --logits-processors` loads.
-- `replay` tries thresholds on decoded rows. That a loaded guard fires is proved after every start by
-  workers/engine/guard_proof.py.
+- `watch` follows one sequence and forces its end; `requests` is what a vLLM request tells the guard; `vllm_runners`
+  adapts it to vLLM's two model runners.
+- A stock `vllm serve --logits-processors` loads `vllm:RepeatTerminate`.
+- `replay` tries thresholds on decoded rows. After every start, workers/engine/guard_proof.py proves that the loaded
+  guard fires.
 """

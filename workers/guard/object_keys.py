@@ -1,18 +1,18 @@
-"""Occurrences of `object_key_prefix` in the bytes of generated tokens, counted token by token.
+"""Counts occurrences of `object_key_prefix` in the bytes of generated tokens, token by token.
 
-- The automaton of Knuth, Morris and Pratt over bytes, taken to token ids once at the start: for each id and each number
-  of bytes that are matched before it, how many are matched after it and how many occurrences ended inside. So a token
-  costs one look-up, whatever it writes; a character or a prefix that straddles tokens is no special case.
-- From left to right, none overlapping: after an occurrence the match starts from nothing.
+- The Knuth-Morris-Pratt automaton over bytes, mapped to token ids once at start: for each id and each number of bytes
+  matched before it, how many are matched after it and how many occurrences ended inside. So a token costs one look-up,
+  whatever it writes, and a character or prefix that straddles tokens is no special case.
+- Left to right, without overlap: after an occurrence the match restarts from zero.
 - The table is proved on the tokenizer itself: an answer with K keys is tokenized, and K must be counted.
 
-`token_bytes` makes the table from ids to bytes in which the guard counts:
+`token_bytes` makes the table from ids to the bytes the guard counts in:
 
-- Bytes are those inside a text. The space that many tokenizers drop at the very beginning of a text stays.
-- Special and added tokens are spelled out; an id that the tokenizer does not know writes nothing.
-- A tokenizer that has no spaces in its pieces (WordPiece, `</w>`, whole words) puts them between words when it decodes,
-  wherever they were. Its text is compared without white space.
-- A kind of tokenizer that is not here is refused, never guessed.
+- Bytes are those inside a text. The space that many tokenizers drop at the very beginning of a text is kept.
+- Special and added tokens are spelled out; an id the tokenizer doesn't know writes nothing.
+- A tokenizer without spaces in its pieces (WordPiece, `</w>`, whole words) puts them between words when decoding,
+  wherever they originally were. Its text is compared without white space.
+- An unsupported kind of tokenizer is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Plain(msgspec.Struct, forbid_unknown_fields=True):
 class ObjectKeys:
     """The automaton of one tokenizer and one prefix.
 
-    `moves`: by token id; an id below `known` that is not there matches nothing and leaves nothing matched, one beyond
-    writes nothing. `answer`: the tokens of a rendered answer with at least one key, to prove a loaded guard with.
+    `moves`: by token id. A missing id below `known` resets the match to zero; an id beyond `known` writes nothing and
+    keeps it. `answer`: the tokens of a rendered answer with at least one key, to prove a loaded guard with.
     """
 
     moves: Mapping[int, Move]
@@ -64,7 +64,7 @@ class ObjectKeys:
         byte_moves = _byte_moves(pattern)
         begins = tuple(pattern[:length] for length in range(1, len(pattern)))
         ends = tuple(pattern[at:] for at in range(1, len(pattern)))
-        shared: dict[Move, Move] = {}  # most tokens that matter do so in one of a few ways
+        shared: dict[Move, Move] = {}  # most relevant tokens share one of a few moves
         moves: dict[int, Move] = {}
         for index, piece in enumerate(pieces):
             if piece in pattern or pattern in piece or piece.endswith(begins) or piece.startswith(ends):
@@ -74,7 +74,7 @@ class ObjectKeys:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, prefix: str, max_keys: int) -> ObjectKeys:
-        """Proved. Raises GuardImpossible where keys that the tokenizer writes would not be counted."""
+        """The proved automaton. Raises GuardImpossible if keys the tokenizer writes would not be counted."""
         written = token_bytes(tokenizer)
         pattern = written.of_text(prefix)
         if not pattern:
@@ -94,7 +94,7 @@ class ObjectKeys:
         return cls({index: move for move, indices in moves for index in indices}, found.known, found.answer)
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, for another process: each move once, with its ids."""
+        """As plain values, for another process: each distinct move once, with its ids."""
         indices: dict[Move, list[int]] = {}
         for index, move in self.moves.items():
             indices.setdefault(move, []).append(index)
@@ -123,9 +123,9 @@ class ObjectKeys:
 
 
 def _byte_moves(pattern: bytes) -> list[list[tuple[int, int]]]:
-    """By bytes matched and next byte: (bytes matched then, 1 where an occurrence is whole)."""
+    """By bytes matched and next byte: (bytes matched then, 1 if an occurrence is complete)."""
     moves = [[(0, 0)] * 256 for _ in pattern]
-    restart = 0  # the longest proper border of what is matched
+    restart = 0  # the longest proper border of the matched bytes
     for matched, byte in enumerate(pattern):
         if matched:
             moves[matched] = list(moves[restart])
@@ -147,7 +147,7 @@ def _moved(byte_moves: list[list[tuple[int, int]]], piece: bytes, matched: int) 
 
 
 def _answer(prefix: str, count: int, layout: int = 0) -> str:
-    """A JSON answer of so many keys; a prefix that is no beginning of a quoted key stands as it is."""
+    """A JSON answer with `count` keys; a prefix that can't begin a quoted key is used unchanged."""
     opening, colon, comma, closing = _LAYOUTS[layout]
     if prefix.count('"') % 2 == 0:
         colon = colon[1:]
@@ -168,7 +168,7 @@ def _prove(keys: ObjectKeys, tokenizer: Any, prefix: str, text: str, written: To
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
-    # transformers warns of a text beyond the context, and nobody is going to decode this one
+    # transformers warns about texts beyond the context; this one is never decoded
     quiet = {"verbose": False} if hasattr(tokenizer, "backend_tokenizer") else {}
     return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
 
@@ -181,10 +181,10 @@ def _uncountable(prefix: str, why: str) -> GuardImpossible:
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """`pieces[id]`: what the id writes."""
+    """`pieces[id]`: the bytes the id writes."""
 
     pieces: list[bytes]
-    has_spaces: bool = True  # False: the pieces are words, and nothing says where a space was
+    has_spaces: bool = True  # False: the pieces are words, and don't say where spaces were
 
     def of_text(self, text: str) -> bytes:
         """A text as the pieces would write it."""
@@ -192,7 +192,7 @@ class TokenBytes:
 
 
 def token_bytes(tokenizer: Any) -> TokenBytes:
-    """The table of any tokenizer that a backend loads. Raises GuardImpossible for a kind that is not known."""
+    """The table of any tokenizer that a backend loads. Raises GuardImpossible for an unknown kind."""
     if (core := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         return _of_tokenizers(core)
     if (core := _mistral_core(tokenizer)) is not None:
@@ -201,7 +201,7 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
 
 
 def _of_tokenizers(core: Any) -> TokenBytes:
-    """Of the `tokenizers` library: its decoder says how pieces are spelled."""
+    """For the `tokenizers` library: its decoder says how pieces are spelled."""
     decoder = None if core.decoder is None else json.loads(core.decoder.__getstate__())
     steps: list[Mapping[str, Any]] = [] if decoder is None else decoder.get("decoders", [decoder])
     by_id = {index: piece for piece, index in core.get_vocab(with_added_tokens=True).items()}
@@ -214,7 +214,7 @@ def _of_tokenizers(core: Any) -> TokenBytes:
 
 
 def _spelling(steps: list[Mapping[str, Any]]) -> _Spell:
-    """A piece through the steps of a decoder that look at one piece each."""
+    """Runs a piece through the decoder's per-piece steps."""
     changes: list[Callable[[str], str]] = []
     bytes_too = fused = False
     for step in steps:
@@ -231,7 +231,7 @@ def _spelling(steps: list[Mapping[str, Any]]) -> _Spell:
             changes.append(_without_prefix(step["prefix"]))
         elif kind == "BPEDecoder":
             changes.append(_replaced(step["suffix"], ""))
-        elif kind != "Strip" or not fused:  # of a whole text, it strips the beginning and the end alone
+        elif kind != "Strip" or not fused:  # on the whole text it strips only the beginning and the end
             raise _unknown(f"its decoder has the step {json.dumps(step)[:80]}")
 
     def spell(piece: str) -> bytes:
@@ -253,7 +253,7 @@ def _without_prefix(prefix: str) -> Callable[[str], str]:
 
 
 def _of_python(tokenizer: Any) -> TokenBytes:
-    """Of a tokenizer written in Python: byte-level (GPT-2's alphabet, or bytes as they are) or SentencePiece."""
+    """For a tokenizer written in Python: byte-level (GPT-2's alphabet, or raw bytes) or SentencePiece."""
     pieces: list[Any] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     added = {index: str(token) for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     if any(isinstance(piece, bytes) for piece in pieces):
@@ -268,7 +268,7 @@ def _of_python(tokenizer: Any) -> TokenBytes:
 
 
 def _mistral_core(tokenizer: Any) -> Any:
-    """Of Mistral's own library, inside the wrappers of transformers and of vLLM."""
+    """The tokenizer of Mistral's own library, inside the wrappers of transformers and vLLM."""
     wrapped = getattr(tokenizer, "transformers_tokenizer", tokenizer)
     instruct = getattr(getattr(wrapped, "tokenizer", None), "instruct_tokenizer", None)
     return None if instruct is None else instruct.tokenizer
@@ -287,7 +287,7 @@ _sentencepiece = _spelling([{"type": "ByteFallback"}, {"type": "Metaspace", "rep
 
 
 def _pieces(by_id: Mapping[int, str], spell: _Spell, spelled: Mapping[int, str] | None = None) -> list[bytes]:
-    """By id, gaps empty; `spelled` ids are written as they stand."""
+    """By id, gaps empty; `spelled` ids are written literally."""
     as_they_stand = {} if spelled is None else spelled
     found = [b""] * (1 + max((*by_id, *as_they_stand), default=-1))
     for index, piece in by_id.items():
@@ -298,7 +298,7 @@ def _pieces(by_id: Mapping[int, str], spell: _Spell, spelled: Mapping[int, str] 
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for what follows U+0100."""
+    """GPT-2's letters for bytes: printable ones map to themselves, the others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -310,7 +310,7 @@ _BYTE_OF = _alphabet()
 def _byte_level(piece: str) -> bytes:
     try:
         return bytes([_BYTE_OF[letter] for letter in piece])
-    except KeyError:  # not of this alphabet: the library writes such a piece as it stands
+    except KeyError:  # not in this alphabet: the library writes such a piece literally
         return piece.encode()
 
 

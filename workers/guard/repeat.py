@@ -1,8 +1,8 @@
-"""The rule that ends a looping sequence: pure, torch-free, a constant cost per token.
+"""The rule that ends a looping sequence: pure, torch-free, constant cost per token.
 
-- Only generated tokens are pushed: no prompt, no padding; every id, 0 included, is a token.
-- State grows from the first token on; nothing triggers while fewer than `min_new_tokens` have been pushed.
-- Order: object_keys, consecutive, ngram, any_period. A state that triggers does so again until the sequence changes it.
+- Only generated tokens are pushed: no prompt, no padding; every id, including 0, is a token.
+- State grows from the first token; nothing triggers before `min_new_tokens` have been pushed.
+- Order: object_keys, consecutive, ngram, any_period. A triggering state keeps triggering until the sequence changes it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LOOK_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class RepeatTrigger:
-    """Why a sequence is ended; `at_token` tokens were generated before the end-of-sequence id that is forced."""
+    """Why a sequence is ended; `at_token` tokens were generated before the forced end-of-sequence id."""
 
     rule: Rule
     at_token: int
 
 
 class RepeatGuard:
-    """Watches one sequence. `keys` counts `object_key_prefix`; needed where `max_object_keys` is set."""
+    """Watches one sequence. `keys` counts `object_key_prefix`; required if `max_object_keys` is set."""
 
     __slots__ = (
         "_at", "_block", "_consecutive", "_key_count", "_keys", "_last", "_matched", "_max_keys", "_min", "_needed",
@@ -58,7 +58,7 @@ class RepeatGuard:
         self._matched, self._key_count = 0, 0
 
     def push(self, token: int) -> RepeatTrigger | None:
-        """Take the next generated token; the trigger if the sequence is to end after it."""
+        """Take the next generated token; the trigger if the sequence must end after it."""
         self.length += 1
         if token == self._last:
             self._run += 1
@@ -85,7 +85,7 @@ class RepeatGuard:
         return self.trigger
 
     def push_all(self, tokens: Iterable[int]) -> RepeatTrigger | None:
-        """Take several tokens; the trigger after the last one, whatever happened before it."""
+        """Take several tokens; the trigger after the last one, regardless of earlier ones."""
         for token in tokens:
             self.push(token)
         return self.trigger
@@ -93,9 +93,9 @@ class RepeatGuard:
     def _look_back(self) -> bool:
         """Whether the last `_window` tokens have a period of at most `_block`.
 
-        The least distance p at which the last block stands before itself is the only one to be tried. Where the window
-        has a period q <= block, the last block + p tokens have the periods p and q, and so gcd(p, q) (Fine and Wilf
-        1965); p is the least, so it divides q, and is a period of the window as well.
+        Only the smallest distance p at which the last block repeats has to be tried. If the window has a period
+        q <= block, the last block + p tokens have the periods p and q, and so gcd(p, q) (Fine and Wilf 1965); p is the
+        smallest, so it divides q and is a period of the window too.
         """
         tail, block, window = self._tail, self._block, self._window
         if len(tail) >= 4 * window:

@@ -1,9 +1,10 @@
-"""`sluice guard replay`: what thresholds would have cut of sequences that were decoded already; without a model.
+"""`sluice guard replay`: what thresholds would have cut from already decoded sequences; needs no model.
 
-- Each row's own tokens go through the very guard of the engines. A row is cut where it triggers before its last token;
-  what comes after that does not count.
-- `tokens_saved` are the tokens from there on, one of which is decoded all the same: the end that is forced.
-- Of a row that a guard had cut nothing is known beyond its cut: it counts apart, and so does what is saved of it.
+- Each row's tokens go through the same guard the engines use. A row is cut if it triggers before its last token;
+  triggers after that don't count.
+- `tokens_saved` are the tokens from there on; one of them is still decoded: the forced end.
+- For a row that a guard had already cut, nothing is known beyond its cut: it is counted separately, and so are its
+  saved tokens.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _ORDER = ("length", "stop", "deadline", "cancelled")
 
 
 class Signal(msgspec.Struct, frozen=True):
-    """The part of a row's `triggers` that matters here."""
+    """The relevant part of a row's `triggers`."""
 
     at_token: int | None = None
 
 
 class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed of a row of `sluice generate`; its other fields are skipped."""
+    """The relevant fields of a row of `sluice generate`; others are skipped."""
 
     finish_reason: FinishReason
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
@@ -66,7 +67,7 @@ class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> list[int]:
-        """What the model chose; an end that was forced is left out."""
+        """The tokens the model chose; without a forced end."""
         tokens = self.token_ids or []
         return tokens[: self.triggers.at_token] if self.finish_reason == CUT_BEFORE else tokens
 
@@ -76,7 +77,7 @@ class Ending(msgspec.Struct, kw_only=True):
 
     rows: int = 0
     cut: int = 0
-    tokens: int = 0  # that the model chose
+    tokens: int = 0  # chosen by the model
     tokens_saved: int = 0
 
 
@@ -99,18 +100,18 @@ class Trial:
     name: str
     rules: GuardRules
     endings: dict[FinishReason, Ending] = field(default_factory=dict)
-    by_rule: Counter[Rule] = field(default_factory=Counter)  # without rows that a guard had cut before
+    by_rule: Counter[Rule] = field(default_factory=Counter)  # without rows that a guard had already cut
     healthy: list[Example] = field(default_factory=list)  # the first that ended by themselves and would have been cut
     others: list[Example] = field(default_factory=list)
 
     def add(self, row: ReplayRow) -> None:
-        """One more row."""
+        """Count one row."""
         tokens, before = row.tokens, row.finish_reason == CUT_BEFORE
         ending = self.endings.setdefault(row.finish_reason, Ending())
         ending.rows += 1
         ending.tokens += len(tokens)
         guard = self.rules.guard()
-        last = len(tokens) if before else len(tokens) - 1  # the forced end followed, so that one place more is known
+        last = len(tokens) if before else len(tokens) - 1  # the forced end followed, so one more position is known
         trigger = next(filter(None, map(guard.push, tokens[:last])), None)
         if trigger is None:
             return
@@ -124,18 +125,18 @@ class Trial:
             examples.append(_example(row, trigger.rule, trigger.at_token, len(tokens)))
 
     def total(self) -> Ending:
-        """All rows but those that a guard had cut before."""
+        """All rows except those a guard had already cut."""
         known = [ending for reason, ending in self.endings.items() if reason != CUT_BEFORE]
         return Ending(**{name: sum(getattr(one, name) for one in known) for name in Ending.__struct_fields__})
 
     def of(self, reason: FinishReason) -> Ending:
-        """Those of one ending, none perhaps."""
+        """Rows of one ending; possibly none."""
         return self.endings.get(reason, Ending())
 
 
 @dataclass
 class Replay:
-    """The outcome over a file."""
+    """The outcome over one file."""
 
     path: str
     trials: Sequence[Trial]
@@ -175,16 +176,16 @@ def _example(row: ReplayRow, rule: Rule, at_token: int, num_tokens: int) -> Exam
 def make_trials(
     config: Path | None, overrides: Sequence[str] = (), vary: Sequence[str] = (), model: str | None = None
 ) -> list[Trial]:
-    """One trial for each combination of the values to vary. Keys are bare or with their whole path.
+    """One trial per combination of the values to vary. Keys are bare or full paths.
 
-    `model`: the directory whose tokenizer says what `object_key_prefix` is; None: the configuration's. Raises
-    ConfigError, and ModelError where a tokenizer is needed and missing.
+    `model`: the directory whose tokenizer defines `object_key_prefix`; None: the configuration's. Raises ConfigError,
+    and ModelError if a required tokenizer is missing.
     """
     loaded = load_config(config)
     tree: dict[str, Any] = msgspec.to_builtins(loaded.rollout_matching.repeat_terminate)
     for item in overrides:
         tree |= _pair(item, "--set")
-    tree["enabled"] = True  # whether the run itself has a guard does not matter here
+    tree["enabled"] = True  # whether the run itself has a guard doesn't matter here
     choices = [[_pair(f"{item.partition('=')[0]}={one}", "--vary") for one in _values(item)] for item in vary]
     combinations = list(product(*choices))
     if len(combinations) > _MAX_TRIALS:
@@ -202,7 +203,7 @@ def make_trials(
 
 
 def _pair(item: str, option: str) -> dict[str, Any]:
-    """`key=value` as a mapping of one entry, the key bare. Raises ConfigError for no or an unknown key."""
+    """`key=value` as a one-entry mapping with the bare key. Raises ConfigError for a missing or unknown key."""
     key, sep, text = item.partition("=")
     if not sep:
         raise ConfigError(f"{option} {item!r}: write it as {option} key=value, e.g. {option} ngram_size=32")
@@ -234,7 +235,7 @@ def _tokenizer(directory: str) -> Any:
 
 
 def as_json(found: Replay) -> str:
-    """One object; `share` is of the tokens of rows that no guard had cut before."""
+    """One object; `share` is relative to the tokens of rows that no guard had cut before."""
     shown = {
         "file": found.path,
         "errors": found.errors,
@@ -245,7 +246,7 @@ def as_json(found: Replay) -> str:
 
 
 def as_text(found: Replay) -> str:
-    """For people: one line a trial where there are several, else all of the one."""
+    """For people: one line per trial if there are several, else the full report of the one."""
     lines = [_detailed(found.trials[0])] if len(found.trials) == 1 else [_compared(found.trials)]
     if found.errors:
         lines.append(f"{found.errors} rows ended in an error and have no tokens")
@@ -311,7 +312,7 @@ def _share(ending: Ending) -> float:
 
 
 def _columns(rows: list[list[str]]) -> str:
-    """The first column to the left, numbers to the right."""
+    """The first column left-aligned, numbers right-aligned."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return "\n".join(lines)

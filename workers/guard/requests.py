@@ -1,4 +1,4 @@
-"""What one vLLM request tells the guard in `SamplingParams.extra_args`, and the triggers that wait to be asked for."""
+"""What one vLLM request tells the guard in `SamplingParams.extra_args`, and the triggers not yet collected."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MAX_NOTED = 4096
 
 
 class GuardArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a request that our own backend sends."""
+    """Set on requests from our own backend."""
 
-    key: str  # by which the trigger is asked for afterwards
-    forced: _Natural  # id that ends it: reserved for this, so that it is told from an end that the model chose
+    key: str  # key for collecting the trigger afterwards
+    forced: _Natural  # id that ends it: reserved, so it can be told from an end that the model chose
     offset: _Natural = 0  # tokens at the end of the prompt that were generated before this request
-    probe: dict[str, Any] | None = None  # other rules, `GuardRules.plain()`; at start-up only
+    probe: dict[str, Any] | None = None  # replacement rules, `GuardRules.plain()`; at start-up only
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> GuardArguments | None:
-        """None where there are none. Raises msgspec.ValidationError."""
+        """None if there are none. Raises msgspec.ValidationError."""
         found = (extra_args or {}).get(EXTRA)
         return None if found is None else msgspec.convert(found, cls)
 
@@ -42,7 +42,7 @@ class GuardArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class GuardRequests:
-    """One for each loaded processor; `eos` ends a request that brings neither arguments nor an EOS of its own."""
+    """One per loaded processor; `eos` ends a request that has neither arguments nor its own EOS."""
 
     def __init__(self, rules: GuardRules, eos: int = 0) -> None:
         self.rules = rules
@@ -52,7 +52,7 @@ class GuardRequests:
         self._starting = True
 
     def begin(self, sampling: Any) -> tuple[RepeatGuard, GuardArguments]:
-        """A guard for a new request of these `vllm.SamplingParams`."""
+        """A guard for a new request with these `vllm.SamplingParams`."""
         asked = GuardArguments.of(sampling.extra_args)
         if asked is None:
             primary = sampling.eos_token_id
@@ -62,11 +62,11 @@ class GuardRequests:
         return self.rules.guard(), asked
 
     def started(self) -> None:
-        """From now on requests cannot bring rules of their own."""
+        """From now on, requests can't bring their own rules."""
         self._starting = False
 
     def note(self, key: str, trigger: RepeatTrigger) -> None:
-        """Keep it until it is asked for; requests without a key have nobody who asks."""
+        """Keep the trigger until it is collected; for requests without a key nobody collects it."""
         if not key:
             return
         self._noted.pop(key, None)
@@ -75,5 +75,5 @@ class GuardRequests:
         self._noted[key] = trigger
 
     def take(self, key: str) -> RepeatTrigger | None:
-        """Why the request of this key was ended, or None: its last token was the model's own choice."""
+        """Why the request of this key was ended, or None if the model chose its last token."""
         return self._noted.pop(key, None)

@@ -1,4 +1,4 @@
-"""The thresholds of a run as guards take them: checked, with the automaton that counts object keys; torch-free."""
+"""The thresholds of a run in the guards' form: checked, with the automaton that counts object keys; torch-free."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class _Plain(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class GuardRules:
-    """What every guard of one engine is made of."""
+    """The rules that every guard of one engine is made from."""
 
     config: RepeatTerminateConfig
-    keys: ObjectKeys | None = None  # None where `max_object_keys` is
+    keys: ObjectKeys | None = None  # None if `max_object_keys` is None
 
     @classmethod
     def of(cls, config: RepeatTerminateConfig, tokenizer: Any) -> GuardRules:
-        """Raises GuardImpossible where `object_key_prefix` could not be counted in what this tokenizer writes."""
+        """Raises GuardImpossible if `object_key_prefix` can't be counted in this tokenizer's output."""
         if config.max_object_keys is None:
             return cls(config)
         return cls(config, ObjectKeys.of_tokenizer(tokenizer, config.object_key_prefix, config.max_object_keys))
@@ -37,7 +37,7 @@ class GuardRules:
     def for_engine(
         cls, config: RepeatTerminateConfig, tokenizer: Any, eos_token_ids: Sequence[int], model: str
     ) -> GuardRules | None:
-        """None where the guard is not enabled. Raises GuardImpossible where it is and cannot be active."""
+        """None if the guard isn't enabled. Raises GuardImpossible if it is enabled but can't be active."""
         if not config.enabled:
             return None
         check_end(model, eos_token_ids)
@@ -59,7 +59,7 @@ class GuardRules:
         return RepeatGuard(self.config, self.keys)
 
     def tokens_needed(self) -> dict[Rule, int]:
-        """For each rule that is on, so many generated tokens that it cannot trigger after fewer."""
+        """For each rule that is on: the number of generated tokens below which it can't trigger."""
         config, needed = self.config, dict[Rule, int]()
         if config.max_object_keys is not None and self.keys is not None:
             least = -(-config.max_object_keys // max(1, self.keys.most_in_a_token))

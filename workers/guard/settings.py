@@ -3,7 +3,7 @@
 - `COORDEXP_ENABLE_VLLM_REPEAT_TERMINATE_INJECTION` (1, true, yes, on) is the switch;
   `COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH` names a file with the subtree and wins over
   `COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON`, the subtree itself. Each is also read under the name `SLUICE_…`.
-- Switched on and unreadable is an error, never a guard that is silently off.
+- Switched on but unreadable is an error; the guard is never silently off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> RepeatTerminateConfig | None:
-    """The subtree, or None where the switch or `enabled` is off. Raises ConfigError."""
+    """The subtree, or None if the switch or `enabled` is off. Raises ConfigError."""
     found = os.environ if environ is None else environ
     switch = (_value(found, SWITCH) or "").strip().lower()
     if switch in _OFF:
@@ -55,7 +55,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> RepeatTerminat
 
 
 def subtree(tree: Any, origin: str) -> RepeatTerminateConfig:
-    """A checked subtree. Raises ConfigError that names the key, `origin` and the nearest valid key."""
+    """The checked subtree. Raises ConfigError naming the key, `origin` and the nearest valid key."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{origin}: repeat_terminate must be a mapping of its keys, got {tree!r:.80}")
     refuse_unknown_keys(RepeatTerminateConfig, tree, origin, "repeat_terminate.")
@@ -69,7 +69,7 @@ def subtree(tree: Any, origin: str) -> RepeatTerminateConfig:
 
 
 def _value(environ: Mapping[str, str], name: str) -> str | None:
-    """Of either prefix. Raises ConfigError if both are given and differ."""
+    """The value under either prefix. Raises ConfigError if both are given and differ."""
     given = {prefix + name: environ[prefix + name] for prefix in _PREFIXES if prefix + name in environ}
     if len(set(given.values())) > 1:
         raise ConfigError(f"{' and '.join(given)} are both given and differ; keep one of them")

@@ -1,10 +1,10 @@
 """The guard as vLLM loads it, on both of its runners.
 
-A stock server loads it by `vllm serve MODEL --logits-processors sluice.workers.guard.vllm:RepeatTerminate`.
+A stock server loads it with `vllm serve MODEL --logits-processors sluice.workers.guard.vllm:RepeatTerminate`.
 
-- Loaded at start-up by name. An entry point would be loaded everywhere, and dropped silently with speculative decoding.
-- What cannot be active is an error at start-up; a request that the guard could not end is refused.
-- `apply` never raises for a request that `validate_params` let through: an error there ends the whole engine.
+- Loaded by name at start-up. An entry point would be loaded everywhere, and silently dropped with speculative decoding.
+- A guard that can't be active is an error at start-up; a request it couldn't end is refused.
+- `apply` never raises for a request that `validate_params` accepted: an error there ends the whole engine.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _log = init_logger("vllm.sluice.repeat_terminate")
 
 
 class WorkerRepeatTerminate(V1Interface, V2Interface):
-    """What our own backend loads; its rules come whole in `additional_config`.
+    """The processor our own backend loads; its complete rules come in `additional_config`.
 
-    The V1 runner makes it with (vllm_config, device, is_pin_memory), Model Runner V2 with (vllm_config, state).
+    The V1 runner constructs it with (vllm_config, device, is_pin_memory), Model Runner V2 with (vllm_config, state).
     """
 
     def __init__(self, vllm_config: Any, device_or_state: Any, is_pin_memory: bool | None = None) -> None:
@@ -50,7 +50,7 @@ class WorkerRepeatTerminate(V1Interface, V2Interface):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for arguments that cannot be read."""
+        """Raises ValueError for unreadable arguments."""
         try:
             asked = GuardArguments.of(sampling_params.extra_args)
             if asked is not None and asked.probe is not None:
@@ -78,7 +78,7 @@ class WorkerRepeatTerminate(V1Interface, V2Interface):
         return logits if self._v2 is None else self._v2.apply(logits, ctx)
 
     def _made(self, vllm_config: Any) -> GuardRequests | None:
-        """None: there is nothing to do."""
+        """None: nothing to do."""
         plain = (vllm_config.additional_config or {}).get(ADDITIONAL)
         if plain is None:
             raise GuardRefused(f"the repeat guard has no rules: additional_config[{ADDITIONAL!r}] is missing")
@@ -86,18 +86,18 @@ class WorkerRepeatTerminate(V1Interface, V2Interface):
 
 
 class RepeatTerminate(WorkerRepeatTerminate):
-    """For a stock `vllm serve`: the subtree comes from the environment, and the loop ends with the request's own EOS.
+    """For a stock `vllm serve`: the subtree comes from the environment, and a loop ends with the request's own EOS.
 
     Without its switch, or with `enabled: false`, it does nothing.
     """
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for a request that the guard could not end, or one that reaches into it."""
+        """Raises ValueError for a request the guard couldn't end, or one that sets the guard's own arguments."""
         if EXTRA in (sampling_params.extra_args or {}):
             raise ValueError(f"extra_args[{EXTRA!r}] is not for clients; leave it out")
         asked = {"ignore_eos": sampling_params.ignore_eos, "structured outputs": sampling_params.structured_outputs}
-        refused = [name for name, value in asked.items() if value]  # a grammar takes no EOS in the middle of its text
+        refused = [name for name, value in asked.items() if value]  # a grammar allows no EOS in the middle of its text
         if refused and _is_switched_on():
             raise ValueError(f"{refused[0]}: this server ends loops by EOS (repeat_terminate); leave {refused[0]} out")
 
@@ -123,7 +123,7 @@ class RepeatTerminate(WorkerRepeatTerminate):
 
 
 def _is_switched_on() -> bool:
-    """As the server was started; a file that has gone since then is no client's fault."""
+    """As of server start; a file removed since then is not the client's fault."""
     try:
         return settings.from_environment() is not None
     except ConfigError:

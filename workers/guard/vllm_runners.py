@@ -1,21 +1,21 @@
-"""The guard on vLLM's two model runners, without an import of vLLM: rows of V1, slots of Model Runner V2.
+"""The guard on vLLM's two model runners, without importing vLLM: rows of V1, slots of Model Runner V2.
 
-vLLM does not promise these interfaces. One that differs would fail in the middle of a step, or never call the guard, so
-`check_interfaces` looks at them before the guard is loaded.
+vLLM gives no stability promise for these interfaces. A changed one would fail in the middle of a step, or never call
+the guard, so `check_interfaces` inspects them before the guard is loaded.
 
 V1: rows of the batch, and vLLM's own growing lists of output tokens.
 
-- A row begins with the last `offset` tokens of its prompt: what was generated before it was resumed.
-- vLLM's list is read in `apply`, where an asynchronous scheduler has filled its places.
-- A draw for half a prefill is thrown away: the row triggers again when its token counts.
+- A row begins with the last `offset` tokens of its prompt: those generated before it was resumed.
+- vLLM's list is read in `apply`, after an asynchronous scheduler has filled its places.
+- A draw for a partial prefill is discarded: the row triggers again when its token counts.
 
 Model Runner V2: slots, and token ids that live on the device.
 
-- A slot's first step reads what was generated so far from the device (prompt tokens are left out, but for the `offset`
-  that were generated before a resume); every later step reads the one token that was fed.
-- Rows in the middle of their prefill are left alone: their draw is thrown away.
-- Speculative decoding gives a request several rows a step, and is refused at start.
-- Reading the fed tokens waits for the device once a step.
+- A slot's first step reads the tokens generated so far from the device (without prompt tokens, except the `offset` that
+  were generated before a resume); every later step reads the one token that was fed.
+- Rows in the middle of their prefill are skipped: their draw is discarded.
+- Speculative decoding gives a request several rows per step, and is refused at start.
+- Reading the fed tokens synchronises with the device once per step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _V2_STATE = {"all_token_ids", "prompt_len", "prefill_len"}
 
 
 def check_interfaces() -> None:
-    """Raises GuardRefused if the installed vLLM is not the one that the guard knows."""
+    """Raises GuardRefused if the installed vLLM's interfaces aren't the ones the guard knows."""
     from vllm.v1.sample.logits_processor import interface as v1
     from vllm.v1.worker.gpu.sample.logits_processor import interface as v2
 
@@ -61,13 +61,13 @@ def check_interfaces() -> None:
 
 
 def check_v1(module: Any) -> None:
-    """The V1 runner's interface. Raises GuardRefused that says what moved."""
+    """The V1 runner's interface. Raises GuardRefused naming what changed."""
     _check_methods("V1", module.LogitsProcessor, _V1_METHODS)
     _check_fields("V1", module.BatchUpdate, _V1_UPDATE)
 
 
 def check_v2(module: Any) -> None:
-    """Model Runner V2's interface. Raises GuardRefused that says what moved."""
+    """Model Runner V2's interface. Raises GuardRefused naming what changed."""
     _check_methods("Model Runner V2", module.LogitsProcessor, _V2_METHODS)
     _check_fields("Model Runner V2", module.LogitsContext, _V2_CONTEXT)
     _check_fields("Model Runner V2", module.LogitsProcRequestState, _V2_STATE)
@@ -100,7 +100,7 @@ def _moved(runner: str, what: str) -> GuardRefused:
 
 
 class V1Rows:
-    """Follows `BatchUpdate`s; `requests` knows rules and arguments."""
+    """Follows `BatchUpdate`s; `requests` holds rules and arguments."""
 
     def __init__(self, requests: GuardRequests, swap: Any) -> None:
         """`swap`: vLLM's `MoveDirectionality.SWAP`."""
@@ -124,7 +124,7 @@ class V1Rows:
                 rows[source] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 logits (rows, vocab): the rows that end now have one finite entry."""
+        """Takes float32 logits (rows, vocab); rows that end now are left with one finite entry."""
         began, forced = time.perf_counter_ns(), dict[int, int]()
         for index, (watch, key) in self._rows.items():
             if (trigger := watch.look()) is not None:
@@ -143,7 +143,7 @@ class V1Rows:
 
 
 class _Slot:
-    """One request; `seen` visible tokens of it were read, prompt included, None before its first step."""
+    """One request; `seen`: its tokens read so far, including the prompt; None before its first step."""
 
     __slots__ = ("asked", "guard", "sampling", "seen")
 
@@ -153,19 +153,19 @@ class _Slot:
 
 
 class V2Slots:
-    """Follows request slots; `requests` knows rules and arguments, `state` is vLLM's `LogitsProcRequestState`."""
+    """Follows request slots; `requests` holds rules and arguments, `state` is vLLM's `LogitsProcRequestState`."""
 
     def __init__(self, requests: GuardRequests, state: Any) -> None:
         self._requests, self._state = requests, state
         self._slots: dict[int, _Slot] = {}
 
     def add_request(self, slot: int, sampling: Any) -> bool:
-        """A request takes the slot; whatever was there is gone."""
+        """A request takes the slot; any earlier one is gone."""
         self._slots[slot] = _Slot(sampling, *self._requests.begin(sampling))
         return True
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """float32 logits (rows, vocab), one row for each place of the batch: those that end now are forced."""
+        """Takes float32 logits (rows, vocab), one row per place of the batch; rows that end now are forced."""
         began, forced = time.perf_counter_ns(), dict[int, int]()
         places = ctx.idx_mapping_np.tolist()
         visible = ctx.seq_lens_upper_bound_np.tolist()
@@ -189,7 +189,7 @@ class V2Slots:
         if slot.seen is not None and visible == slot.seen + 1:
             slot.guard.push(fed)
         else:
-            if slot.seen is not None:  # a step was missed: read all of it again
+            if slot.seen is not None:  # a step was missed: read everything again
                 slot.guard, slot.asked = self._requests.begin(slot.sampling)
             start = max(0, int(self._state.prompt_len.np[number]) - slot.asked.offset)
             slot.guard.push_all(self._state.all_token_ids.gpu[number, start:visible].tolist())

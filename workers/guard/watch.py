@@ -1,7 +1,7 @@
-"""One guarded sequence of a running batch, the row that is forced to end, and what guarding costs.
+"""One guarded sequence of a running batch, forcing a row to end, and the cost of guarding.
 
-Shared by the adapters. In our own decode loop `triggered` says which rows end with their next token; `force` makes it
-so, and is the one thing that any adapter does to an engine's numbers.
+Shared by the adapters. In our own decode loop, `triggered` says which rows end with their next token; `force` makes
+them end, and is the only change any adapter makes to an engine's numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sluice.workers.guard.repeat import RepeatGuard, RepeatTrigger
 class Watch:
     """Follows a list of generated tokens that its engine appends to; `forced` is the id that ends the sequence.
 
-    Negative ids are places that an asynchronous scheduler has not filled yet: they are read later.
+    Negative ids are places an asynchronous scheduler hasn't filled yet; they are read later.
     """
 
     __slots__ = ("forced", "generated", "guard", "seen")
@@ -29,7 +29,7 @@ class Watch:
         self.seen = 0
 
     def look(self) -> RepeatTrigger | None:
-        """Read what is new; the trigger if the next token is to be the forced one."""
+        """Read the new tokens; the trigger if the next token must be the forced one."""
         generated = self.generated
         while self.seen < len(generated):
             token = generated[self.seen]
@@ -42,7 +42,7 @@ class Watch:
 
 @dataclass(slots=True)
 class GuardCost:
-    """Time spent in the guard beside the time that passed, over the steps of a running batch."""
+    """Time spent in the guard and wall time, over the steps of a running batch."""
 
     spent_ns: int = 0
     elapsed_ns: int = 0
@@ -51,7 +51,7 @@ class GuardCost:
     _last: int = 0
 
     def step(self, began_ns: int, rows: int) -> None:
-        """Note one call of the guard that began at `time.perf_counter_ns()` and ends now."""
+        """Record one call of the guard that began at `time.perf_counter_ns()` and ends now."""
         now = time.perf_counter_ns()
         self.spent_ns += now - began_ns
         last, self._last = self._last, now  # read once: `taken` may come from another thread
@@ -61,7 +61,7 @@ class GuardCost:
         self.tokens += rows
 
     def taken(self) -> GuardCost:
-        """What was counted so far; it counts anew from the next step on."""
+        """The counts so far; counting restarts with the next step."""
         cost = replace(self)
         self.spent_ns = self.elapsed_ns = self.steps = self.tokens = self._last = 0
         return cost
@@ -77,7 +77,7 @@ class Guarded(Protocol):
 
 
 def triggered(rows: Sequence[Guarded], cost: GuardCost) -> dict[int, RepeatTrigger]:
-    """Index → trigger of the rows whose next token ends them."""
+    """Index → trigger of the rows that end with their next token."""
     began, found = time.perf_counter_ns(), dict[int, RepeatTrigger]()
     for index, row in enumerate(rows):
         watch = row.watch
@@ -88,7 +88,7 @@ def triggered(rows: Sequence[Guarded], cost: GuardCost) -> dict[int, RepeatTrigg
 
 
 def force(logits: torch.Tensor, tokens: Mapping[int, int]) -> torch.Tensor:
-    """Row r of `logits` (rows, vocab) becomes -inf but for 0 at `tokens[r]`, in place; all other rows stay as they are.
+    """Set row r of `logits` (rows, vocab) to -inf except 0 at `tokens[r]`, in place; other rows are unchanged.
 
     `tokens` must not be empty. Returns `logits`.
     """

@@ -3,11 +3,11 @@
     parent ── u32 length, JSON {limits, num_bytes}, bytes ──▶ stdin
     parent ◀─ u32 length, JSON {width, height} | {error} | {memory}, RGBX bytes ── stdout
 
-- What decoding can cost is bounded from outside: address space by a limit of the kernel, time by the parent, which
-  kills. A timer of the kernel does that too, for a parent that is gone or stopped.
-- It ends with its parent, in the middle of a decode as well: the pipe `tether` that the parent never writes to sends
-  SIGIO when its other end is closed, and SIGIO ends the process whatever it is doing.
-- It imports Pillow and our own types, and has neither the parent's environment nor its descriptors.
+- The cost of decoding is bounded from outside: address space by a kernel limit, time by the parent, which kills. A
+  kernel timer does the same if the parent is gone or stopped.
+- It ends with its parent, even in the middle of a decode: the parent never writes to the `tether` pipe, closing the
+  other end sends SIGIO, and SIGIO ends the process whatever it is doing.
+- It imports Pillow and our own types only, and has neither the parent's environment nor its descriptors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sluice.workers.images.pixels import open_image
 
 LENGTH = struct.Struct("<I")  # of a header
 MAX_HEADER = 1 << 16  # bytes
-PIXELS = "RGBX"  # as Pillow keeps them: packing them as "RGB" takes several times as long
-_TIMER_SLACK_S = 5.0  # the parent's own deadline comes first
+PIXELS = "RGBX"  # Pillow's own layout: packing as "RGB" takes several times as long
+_TIMER_SLACK_S = 5.0  # the parent's deadline comes first
 
 
 def serve(tether: int, num_bytes: int, timeout_s: float) -> None:
-    """Decode what comes on standard input until it ends; `num_bytes` is the limit of the address space."""
+    """Decode what arrives on standard input until it closes; `num_bytes` limits the address space."""
     _end_with(tether)
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -45,7 +45,7 @@ def serve(tether: int, num_bytes: int, timeout_s: float) -> None:
         data = source.read(asked["num_bytes"])
         signal.setitimer(
             signal.ITIMER_REAL, timeout_s + _TIMER_SLACK_S
-        )  # SIGALRM is left as it is: it ends the process
+        )  # SIGALRM keeps its default action: it ends the process
         _answer(sink, data, asked)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -74,7 +74,7 @@ def _end_with(tether: int) -> None:
     fcntl.fcntl(tether, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(tether, fcntl.F_SETFL, fcntl.fcntl(tether, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
     try:
-        gone = os.read(tether, 1) == b""  # closed before SIGIO was asked for
+        gone = os.read(tether, 1) == b""  # closed before SIGIO was set up
     except BlockingIOError:
         gone = False
     if gone:

@@ -1,7 +1,7 @@
 """Processes that decode images (decode_process.py): long-lived, killable, bounded in time and memory.
 
-- Whatever a file does to its decoder, the caller gets an image or a RequestError; a process that is over its deadline
-  or dies is killed and the next image starts another one.
+- Whatever a file does to its decoder, the caller gets an image or a RequestError. A process that exceeds its deadline
+  or dies is killed, and the next image starts a new one.
 - Processes start with the first image, and end with `close` or with this process.
 """
 
@@ -30,13 +30,13 @@ from sluice.workers.images.paths import read_anywhere
 from sluice.workers.images.pixels import check_encoded, plain_image
 
 _START_S = 60.0
-_END_S = 10.0  # for the kernel to end a process that was killed
+_END_S = 10.0  # time for the kernel to end a killed process
 _PIPE_BYTES = 1 << 20
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR")
 
 
 class _Died(Exception):
-    """The process ended, or answered what no decoder answers."""
+    """The process ended, or sent something that isn't a decoder's answer."""
 
 
 class _Late(Exception):
@@ -44,7 +44,7 @@ class _Late(Exception):
 
 
 class Decoders:
-    """At most `images.decode_processes` of them; may be used from several threads. The owner calls `close`."""
+    """Up to `images.decode_processes` processes; may be used from several threads. The owner calls `close`."""
 
     def __init__(self, limits: ImagesConfig | None = None) -> None:
         self.limits = limits or ImagesConfig()
@@ -56,9 +56,9 @@ class Decoders:
         self._changed = threading.Condition()
 
     def decode(self, data: bytes, where: str) -> Image.Image:
-        """The image, mode RGB, which owns its pixels and has no metadata.
+        """The image, mode RGB; it owns its pixels and has no metadata.
 
-        Blocks; raises RequestError, which begins with `where`, and EngineError where no process can be started.
+        Blocks. Raises RequestError, which begins with `where`, and EngineError if no process can be started.
         """
         check_encoded(data, self.limits, where)
         process = self._take(where)
@@ -86,7 +86,7 @@ class Decoders:
             self._give(process, is_whole=is_whole)
 
     def close(self) -> None:
-        """Kill the processes; callers that wait get a RequestError. Safe to call twice."""
+        """Kill the processes; waiting callers get a RequestError. Safe to call twice."""
         with self._changed:
             self._closed = True
             used, idle, self._free = self._all.difference(self._free), self._free, []
@@ -94,14 +94,14 @@ class Decoders:
             self._changed.notify_all()
         for process in idle:
             process.end()
-        for process in used:  # its thread sees that, and does the rest
+        for process in used:  # its thread notices and cleans up
             process.kill()
 
     def _take(self, where: str) -> _Process:
         with self._changed:
             self._waiting += 1
             try:
-                # Whoever was here before may each take a start and a whole decode.
+                # Each caller ahead of us may take a start and a whole decode.
                 limit_s = self._waiting * (_START_S + self.limits.decode_timeout_s + _END_S)
                 is_free = self._changed.wait_for(self._can_take, limit_s)
             finally:
@@ -113,7 +113,7 @@ class Decoders:
             while self._free:
                 if (process := self._free.pop()).is_alive():
                     return process
-                self._all.discard(process)  # somebody ended it while it had nothing to do: no image is to blame
+                self._all.discard(process)  # it was ended while idle: no image is to blame
                 process.end()
             self._starting += 1
         started: _Process | None = None
@@ -152,7 +152,7 @@ class _Process:
     """One decoder; used by one thread at a time, killed by any."""
 
     def __init__(self, limits: ImagesConfig) -> None:
-        """Raises EngineError if it does not start."""
+        """Raises EngineError if it doesn't start."""
         held, self._tether = os.pipe()
         command = [sys.executable, "-P", "-m", "sluice.workers.images.decode_process", str(held)]
         try:
@@ -177,7 +177,7 @@ class _Process:
         self._ended = False
         for pipe in (self._in, self._out):
             os.set_blocking(pipe.fileno(), False)
-            with contextlib.suppress(OSError):  # for speed alone; a user has so many large pipes
+            with contextlib.suppress(OSError):  # only for speed; the number of large pipes per user is limited
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
             self._header(time.monotonic() + _START_S)
@@ -187,7 +187,7 @@ class _Process:
             raise EngineError(f"an image decoder did not start ({how}); its own words are on standard error") from error
 
     def decode(self, data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
-        """Raises RequestError, _Died, _Late; after the latter two the process is of no more use."""
+        """Raises RequestError, _Died, _Late; after the last two the process is unusable."""
         deadline = time.monotonic() + limits.decode_timeout_s
         asked = {"limits": msgspec.to_builtins(limits), "num_bytes": len(data)}
         header = json.dumps(asked).encode()
@@ -209,11 +209,10 @@ class _Process:
         return Image.frombytes("RGB", (width, height), pixels, "raw", PIXELS)
 
     def is_alive(self) -> bool:
-        """Whether the process is there."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """From any thread; whoever reads gets _Died."""
+        """Call from any thread; the reader gets _Died."""
         with self._ending:
             if self._ended:
                 return
@@ -230,7 +229,7 @@ class _Process:
                 os.close(self._tether)
 
     def end(self) -> None:
-        """Kill it and close the pipes; by the one thread that uses it."""
+        """Kill it and close the pipes; only for the thread that uses it."""
         try:
             self.kill()
         finally:
@@ -281,15 +280,15 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """No keys and tokens of the parent's: the process reads files that strangers made."""
+    """Without the parent's keys and tokens: the process reads untrusted files."""
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def load_image(source: Any, where: str, decoders: Decoders) -> Image.Image:
-    """RGB. The caller's own files are read from anywhere; size, format and decoding have the limits of jobs.
+    """RGB. The caller's own files may be anywhere; the limits of jobs apply to size, format and decoding.
 
-    An open `PIL.Image.Image` is the caller's own object, and is decoded here. Blocks; raises RequestError.
+    An open `PIL.Image.Image` is the caller's own object, decoded in this process. Blocks; raises RequestError.
     """
     where, limits = f"{where}: the image", decoders.limits
     if isinstance(source, Image.Image):

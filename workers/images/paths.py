@@ -1,7 +1,8 @@
 """Image files below the configured roots.
 
-- What counts is where a path leads: the file with all links resolved lies below a root with all links resolved.
-- The resolved path is opened name by name and no link is followed, so a link put there meanwhile opens nothing.
+- What counts is the real path: the file with all links resolved must be below a root with all links resolved.
+- The resolved path is opened component by component without following links, so a link created in between opens
+  nothing.
 - Only regular files are opened; a FIFO or a device is never touched.
 """
 
@@ -20,7 +21,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A regular file below a root, as it was when it was found; equal while the file is unchanged."""
+    """A regular file below a root, as it was when found; equal while the file is unchanged."""
 
     root: str  # resolved
     inside: str  # its path below the root, without links
@@ -29,7 +30,7 @@ class Found:
 
 
 class Roots:
-    """The directories of `images.roots`; resolved anew at each call, as links and mounts come and go."""
+    """The directories of `images.roots`, resolved again at each call because links and mounts change."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = tuple(roots)
@@ -61,7 +62,7 @@ class Roots:
         raise RequestError(f"{where}: {reason} below images.roots; check the path and the worker's mounts")
 
     def read(self, found: Found, max_bytes: int, where: str) -> bytes:
-        """The whole file, if it is still the one that was found. Blocks; raises RequestError."""
+        """The whole file, if it is still the one found. Blocks; raises RequestError."""
         try:
             data, status = _read(_open(found), max_bytes, where)
         except OSError as error:
@@ -79,9 +80,9 @@ class Roots:
 
 
 def read_anywhere(path: str | os.PathLike[str], max_bytes: int, where: str) -> bytes:
-    """A regular file that the caller itself names; links are followed. Blocks; raises RequestError."""
+    """A regular file that the caller names; links are followed. Blocks; raises RequestError."""
     try:
-        _check_regular(os.stat(path), where)  # before it is opened: opening a device may do something
+        _check_regular(os.stat(path), where)  # before opening it: opening a device may have side effects
         return _read(os.open(path, _FILE & ~os.O_NOFOLLOW), max_bytes, where)[0]
     except (OSError, ValueError) as error:  # ValueError: NUL in the path, or broken Unicode
         raise _unreadable(error, where) from error
@@ -107,7 +108,7 @@ def _unreadable(error: OSError | ValueError, where: str) -> RequestError:
 
 
 def _read(file: int, max_bytes: int, where: str) -> tuple[bytes, os.stat_result]:
-    """At most `max_bytes` of a regular file, and how it was when it had been read; closes the descriptor."""
+    """At most `max_bytes` of a regular file, and its stat after the read; closes the descriptor."""
     with os.fdopen(file, "rb") as stream:
         status = os.fstat(file)
         _check_regular(status, where)
@@ -130,7 +131,7 @@ def _found(root: str, real: str, status: os.stat_result, where: str) -> Found:
 
 
 def _open(found: Found) -> int:
-    """A descriptor of the file, or OSError where a name of its path has become a link or is gone."""
+    """A descriptor of the file, or OSError if a component of its path has become a link or is gone."""
     *folders, name = found.inside.split(os.sep)
     here = os.open(found.root, _FOLDER)
     try:

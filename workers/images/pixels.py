@@ -1,10 +1,10 @@
-"""From untrusted bytes to an RGB image; runs in a process of its own (decode_process.py), as it may take any time.
+"""From untrusted bytes to an RGB image; runs in a separate process (decode_process.py) because it may take any time.
 
-- The format is that of the content. Pillow's reader for it is opened directly: `Image.open` would try others, and
-  would warn or fail by a global limit that is not ours.
+- The content decides the format. Pillow's reader for it is opened directly: `Image.open` would try others, and would
+  warn or fail at a global limit that isn't ours.
 - The size is checked before a pixel is decoded, and before anything of that size is allocated.
-- The result owns its pixels and nothing else: first frame, turned upright (EXIF), on white, without metadata.
-- GIF and WebP say their size in headers that are read here, as Pillow would allocate to find out.
+- The result owns its pixels and nothing else: first frame, upright (EXIF), on white, without metadata.
+- GIF and WebP sizes are read from the headers here, because Pillow would allocate to find out.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def open_image(data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
             return _plain(image)
     except (RequestError, MemoryError):
         raise
-    except Exception as error:  # Pillow's readers raise anything over bytes that somebody made up
+    except Exception as error:  # Pillow's readers raise anything on malicious bytes
         reason = f"{type(error).__name__}: {error}"[:200]
         raise RequestError(f"{where}: is damaged or no {name} ({reason}); replace it") from error
 
 
 def check_encoded(data: bytes, limits: ImagesConfig, where: str) -> ImageFormat:
-    """The format by the first bytes. Raises RequestError for one that is not accepted, or too many bytes."""
+    """The format from the first bytes. Raises RequestError if it isn't accepted, or for too many bytes."""
     if len(data) > (max_bytes := int(limits.max_mb * 2**20)):
         raise too_large(len(data), max_bytes, where)
     name = sniff(data)
@@ -69,7 +69,7 @@ def check_encoded(data: bytes, limits: ImagesConfig, where: str) -> ImageFormat:
 
 
 def plain_image(image: Image.Image, limits: ImagesConfig, where: str) -> Image.Image:
-    """The same for an image that is open already, which stays as it is."""
+    """The same for an image that is already open, which is left unchanged."""
     _check_size(image.size, limits.max_pixels, where)
     try:
         image.load()
@@ -89,9 +89,9 @@ def _check_size(size: tuple[int, int], max_pixels: int, where: str) -> None:
 
 
 def _plain(image: Image.Image) -> Image.Image:
-    """Upright RGB on white, with no tie to the file."""
+    """Upright RGB on white, with no reference to the file."""
     ImageOps.exif_transpose(image, in_place=True)
-    if image.mode in ("I", "I;16"):  # 16 bits of grey; a conversion would cut them at 255
+    if image.mode in ("I", "I;16"):  # 16-bit grey; a conversion would clip it at 255
         plain = image.point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
     elif image.has_transparency_data:
         over = image.convert("RGBA")
@@ -111,7 +111,7 @@ def sniff(data: bytes) -> ImageFormat | None:
 
 
 def early_size(name: ImageFormat, data: bytes) -> tuple[int, int] | None:
-    """(width, height) of a GIF or WebP, whose canvas Pillow makes on opening; None for others and where unreadable."""
+    """(width, height) of a GIF or WebP, where Pillow allocates the canvas on opening; None if other or unreadable."""
     if name == "GIF":
         return _gif(data)
     return _webp(data) if name == "WEBP" else None
@@ -128,7 +128,7 @@ def _webp(data: bytes) -> tuple[int, int] | None:
 
 
 def _gif(data: bytes) -> tuple[int, int] | None:
-    """The screen, widened by the first frame if that is larger."""
+    """The screen size, widened by the first frame if that is larger."""
     if len(data) < 13:
         return None
     width, height = _little(data[6:8]), _little(data[8:10])
@@ -140,7 +140,7 @@ def _gif(data: bytes) -> tuple[int, int] | None:
             return max(width, right), max(height, bottom)
         if data[at] == 0x21:
             at = _after_extension(data, at)
-        elif (block := _GIF_BLOCK.search(data, at)) is not None:  # Pillow skips what is no block, however much
+        elif (block := _GIF_BLOCK.search(data, at)) is not None:  # Pillow skips any length of non-blocks
             at = block.start()
         else:
             break

@@ -1,9 +1,9 @@
 """Images by reference, each fetched once.
 
-- Equal references that are asked for together share one fetch, which outlives the callers that give up on it and
-  ends by its own time limits. A fetch that fails is forgotten, so the next call tries again.
-- Kept under: the digest if the reference has one; else the file as it was (path, mtime, size); else the URL.
-- Files are read in threads, images decoded in processes; at most `FETCHES` references are worked on.
+- Concurrent requests for equal references share one fetch. The fetch outlives callers that give up and ends by its
+  own time limits. A failed fetch is forgotten, so the next call tries again.
+- Cache key: the digest if the reference has one; else the file as it was (path, mtime, size); else the URL.
+- Files are read in threads, images decoded in processes; at most `FETCHES` references are processed at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_NAME = 200  # characters of a name
 class ImageStore:
     """Use as `async with ImageStore(config) as images`; belongs to one event loop.
 
-    `fetched` counts images that were read and decoded, `hits` those answered without a fetch of their own.
+    `fetched` counts images that were read and decoded, `hits` those answered without a separate fetch.
     """
 
     def __init__(self, config: ImagesConfig) -> None:
@@ -46,7 +46,7 @@ class ImageStore:
         self._flights: dict[ImageRef, _Flight] = {}
         self._fetches = asyncio.Semaphore(FETCHES)
         self._decoders = Decoders(config)
-        self._decodes = asyncio.Semaphore(config.decode_processes)  # who waits for a process takes no thread
+        self._decodes = asyncio.Semaphore(config.decode_processes)  # waiting for a process takes no thread
         self._closed = False
         self.fetched = 0
         self.hits = 0
@@ -60,9 +60,9 @@ class ImageStore:
         await self.close()
 
     async def get(self, ref: ImageRef) -> Image.Image:
-        """The image, mode RGB; shared with other callers, so `copy()` it before a change.
+        """The image, mode RGB; shared with other callers, so `copy()` it before changing it.
 
-        Raises RequestError, and EngineError where no decoder can be started.
+        Raises RequestError, and EngineError if no decoder can be started.
         """
         ref = _normal(ref)
         if self._closed:
@@ -82,7 +82,7 @@ class ImageStore:
         return image
 
     async def close(self) -> None:
-        """End running fetches, the connections and the decoders, drop the images; callers get a RequestError."""
+        """Cancel running fetches, close connections and decoders, drop the images; callers get a RequestError."""
         self._closed = True
         flights = list(self._flights.values())
         for flight in flights:
@@ -94,7 +94,7 @@ class ImageStore:
         await self._urls.close()
 
     async def _fly(self, ref: ImageRef) -> tuple[Image.Image, bool]:
-        """(image, whether it was fetched now)."""
+        """(image, whether it was fetched by this call)."""
         try:
             async with self._fetches:
                 return await self._load(ref, describe(ref))
@@ -117,7 +117,7 @@ class ImageStore:
         return image, True
 
     async def _find(self, ref: ImageRef, where: str) -> tuple[Found | None, str]:
-        """The file that the reference means, or None (and why it is not its path) where its URL is to be used."""
+        """The file the reference means, or None (and why its path doesn't apply) if its URL is to be used."""
         if ref.path is None and ref.url is not None:
             return None, ""
         names = (ref.path,) if ref.path is not None else (str(ref.sha256), f"sha256/{ref.sha256}")
@@ -142,7 +142,7 @@ class ImageStore:
 
 
 def _normal(ref: ImageRef) -> ImageRef:
-    """Empty parts are None, the digest is in its one form. Raises RequestError when nothing is left."""
+    """Empty parts become None, the digest gets its canonical form. Raises RequestError when nothing is left."""
     ref = msgspec.structs.replace(ref, path=ref.path or None, url=ref.url or None, sha256=ref.sha256 or None)
     if ref.sha256 is not None:
         return msgspec.structs.replace(ref, sha256=normal_digest(ref.sha256, describe(ref)))
@@ -152,7 +152,7 @@ def _normal(ref: ImageRef) -> ImageRef:
 
 
 def _note_error(flight: _Flight) -> None:
-    """Mark the error as seen: the callers get it, unless all of them gave up."""
+    """Mark the error as retrieved: the callers get it, unless all of them gave up."""
     if not flight.cancelled():
         flight.exception()
 
@@ -163,7 +163,7 @@ def _is_cancelled() -> bool:
 
 
 class ImageCache:
-    """Bounded by the bytes of the pixels; an image larger than the whole is not kept."""
+    """Bounded by bytes of pixels; an image larger than the whole cache isn't kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -181,7 +181,7 @@ class ImageCache:
         return image
 
     def put(self, key: Hashable, image: Image.Image) -> None:
-        """Keep the image, and drop others until the bound holds."""
+        """Add the image, evicting others until the bound holds."""
         self._drop(key)
         if _cost(image) > self._max_bytes:
             return
@@ -191,7 +191,6 @@ class ImageCache:
             self._drop(next(iter(self._images)))
 
     def clear(self) -> None:
-        """Drop everything."""
         self._images.clear()
         self.num_bytes = 0
 
@@ -206,7 +205,7 @@ def _cost(image: Image.Image) -> int:
 
 
 def normal_digest(text: str, where: str) -> str:
-    """64 lower-case hexadecimal digits; "sha256:" in front is accepted. Raises RequestError."""
+    """64 lower-case hexadecimal digits; a "sha256:" prefix is accepted. Raises RequestError."""
     digest = text.lower().removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise RequestError(f"{where}: its sha256 must be 64 hexadecimal digits, with or without 'sha256:' in front")
@@ -214,7 +213,7 @@ def normal_digest(text: str, where: str) -> str:
 
 
 def check_digest(data: bytes, expected: str | None, where: str) -> None:
-    """Raise RequestError unless the bytes are those that were asked for; None asks for nothing."""
+    """Raise RequestError unless the bytes match the expected digest; None accepts anything."""
     if expected is None:
         return
     found = hashlib.sha256(data).hexdigest()
@@ -237,7 +236,7 @@ def describe(ref: ImageRef) -> str:
 
 
 def show_url(url: str) -> str:
-    """The URL without user, password and query, which may be credentials; printable whatever it holds."""
+    """The URL without user, password and query, which may be credentials; always printable."""
     address, query, _ = url.partition("?")
     scheme, colon, rest = address.partition("://")
     authority, slash, path = rest.partition("/")

@@ -1,9 +1,9 @@
 """Images over HTTP, from listed hosts.
 
-- One pooled session, made at the first fetch: no cookies, no proxies or passwords of the environment, no
+- One pooled session, created at the first fetch: no cookies, no proxies or passwords from the environment, no
   redirects, no decompression.
-- Bytes are counted as they come; what a server says of their length is only a reason to stop sooner.
-- A connection that fails or stalls, and a 5xx, are tried again; all tries together have one time limit.
+- Bytes are counted as they arrive; the length a server declares is only a reason to stop sooner.
+- A connection that fails or stalls, and a 5xx, are retried; all tries together share one time limit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "s
 
 
 class ServerTrouble(Exception):
-    """An answer that may be better next time."""
+    """An answer that may be better on the next try."""
 
 
 class UrlFetcher:
-    """Bytes of allow-listed URLs; belongs to one event loop."""
+    """Fetches allow-listed URLs; belongs to one event loop."""
 
     def __init__(self, config: ImagesConfig, resolver: AbstractResolver | None = None) -> None:
-        """`resolver` instead of the system's."""
+        """`resolver` replaces the system's."""
         self._hosts = AllowedHosts(config.hosts, "images.hosts")
         self._max_bytes = int(config.max_mb * 2**20)
         self._timeout_s = config.fetch_timeout_s
@@ -53,7 +53,6 @@ class UrlFetcher:
             ) from error
 
     async def close(self) -> None:
-        """Close the pooled connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -3,10 +3,10 @@
 ```
  prompts.jsonl ─ PromptFile ─▶ GenerationEngine.answers ─▶ PartFile (as they end) ─ write_in_order ─▶ answers.jsonl
                     │                                          │
-              scan: count, digest, malformed rows        header: what the run was begun with
+              scan: count, digest, malformed rows        header: what the run was started with
 ```
 
-- `cli` takes the options, `settings` checks them and makes plugins, `run` goes from start to exit code.
-- `prompt_file` is the input, `answers` the output; `sinks` are the part file and standard output, with the tally of
-  errors; `progress` is the meter and the summary.
+- `cli` defines the options, `settings` checks them and makes plugins, `run` goes from start to exit code.
+- `prompt_file` is the input, `answers` the output; `sinks` are the part file and standard output, plus the error
+  tally; `progress` is the progress bar and the summary.
 """

@@ -1,9 +1,9 @@
 """The rows of the output, and the finished file: in the order of the input, whole or absent.
 
-- A sequence has one number for each (row, index), whatever the length of the file and `n` are. It makes the sequence's
-  seed, so a prompt's first answer with n = 4 is its answer with n = 1.
-- A process that is killed while it writes the finished file leaves the part file, and a hidden file beside it that the
-  next run replaces.
+- Each (row, index) has a fixed sequence number, independent of file length and `n`. It determines the seed, so a
+  prompt's first answer with n = 4 equals its answer with n = 1.
+- A process killed while writing the finished file leaves the part file, plus a hidden file beside it that the next run
+  replaces.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence. `finish_reason` error: nothing was decoded, and `error` says why."""
 
     id: str | int | None = None  # the prompt's own
-    row: int  # of the prompt in its file, from 0; blank lines are no rows
-    index: int = 0  # of the sequence among the n of its prompt
+    row: int  # of the prompt in its file, from 0; blank lines don't count
+    index: int = 0  # of the sequence among the prompt's n
     text: str = ""
-    raw_text: str = ""  # with special tokens, whole
+    raw_text: str = ""  # complete, with special tokens
     finish_reason: FinishReason
     stop_reason: str | int | None = None
-    triggers: dict[str, Any] = {}  # of the repeat guard, as in `GenerationResult`
+    triggers: dict[str, Any] = {}  # from the repeat guard, as in `GenerationResult`
     error: str | None = None
     token_ids: list[int] = []
     response_mask: list[int] = []  # empty = all ones
@@ -61,17 +61,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     num_new_tokens: int = 0
     prompt_truncated: int = 0  # tokens cut from the prompt's left
     metadata: dict[str, Any] = {}  # the prompt's own
-    engine: EngineNote | None = None  # None: no engine was asked
+    engine: EngineNote | None = None  # None: no engine was called
     fallback: dict[str, str] | None = None  # wanted, used, reason: another backend answered
 
     @property
     def number(self) -> int:
-        """Of the sequence; see `number_of`."""
+        """The sequence's number; see `number_of`."""
         return number_of(self.row, self.index)
 
     @classmethod
     def of(cls, row: int, index: int, result: GenerationResult, *, id: str | int | None, metadata: Any) -> Answer:
-        """The answer of an engine."""
+        """The answer from an engine."""
         names = ("text", "raw_text", "finish_reason", "stop_reason", "triggers", "error", "token_ids", "logprobs")
         more = ("response_mask", "prompt_token_ids", "num_prompt_tokens", "num_new_tokens", "prompt_truncated")
         taken = {name: getattr(result, name) for name in (*names, *more)}
@@ -82,12 +82,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def refused(cls, row: int, index: int, malformed: Malformed) -> Answer:
-        """The answer to a row that could not be read."""
+        """The answer for a row that couldn't be read."""
         return cls(row=row, index=index, finish_reason="error", error=str(malformed.error()))
 
     @classmethod
     def failed(cls, row: int, index: int, error: SluiceError, *, id: str | int | None, metadata: Any) -> Answer:
-        """The answer to a row that no engine here can take."""
+        """The answer for a row that no engine here can take."""
         return cls(id=id, row=row, index=index, metadata=metadata, finish_reason="error", error=f"row {row}: {error}")
 
     def line(self, fields: Literal["minimal", "all"]) -> bytes:
@@ -111,7 +111,7 @@ def row_and_index(number: int) -> tuple[int, int]:
 
 
 def write_in_order(path: Path, lines: Iterable[bytes]) -> None:
-    """Replace `path` by these lines; Parquet by its name."""
+    """Replace `path` with these lines; a Parquet name writes Parquet."""
     with _aside(path) as aside:
         if is_parquet(path):
             _write_parquet(aside, iter(lines))
@@ -143,7 +143,7 @@ def _write_parquet(path: Path, lines: Iterator[bytes]) -> None:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns have one type: ids and stop reasons become strings, metadata JSON."""
+    """Columns have one type: ids and stop reasons become strings, metadata becomes JSON."""
     for name in ("id", "stop_reason"):
         if row.get(name) is not None:
             row[name] = str(row[name])

@@ -1,6 +1,6 @@
-"""What a run says, always on standard error: how far it is, its numbers at the end, and why rows failed.
+"""What a run reports on standard error: its progress, its final numbers, and why rows failed.
 
-A bar on a terminal, plain lines now and then elsewhere; with --json one object for programs on standard output.
+A bar on a terminal, otherwise occasional plain lines; with --json, also one object on standard output for programs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PLAIN_EVERY_S = 10.0
 
 
 class Meter:
-    """Use it with `with`; `tally` counts the whole run, rates are those of this session."""
+    """Use it with `with`; `tally` counts the whole run, rates are for this session."""
 
     def __init__(self, total: int, tally: Tally) -> None:
-        """`total` sequences, of which the tally's are done."""
+        """`total` sequences; those in the tally are done."""
         self._total, self._tally = total, tally
         self._console = Console(stderr=True)
         self._began = self._printed = time.monotonic()
@@ -33,7 +33,7 @@ class Meter:
         return self
 
     def begin(self) -> None:
-        """The model is there: from here on time is counted."""
+        """The model is loaded: start the clock."""
         self._began = self._printed = time.monotonic()
         if self._console.is_terminal:
             columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -57,7 +57,7 @@ class Meter:
         return (self._tally.tokens - self._tokens_before) / max(self.seconds, 1e-9)
 
     def update(self) -> None:
-        """Show the tally."""
+        """Refresh the display from the tally."""
         if self._bar is not None:
             self._show()
         elif time.monotonic() - self._printed >= _PLAIN_EVERY_S:
@@ -65,11 +65,11 @@ class Meter:
             self.say(f"{self._tally.sequences}/{self._total}  {self._words()}")
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print one permanent line."""
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def report(self, settings: GenerateSettings, rows: int, *, before: int, stdout: IO[bytes]) -> None:
-        """The numbers of the run; with --json for programs on `stdout` too. `before`: answers of earlier sessions."""
+        """Print the run's numbers; with --json also to `stdout` for programs. `before`: answers of earlier sessions."""
         tally = self._tally
         ok = tally.sequences - tally.errors
         if settings.as_json:

@@ -1,7 +1,7 @@
-"""The rows of prompts: read once to count and check them, then again to decode them.
+"""The prompt rows: read once to count and check them, then again to decode them.
 
-- Nothing is loaded or decoded before the whole file was read once: a malformed row is found in the first second.
-- Standard input is copied to a temporary file first, so that it can be read twice.
+- Nothing is loaded or decoded until the whole file was read once, so a malformed row is found in the first second.
+- Standard input is first copied to a temporary file, so it can be read twice.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sluice.workers.offline.settings import STANDARD
 
 
 class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt: exactly one of `messages`, `prompt` (a user message) and `prompt_token_ids` (taken as they are)."""
+    """One prompt: exactly one of `messages`, `prompt` (a user message) and `prompt_token_ids` (used unchanged)."""
 
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    images: tuple[str | ImageRef, ...] = ()  # paths, from the input file's folder on
+    images: tuple[str | ImageRef, ...] = ()  # paths, relative to the input file's folder
     id: str | int | None = None
     metadata: dict[str, Any] = {}
 
@@ -56,7 +56,7 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError("`images` are paths here; URLs and digests are for jobs on the queue")
 
     def request(self, where: str, folder: Path) -> GenerationRequest:
-        """The same for the engine; `where` is the row's name in errors."""
+        """The row as an engine request; `where` names the row in errors."""
         if self.prompt_token_ids is not None:
             return TextGenerationRequest(prompt_token_ids=self.prompt_token_ids, request_id=where)
         if not self.images:
@@ -73,16 +73,16 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Scan:
-    """What the first reading found."""
+    """Results of the first pass."""
 
     digest: str  # sha256 of the file
-    total: int  # rows, malformed ones included
+    total: int  # rows, including malformed ones
     malformed: dict[int, Malformed] = field(default_factory=dict)  # by row
     with_image: set[int] = field(default_factory=set)  # rows
 
     @property
     def request_types(self) -> list[RequestType]:
-        """What the well-formed rows ask for."""
+        """The request types of the well-formed rows."""
         has_text = self.total > len(self.malformed) + len(self.with_image)
         kinds: list[tuple[RequestType, bool]] = [("text", has_text), ("vlm", bool(self.with_image))]
         return [kind for kind, found in kinds if found]
@@ -90,11 +90,11 @@ class Scan:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """`name` is what is said of it."""
+    """`name` is its name in messages."""
 
     path: Path
     name: str
-    folder: Path  # that image paths begin at
+    folder: Path  # image paths are relative to it
     parquet: bool
 
     def scan(self) -> Scan:

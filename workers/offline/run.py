@@ -1,10 +1,10 @@
 """`sluice generate` from its settings to its exit code.
 
-- Everything that can be wrong without a model (settings, rows, part file) is an error before one is loaded.
-- A sequence that the sink holds is not decoded again; if nothing else is left the engine is not even loaded.
-- Rows with an image go first. Where the engine takes no images each of them is an error row; the others are decoded.
-- Standard output carries answers or the summary alone; what libraries print there goes to standard error.
-- Ctrl-C and SIGTERM end a run in order: what is done is kept, and the same command continues from there.
+- Every error that can be found without a model (settings, rows, part file) is raised before one is loaded.
+- A sequence already in the sink isn't decoded again; if nothing is left, the engine isn't even loaded.
+- Rows with an image go first. If the engine takes no images, each becomes an error row; the others are decoded.
+- Standard output carries only answers or the summary; what libraries print there goes to standard error.
+- Ctrl-C and SIGTERM end a run cleanly: finished answers are kept, and the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _NOT_DIGESTED = (".md", ".lock")
 
 
 def run(settings: GenerateSettings) -> int:
-    """Answer every prompt; the exit code. Raises SluiceError."""
+    """Answer every prompt; returns the exit code. Raises SluiceError."""
     logs.configure("generate", logging.WARNING)
     _warn_of_a_late_guard(settings)
     with _own_stdout() as stdout, _sigterm_as_sigint():
-        model = model_digest(settings.model.path)  # before standard input is waited for
+        model = model_digest(settings.model.path)  # before blocking on standard input
         plugins = make_plugins(settings.plugins)
         with open_prompts(settings.source) as prompts:
             scan = _scanned(prompts, settings)
@@ -123,7 +123,7 @@ def _kept(part: PartFile, decoding: Decoding) -> str:
 
 
 def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
-    """Every answer into the sink, and what to say at the end."""
+    """Put every answer into the sink, then report."""
     before = len(sink)
     if before:
         say(f"going on: {before} of {decoding.total} answers were done before", file=sys.stderr)
@@ -136,7 +136,7 @@ def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
 
 @contextmanager
 def _own_stdout() -> Iterator[IO[bytes]]:
-    """Standard output for ourselves alone."""
+    """Reserve standard output for our own writes."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "wb") as mine:
         os.dup2(2, 1)
@@ -149,9 +149,9 @@ def _own_stdout() -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _sigterm_as_sigint() -> Iterator[None]:
-    """One way to end; asyncio, while it runs, has a handler of its own for SIGINT."""
+    """Makes SIGTERM end the run like SIGINT; while asyncio runs, it has its own SIGINT handler."""
     interrupt = signal.getsignal(signal.SIGINT)
-    if interrupt is signal.SIG_IGN:  # a background job of a script: SIGTERM must end it all the same
+    if interrupt is signal.SIG_IGN:  # a background job of a script: SIGTERM must still end it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
@@ -169,16 +169,16 @@ class Decoding:
     prompts: PromptFile
     scan: Scan
     plugins: Sequence[GenerationPlugin] = ()
-    _open: dict[int, PromptRow] = field(default_factory=dict)  # by number: in the engine
+    _open: dict[int, PromptRow] = field(default_factory=dict)  # by number: those in the engine
     _asked: bool = False  # the engine has read a request
 
     @property
     def total(self) -> int:
-        """Sequences of the whole file."""
+        """Sequences in the whole file."""
         return self.scan.total * self.settings.n
 
     def run(self, sink: Sink, meter: Meter) -> None:
-        """Answer what is not answered yet. Raises ModelError, EngineError, DataError."""
+        """Answer what isn't answered yet. Raises ModelError, EngineError, DataError."""
         for row, malformed in self.scan.malformed.items():
             for index in range(self.settings.n):
                 if number_of(row, index) not in sink:
@@ -199,7 +199,7 @@ class Decoding:
                     meter.update()
 
     def _decode(self, engine: GenerationEngine, sink: Sink, meter: Meter, *, image: bool) -> None:
-        """Raises EngineError before a request is read if the engine takes no images."""
+        """Raises EngineError before reading a request if the engine takes no images."""
         requests = self._requests(sink, image=image)
         for number, result in engine.answers(requests, self.settings.options, self.plugins, image=image):
             row, index = row_and_index(number)
@@ -259,7 +259,7 @@ def _engine(settings: GenerateSettings) -> GenerationEngine:
 def model_digest(path: str) -> str:
     """A digest of the names, sizes and sampled contents of a model directory's files.
 
-    Samples are spread evenly over a file, so weights that were trained further differ. Raises ModelError.
+    Samples are spread evenly over each file, so further training changes the digest. Raises ModelError.
     """
     if not Path(path).is_dir():
         what = "not a directory" if Path(path).exists() else "no such directory"

@@ -1,4 +1,4 @@
-"""What one `sluice generate` is asked to do, plugins included, checked before anything is read or loaded."""
+"""The settings of one `sluice generate`, including plugins, checked before anything is read or loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
     images: ImagesConfig = ImagesConfig()
     backend: Literal["hf", "vllm"] = "hf"
     fallback_backend: Literal["hf"] | None = None
-    n: int = 1  # sequences of one prompt
+    n: int = 1  # sequences per prompt
     enable_thinking: bool = False
     plugins: tuple[str, ...] = ()
     max_batch: int = 32
@@ -77,11 +77,11 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def to_stdout(self) -> bool:
-        """No file is written, so nothing can be resumed."""
+        """No file is written, so the run can't be resumed."""
         return self.out == STANDARD
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the answers, beside input and model; plain values, name → value."""
+        """Everything that determines the answers besides input and model; plain values, name → value."""
         model = {key: value for key, value in msgspec.to_builtins(self.model).items() if key != "path"}
         names = ("backend", "fallback_backend", "n", "enable_thinking", "plugins", "fields", "on_malformed")
         chosen = {name: msgspec.to_builtins(getattr(self, name)) for name in names}
@@ -130,7 +130,7 @@ def make_plugins(names: Iterable[str]) -> list[GenerationPlugin]:
 
 
 def check_fit(plugins: Iterable[GenerationPlugin], *, backend: str, request_types: Iterable[RequestType]) -> None:
-    """Raise ConfigError for a plugin that the backend, which is not loaded yet, or these requests cannot serve."""
+    """Raise ConfigError for a plugin that these requests or the (not yet loaded) backend can't serve."""
     plugins = tuple(plugins)
     for request_type in request_types:
         try:
@@ -149,7 +149,7 @@ def _make(name: str) -> GenerationPlugin:
         raise ConfigError(f"--plugin {name}: {module_name!r} has no GenerationPlugin class {class_name!r}")
     try:
         return found()
-    except Exception as error:  # the user's code, which may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(
             f"--plugin {name}: cannot be made without arguments ({type(error).__name__}: {error}); give them defaults"
         ) from error

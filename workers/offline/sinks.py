@@ -1,15 +1,15 @@
-"""Where answers go as they end: a part file from which a run continues, or standard output.
+"""Where finished answers go: a part file that a run can resume from, or standard output.
 
-A part file has a header line, then one line an answer.
+A part file has a header line, then one line per answer.
 
-- The header says what the run was begun with (input, model, options): only the same run continues it.
-- A line counts when it is whole. What follows the first line that is not (a write that was cut short) is dropped, and
-  those sequences are decoded again.
-- A line is with the system as soon as it is appended, and on the disk a second later.
+- The header records what the run was started with (input, model, options): only the same run can resume it.
+- Only complete lines count. Everything from the first incomplete line on (an interrupted write) is dropped, and those
+  sequences are decoded again.
+- A line is handed to the OS as soon as it is appended, and is on disk a second later.
 - One process at a time holds the file.
 
-`Failures` says why rows ended in errors in a few lines: the first error of each kind, and how many are like it. Errors
-are of one kind when they differ only in names and numbers. Memory does not grow with the number of kinds.
+`Failures` explains in a few lines why rows ended in errors: the first error of each kind, and how many are like it.
+Errors that differ only in names and numbers are of the same kind. Memory doesn't grow with the number of kinds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Failures:
     _others: int = 0  # errors of further kinds
 
     def count(self, row: int, error: str) -> None:
-        """One more error, of this row."""
+        """Count one error of this row."""
         kind = _PARTICULAR.sub("#", error)
         if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             self._others += 1
@@ -64,12 +64,12 @@ class Failures:
 
     @property
     def first(self) -> str | None:
-        """The error of the lowest row; None if there is none."""
+        """The error of the lowest row; None if there are none."""
         kinds = self._by_row()
         return _line(kinds[0]) if kinds else None
 
     def lines(self) -> list[str]:
-        """One line for each kind, by row, and one for what further kinds there are."""
+        """One line per kind, by row, and one for all further kinds."""
         lines = [_line(kind) + (f"; {kind.count - 1} more" if kind.count > 1 else "") for kind in self._by_row()]
         return [*lines, f"errors of other kinds: {self._others}"] if self._others else lines
 
@@ -90,7 +90,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What is needed of an answer to resume; the other fields are skipped."""
+    """The fields needed to resume from an answer; others are skipped."""
 
     row: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROWS)]
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_N)]
@@ -101,16 +101,16 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass
 class Tally:
-    """Counts of a whole run, earlier sessions included."""
+    """Counts over the whole run, including earlier sessions."""
 
     sequences: int = 0
     errors: int = 0
     tokens: int = 0
-    loops: int = 0  # sequences that the repeat guard ended
+    loops: int = 0  # sequences ended by the repeat guard
     failures: Failures = field(default_factory=Failures)
 
     def count(self, answer: Answer | _Line) -> None:
-        """One more answer."""
+        """Count one answer."""
         self.sequences += 1
         self.tokens += answer.num_new_tokens
         self.loops += answer.finish_reason == "repeat_terminated"
@@ -121,10 +121,10 @@ class Tally:
 
 @dataclass
 class Kept:
-    """What of a part file counts."""
+    """The valid part of a part file."""
 
-    places: dict[int, int] = field(default_factory=dict)  # number of the sequence → offset of its line
-    end: int = 0  # bytes that are whole
+    places: dict[int, int] = field(default_factory=dict)  # sequence number → offset of its line
+    end: int = 0  # number of valid bytes
     tally: Tally = field(default_factory=Tally)
 
 
@@ -134,9 +134,9 @@ def header_line(run: dict[str, Any]) -> bytes:
 
 
 def recover(lines: Iterable[bytes], header: bytes, name: str) -> Kept:
-    """What counts of the lines of a part file; `end` 0: nothing, not even the header.
+    """The valid part of a part file's lines; `end` 0: nothing, not even the header.
 
-    Raises ConfigError when the first line is that of another run, or of something else.
+    Raises ConfigError if the first line belongs to another run or isn't a header.
     """
     kept, stream = Kept(), iter(lines)
     first = next(stream, b"")
@@ -166,23 +166,23 @@ class Sink(Protocol):
     tally: Tally
 
     def __contains__(self, number: int) -> bool:
-        """True when this sequence was answered."""
+        """True if this sequence was answered."""
         ...
 
     def __len__(self) -> int:
-        """Answers that it was given."""
+        """Number of answers it was given."""
         ...
 
     def append(self, answer: Answer, line: bytes) -> None:
-        """Take one answer, and `line`, which is what the output has of it."""
+        """Take one answer; `line` is what the output stores of it."""
         ...
 
 
 class PartFile:
-    """Open it with `with`; it stays unless it is removed or holds no answer."""
+    """Open it with `with`; it stays on disk unless it is removed or holds no answer."""
 
     def __init__(self, path: Path, run: dict[str, Any], *, restart: bool = False) -> None:
-        """Raises ConfigError for the part file of another run, or one that another process writes."""
+        """Raises ConfigError for another run's part file, or one that another process is writing."""
         self.path = path
         self._stream = _locked(path)
         try:
@@ -219,7 +219,7 @@ class PartFile:
         return len(self._places)
 
     def append(self, answer: Answer, line: bytes) -> None:
-        """Keep one answer. Raises DataError when the disk takes no more."""
+        """Store one answer. Raises DataError if the disk is full."""
         place = self._end
         self._write(line)
         self._places[answer.number] = place
@@ -233,7 +233,7 @@ class PartFile:
                 yield stream.readline()
 
     def remove(self) -> None:
-        """The answers are elsewhere."""
+        """Delete the file once the answers are stored elsewhere."""
         self._places.clear()
 
     def _write(self, line: bytes) -> None:
@@ -275,7 +275,7 @@ def _difference(first: bytes, header: bytes, name: str) -> str:
 
 
 class StdoutSink:
-    """Keeps nothing, so a run cannot be resumed from it."""
+    """Keeps nothing, so a run can't be resumed from it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -288,7 +288,6 @@ class StdoutSink:
         return self.tally.sequences
 
     def append(self, answer: Answer, line: bytes) -> None:
-        """Write one answer."""
         self._stream.write(line)
         self._stream.flush()
         self.tally.count(answer)

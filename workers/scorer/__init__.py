@@ -2,5 +2,5 @@
 
 score:jobs ──▶ Scorer (scorer.py) ──▶ VersionedModel (model.py) ──▶ answers to the trainer
                   │                       ▲
-                  └── WeightsRegistry ────┘  one module in memory, whose weights follow the jobs
+                  └── WeightsRegistry ────┘  one module in memory; its weights follow the jobs
 """

@@ -1,8 +1,8 @@
 """One model in memory, with the weights of the version loaded last.
 
-- `version` is None whenever the weights are not known to be those of one version: before the first load, and after
-  one that failed halfway.
-- Scores are those of plain forward passes over the tokens alone; a prompt with an image has more than its tokens.
+- `version` is None whenever the weights aren't known to be those of one version: before the first load, and after a
+  load that failed halfway.
+- Scores come from plain forward passes over tokens alone, so prompts with an image can't be scored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class VersionedModel:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the model is."""
         return self._model.facts
 
     @torch.inference_mode()
@@ -61,7 +60,7 @@ class VersionedModel:
         self.version = manifest.version
 
     def score(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
-        """An answer for each job, all of the loaded version; one that cannot be scored gets an error.
+        """One answer per job, all under the loaded version; a job that can't be scored gets an error.
 
         Raises EngineError when the device fails.
         """
@@ -74,7 +73,7 @@ class VersionedModel:
         ]
 
     def _logprobs(self, jobs: Sequence[ScoreJob]) -> list[list[float]]:
-        """Of each job's positions."""
+        """For each job's positions."""
         lows = [min(job.positions) for job in jobs]
         sequences = [[*job.prompt_token_ids, *job.token_ids[: max(job.positions) + 1]] for job in jobs]
         firsts = [len(job.prompt_token_ids) + low for job, low in zip(jobs, lows, strict=True)]
@@ -91,7 +90,7 @@ class VersionedModel:
         ]
 
     def _why_not(self, job: ScoreJob) -> str:
-        """Why this job cannot be scored, or nothing."""
+        """Why this job can't be scored; empty if it can."""
         if job.version != self.version:
             return f"weights v{job.version} are not loaded"
         if not job.prompt_token_ids or not job.positions:

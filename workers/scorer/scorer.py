@@ -1,13 +1,13 @@
-"""Takes score jobs, version by version, and answers each.
+"""Takes score jobs, grouped by version, and answers each.
 
 | waits for      | unblocked by                                    |
 |----------------|-------------------------------------------------|
-| score jobs     | the trainer's ask; a stop                       |
-| weights, a pass| the model's thread; the leases are renewed on   |
+| score jobs     | the trainer's request; a stop                   |
+| weights, a pass| the model's thread; leases are renewed meanwhile|
 
 - Every job is answered: with scores under exactly the version it names, or with the reason why there are none.
-- A missing or broken version does not end the scorer. A failing device does; its jobs go to another scorer.
-- On a stop the jobs being scored are answered; the others are given back.
+- A missing or broken version doesn't end the scorer. A failing device does; its jobs go to another scorer.
+- On a stop, the jobs being scored are answered and the others are given back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BLOCK_S = 0.5
 
 
 class ScoringModel(Protocol):
-    """What answers the jobs: VersionedModel (model.py)."""
+    """Scores the jobs: VersionedModel (model.py)."""
 
     version: int | None
 
@@ -41,7 +41,7 @@ class ScoringModel(Protocol):
         ...
 
     def score(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
-        """An answer for each job, under the loaded version."""
+        """One answer per job, under the loaded version."""
         ...
 
 
@@ -59,7 +59,7 @@ async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> Non
 async def _serve(config: Config, name: str, stop: asyncio.Event | None) -> None:
     async with role_process(config, "scorer", name, stop) as role:
         role.status.waiting(WaitKind.MODEL, config.model.path)
-        from sluice.workers.scorer.model import VersionedModel  # torch: after the GPU was chosen
+        from sluice.workers.scorer.model import VersionedModel  # imports torch: after the GPU was chosen
 
         model = await asyncio.to_thread(VersionedModel, config)
         get_logger().info("scorer ready", device=model.facts.device, dtype=model.facts.dtype)
@@ -67,7 +67,7 @@ async def _serve(config: Config, name: str, stop: asyncio.Event | None) -> None:
 
 
 class Scorer:
-    """One model on the score jobs of a run."""
+    """One model serving the score jobs of a run."""
 
     def __init__(self, role: Role, model: ScoringModel) -> None:
         self._role, self._model = role, model
@@ -104,7 +104,7 @@ class Scorer:
         self._role.status.fact(version=self._model.version, scored=self._scored)
 
     async def _switch_to(self, version: int) -> str:
-        """Load a version; the reason if that fails, or nothing."""
+        """Load a version; the reason if that fails, else empty."""
         if self._model.version == version:
             return ""
         self._role.status.waiting(WaitKind.WEIGHTS, f"v{version}")
@@ -121,7 +121,7 @@ class Scorer:
 
 
 def _by_version(taken: Sequence[TakenJob], loaded: int | None) -> Iterator[tuple[int, list[TakenJob]]]:
-    """Groups of one version, the loaded one first."""
+    """Jobs grouped by version, the loaded version first."""
     versions = {one.job.version for one in taken}
     for version in sorted(versions, key=lambda version: (version != loaded, version)):
         yield version, [one for one in taken if one.job.version == version]

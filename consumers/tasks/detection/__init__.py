@@ -1,4 +1,4 @@
-"""Structured detection: a JSON object list with boxes, matched to the truth and completed by it.
+"""Structured detection: a JSON object list with boxes, matched to the truth and completed from it.
 
 token_ids ──grammar──▶ members ──parse──▶ objects ──match──▶ pairs ──target──▶ draft ─▶ labels ─▶ sample
                                               ▲

@@ -1,14 +1,14 @@
-"""The grammars of the answer literal, and a string- and escape-aware scanner of them, with character positions.
+"""The grammars of the answer literal, and their string- and escape-aware scanner, with character positions.
 
 | `rollout_matching.grammar` | literal                                                                    |
 |----------------------------|----------------------------------------------------------------------------|
 | `object_n` (default)       | `{"object_1": {"desc": "seven", "bbox_2d": [1, 2, 3, 4]}, …}`              |
 | `objects`                  | `{"objects": [{"desc": "seven", "bbox_2d": [1, 2, 3, 4]}, …]}`, also `poly` |
 
-- `object_n` starts the answer. Before `objects` there may be anything, such as a code fence; it is skipped.
-- Every character is looked at a bounded number of times; nesting, members and items are bounded; numbers are
+- `object_n` must start the answer. Text before `objects`, such as a code fence, is skipped.
+- Every character is read a bounded number of times; nesting, members and items are bounded; numbers are
   never converted here. So hostile text costs linear time and bounded memory.
-- Nothing is repaired: at the first character outside the grammar the scan stops.
+- Nothing is repaired: the scan stops at the first character outside the grammar.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _ATOM = re.compile(r'[^\s,\[\]{}":]+')
 
 @dataclass(frozen=True)
 class Grammar:
-    """How objects are written one after the other, and which geometries they may have."""
+    """How objects are written in sequence, and which geometries they may have."""
 
-    opened: re.Pattern[str]  # what is before the first object
-    opening: str  # the same as it is written
-    end: str  # of the entries
-    closing: str  # what is written after the last object
-    is_numbered: bool  # entries have the names object_<n>
+    opened: re.Pattern[str]  # matches the text before the first object
+    opening: str  # the same, as written in a target
+    end: str  # closes the list of entries
+    closing: str  # written after the last object
+    is_numbered: bool  # entries are named object_<n>
     geometries: tuple[str, ...]
 
 
 OBJECT_N = Grammar(re.compile(r"\A[ \t\n\r]*\{"), "{", "}", "}", is_numbered=True, geometries=("bbox_2d",))
 OBJECTS = Grammar(
-    # Prose before the answer may quote it; what counts is the first list that begins with an object, else an empty one.
+    # Prose before the answer may quote it, so the first list that begins with an object counts, else an empty one.
     re.compile(r'\{[ \t\n\r]*"objects"[ \t\n\r]*:[ \t\n\r]*\[(?=[ \t\n\r]*[{\]])'),
     '{"objects": [',
     "]",
@@ -70,16 +70,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Member:
-    """One entry; `body` is None when its braces close but its inside is malformed."""
+    """One entry; `body` is None if its braces close but the content is malformed."""
 
-    key: Value | None  # None where entries have no names
+    key: Value | None  # None if entries have no names
     body: Value | None
     end: int  # characters, after the entry's value
 
 
 @dataclass(frozen=True)
 class Scan:
-    """`closed`: the outermost brace closed within the limits; `start`: characters that were skipped before it."""
+    """`closed`: the outermost brace closed within the limits; `start`: characters skipped before it."""
 
     members: tuple[Member, ...]
     closed: bool
@@ -87,7 +87,7 @@ class Scan:
 
 
 def scan(text: str, max_members: int, grammar: Grammar = OBJECT_N) -> Scan:
-    """Read the literal of the grammar, at most `max_members` complete members."""
+    """Read the grammar's literal, at most `max_members` complete members."""
     found = list(grammar.opened.finditer(text))
     filled = (one for one in found if not text.startswith(grammar.end, _skip(text, one.end())))
     opened = next(filled, found[0] if found else None)
@@ -117,7 +117,7 @@ def _closes(text: str, at: int, grammar: Grammar) -> bool:
 
 
 def string_value(text: str, value: Value) -> str | None:
-    """The string that a literal means; None if it is no JSON string, or holds a lone surrogate."""
+    """The string that a literal encodes; None if it isn't a JSON string, or contains a lone surrogate."""
     try:
         found = json.loads(text[value.start : value.end])
         found.encode("utf-8")
@@ -137,7 +137,7 @@ def _member(text: str, at: int) -> Member | None:
 
 
 def _entry(text: str, key: Value | None, at: int) -> Member | None:
-    """The value of an entry; None where it is unfinished."""
+    """The value of an entry; None if it is unfinished."""
     if not text.startswith("{", at):
         value = read_value(text, at, len(text), MAX_DEPTH)
         unfinished = value is None or (value.kind == "atom" and value.end == len(text))
@@ -150,7 +150,7 @@ def _entry(text: str, key: Value | None, at: int) -> Member | None:
 
 
 def read_value(text: str, at: int, stop: int, depth: int) -> Value | None:
-    """The value that starts at `at` and ends by `stop`; None when malformed, unfinished or too deep."""
+    """The value that starts at `at` and ends by `stop`; None if malformed, unfinished or too deep."""
     if at >= stop or depth <= 0:
         return None
     if text[at] == '"':

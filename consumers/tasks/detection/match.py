@@ -32,7 +32,7 @@ class DetectionMatch:
 
 
 def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
-    """Match the valid objects; raises TaskError for a truth that is no list of the grammar's objects."""
+    """Match the valid objects; raises TaskError if the truth isn't a list of the grammar's objects."""
     value: DetectionParse = parsed.value
     truths = read_truths(truth, parsed.result.seq_id, ctx.codec, GRAMMARS[ctx.options.grammar])
     _check_regressed(truths, parsed.result.seq_id, ctx.options)
@@ -54,7 +54,7 @@ def match(parsed: Parsed, truth: Any, ctx: TaskContext) -> Matched:
 
 
 def _check_regressed(truths: list[Truth], where: str, options: RolloutMatchingConfig) -> None:
-    """Raise TaskError for a truth whose place would have no loss."""
+    """Raise TaskError for a truth with a position that would get no loss."""
     at = next((at for at, item in enumerate(truths) if item.geometry.kind != "bbox_2d"), None)
     if at is not None and options.matched_supervision == "geometry":
         raise TaskError(
@@ -66,13 +66,13 @@ def _check_regressed(truths: list[Truth], where: str, options: RolloutMatchingCo
 def assign(
     predictions: list[Box], truths: list[Box], options: RolloutMatchingConfig
 ) -> tuple[list[tuple[int, int]], list[float], int]:
-    """The optimal (prediction, truth) pairs, their IoUs, and how many candidate pairs the gate refused."""
+    """The optimal (prediction, truth) pairs, their IoUs, and how many candidate pairs the gate rejected."""
     if not predictions or not truths:
         return [], [], 0
     iou = iou_matrix(predictions, truths)
     candidate = candidates(iou, centre_distances(predictions, truths), options.match_top_k)
     feasible = candidate & (iou >= options.iou_gate)
-    # Truths that no prediction can take are free in every optimum: leaving them out bounds the matrix.
+    # Truths that no prediction can take stay unmatched in every optimum: leaving them out bounds the matrix.
     columns = np.flatnonzero(feasible.any(axis=0))
     cost = cost_matrix(1 - iou[:, columns], feasible[:, columns], options.fp_cost, options.fn_cost)
     rows, picks = linear_sum_assignment(cost)

@@ -1,15 +1,15 @@
-"""What the model wrote: objects in order of appearance, each valid or dropped for one counted reason.
+"""The objects in the model's answer, in order, each valid or dropped for one counted reason.
 
-- The answer ends at the first turn terminator. What may stand before the literal is the grammar's rule.
-- Of a rollout of several turns only the last one is read; those before it are its prompt.
-- The kept prefix ends with the last complete object, valid or not; with nothing valid, nothing is kept.
+- The answer ends at the first turn terminator. The grammar decides what may precede the literal.
+- Of a multi-turn rollout only the last turn is read; the earlier ones are its prompt.
+- The kept prefix ends with the last complete object, valid or not; if none is valid, nothing is kept.
 
-The rules for an object are checked in this order, and the first broken one is the reason:
+The rules for an object are checked in this order, and the first one it breaks is the reason:
 
-- `key_invalid`: name (where entries have names) not object_<n> or used before, value no well-formed object, a key twice
-  or unknown;
-- `unknown_geom`: a geometry key that the grammar does not have, or a second one;
-- `missing_desc`, `missing_geom`, `wrong_arity` (also of a polygon: under three points, an odd number of coordinates);
+- `key_invalid`: name (where entries have names) not object_<n> or already used, value not a well-formed object, a
+  duplicate or unknown key;
+- `unknown_geom`: a geometry key that the grammar doesn't have, or a second one;
+- `missing_desc`, `missing_geom`, `wrong_arity` (for a polygon too: under three points, an odd number of coordinates);
 - `non_coord_token`: not an integer or, with coordinate tokens, not one of them;
 - `bbox_invalid`: out of range or order.
 """
@@ -50,7 +50,7 @@ _LONGEST_NUMBER = 4  # "-999"; longer ones are out of range and never converted
 class DetectionParse:
     """`text` is the answer up to its terminator; `cut` the character after the last complete object.
 
-    The literal begins at character `start`; what is before it was skipped.
+    The literal begins at character `start`; the text before it was skipped.
     """
 
     text: str
@@ -72,7 +72,7 @@ class DetectionParse:
 
 
 def parse(result: SequenceResult, ctx: TaskContext) -> Parsed:
-    """Read the rollout; never raises on what a model wrote."""
+    """Read the rollout; never raises on model output."""
     whole, result = result, final_turn(result)
     ids = answer_ids(result, ctx.codec)
     text = ctx.codec.decode(ids)
@@ -112,7 +112,7 @@ def _metrics(value: DetectionParse) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ParsedObject:
-    """Spans are [start, end) in characters of the answer; what follows `reason` is set for valid objects only."""
+    """Spans are [start, end) in characters of the answer; fields after `reason` are set for valid objects only."""
 
     end: int
     index: int | None
@@ -122,10 +122,12 @@ class ParsedObject:
     desc_span: Span = (0, 0)  # between the quotes
     coord_spans: tuple[Span, ...] = ()  # in the order of the geometry's coordinates
     geometry: Geometry = _NONE
-    geometry_span: Span = (0, 0)  # key and value
+    geometry_span: Span = (0, 0)  # covers key and value
 
     def value_spans(self, truth: Geometry) -> list[Span]:
-        """What a truth's geometry is laid over: the coordinates, or the whole geometry where none has a counterpart."""
+        """The spans that a truth's geometry is aligned with: its coordinates, or the whole geometry if the forms
+        differ.
+        """
         return list(self.coord_spans) if self.geometry.form == truth.form else [self.geometry_span]
 
 
@@ -194,7 +196,7 @@ def _key_reason(keys: list[str | None], fields: dict[str, Value], kind: str) -> 
 
 
 def _coords(value: Value | None) -> tuple[Value, ...]:
-    """The coordinates of a polygon, flat or in pairs; none of what is neither."""
+    """The coordinates of a polygon, flat or in pairs; empty for anything else."""
     if value is None or value.kind != "list" or len(value.items) >= MAX_ITEMS:  # a longer list was cut
         return ()
     if all(item.kind == "list" and len(item.items) == 2 for item in value.items):
@@ -205,7 +207,7 @@ def _coords(value: Value | None) -> tuple[Value, ...]:
 def _geometry_reason(
     text: str, kind: str, value: Value | None, items: tuple[Value, ...], coord_tokens: bool, numbers: list[int]
 ) -> str | None:
-    """Why the geometry is refused; on success its integers are in `numbers`."""
+    """Why the geometry is rejected; on success its integers are in `numbers`."""
     if value is None:
         return "missing_geom"
     if kind == "poly" and (len(items) < MIN_POLY or len(items) % 2):

@@ -2,24 +2,24 @@
 
 Draft (text and tokens, before supervision):
 
-- Kept tokens are the sampled ones. A token that straddles the cut is left out and its text up to the cut is
-  tokenised again together with what follows, as the model itself would write it.
-- What follows is tokenised apart where the text before it may be off (an unsupervised object, a value whose
-  labels diverge): a token that mixes the two would take the supervision of the closing brace with it.
+- Kept tokens are the sampled ones. A token that straddles the cut is left out, and its text up to the cut is
+  re-tokenised together with the text after it, as the model would write it.
+- The text after the prefix is tokenised separately if the text before it may be off (an unsupervised object, a value
+  with diverging labels): a token that mixes the two would lose the supervision of the closing brace.
 
 Supervision:
 
 - Input ids of the prefix are the sampled ones; only labels come from the truth.
-- `truth_labels` labels matched values with the truth's tokens, `geometry` switches their cross-entropy off and
+- `truth_labels` labels matched values with the truth's tokens; `geometry` switches their cross-entropy off and
   leaves the boxes to the geometry loss. Geometry targets are written whenever the tokenizer has coordinate tokens.
 
 Truth labels on sampled tokens:
 
-- The truth's spelling of a value is tokenised in its context and laid beside the value's sampled tokens.
-- Equal counts: label position by position. Otherwise: up to and with the first token that differs, the rest
-  of the value is off. Where the truth is longer than the sample, that token stands right after the value.
-- A token that also holds neighbouring characters gets a label that spells them too; values that share a token
-  are labelled together. Where no such label exists, the value is off.
+- The truth's spelling of a value is tokenised in its context and aligned with the value's sampled tokens.
+- Equal counts: label position by position. Otherwise: up to and including the first token that differs; the rest
+  of the value is off. If the truth is longer than the sample, that token comes right after the value.
+- A token that also contains neighbouring characters gets a label that spells them too; values that share a token
+  are labelled together. If no such label exists, the value is off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _RIGHT_CHARS = 48
 
 
 def check_options(ctx: TaskContext) -> None:
-    """Raises ConfigError at start when the options need what the tokenizer lacks."""
+    """Raises ConfigError at start if the options need something that the tokenizer lacks."""
     if ctx.options.matched_supervision == "geometry" and not ctx.codec.coord_token_ids:
         raise ConfigError(
             "rollout_matching.matched_supervision: geometry needs a model with the tokens <|coord_0|> to"
@@ -98,7 +98,7 @@ def segment_weights(options: RolloutMatchingConfig) -> dict[Segment, float]:
 
 
 def token_segments(ends: Sequence[int], codes: Sequence[Segment]) -> list[Segment]:
-    """Per token the strongest segment of its characters; an incomplete token has that of what it begins."""
+    """Per token, the strongest segment of its characters; an incomplete token has that of the character it begins."""
     segments: list[Segment] = []
     start = 0
     for end in ends:
@@ -109,7 +109,7 @@ def token_segments(ends: Sequence[int], codes: Sequence[Segment]) -> list[Segmen
 
 
 def geometry_targets(plan: Draft, ends: Sequence[int], coord_ids: set[int]) -> list[GeometryTarget]:
-    """Boxes whose four coordinates are one coordinate token each; positions count from the answer's start."""
+    """Boxes with four coordinates of one coordinate token each; positions count from the answer's start."""
     targets: list[GeometryTarget] = []
     for spans, box in plan.boxes if coord_ids else []:
         tokens = [covering(ends, *span) for span in spans]
@@ -120,7 +120,7 @@ def geometry_targets(plan: Draft, ends: Sequence[int], coord_ids: set[int]) -> l
 
 
 class WrittenBox(NamedTuple):
-    """Where the four coordinates of a box stand (characters [start, stop)), and the truth's box."""
+    """The span of each of a box's four coordinates (characters [start, stop)), and the truth's box."""
 
     spans: tuple[tuple[int, int], ...]
     box: Box
@@ -134,13 +134,13 @@ class Draft:
     token_ids: list[int]
     kept: int
     segments: list[Segment]
-    appended: int  # truths
+    appended: int  # number of truths
     edits: list[Edit] = field(default_factory=list)
     boxes: list[WrittenBox] = field(default_factory=list)
 
 
 def truth_only(seq_id: str, seed: int, fraction: float) -> bool:
-    """Whether this sequence trains on the plain truth; the same answer for the same (seq_id, seed)."""
+    """Whether this sequence trains on the plain truth; deterministic for (seq_id, seed)."""
     digest = hashlib.sha256(f"{seed}:{seq_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
@@ -182,7 +182,7 @@ def _after_prefix(matched: Matched, pieces: list[Piece], boxes: list[WrittenBox]
 
 
 def _last_value_end(parsed: DetectionParse, value: DetectionMatch) -> int:
-    """The character after the last value of the last object, or the end of the text where it is not supervised."""
+    """The character after the last value of the last object, or the end of the text if it isn't supervised."""
     last = len(parsed.objects) - 1
     if last not in value.truth_of:
         return len(parsed.text) + 1
@@ -191,7 +191,7 @@ def _last_value_end(parsed: DetectionParse, value: DetectionMatch) -> int:
 
 
 def _prefix_codes(parsed: DetectionParse, value: DetectionMatch) -> list[Segment]:
-    """An object owns everything since the end of the one before it; what the grammar skipped is never supervised."""
+    """An object owns everything since the end of the previous one; skipped text is never supervised."""
     codes = [Segment.false_positive] * parsed.start
     for at, item in enumerate(parsed.objects):
         matched = at in value.truth_of
@@ -272,7 +272,7 @@ class Sampled(NamedTuple):
 
 
 def truth_labels(codec: TextCodec, sampled: Sampled, edits: Sequence[Edit]) -> dict[int, int | None]:
-    """Label per position of every edited value, None where it is off; other positions are absent."""
+    """Label per position of every edited value, None if it is off; other positions are absent."""
     labels: dict[int, int | None] = {}
     for group in _groups(sampled, edits):
         wanted, whole = _wanted(codec, sampled, group)
@@ -282,7 +282,7 @@ def truth_labels(codec: TextCodec, sampled: Sampled, edits: Sequence[Edit]) -> d
 
 
 def _groups(sampled: Sampled, edits: Sequence[Edit]) -> list[_Group]:
-    """Edits in order, those that share a token together."""
+    """Edits in order, grouped if they share a token."""
     groups: list[_Group] = []
     for edit in edits:
         first, last = covering(sampled.ends, *edit.span)
@@ -329,7 +329,7 @@ def _replaced(text: str, start: int, stop: int, edits: Sequence[Edit]) -> str:
 def _lay(
     token_ids: Sequence[int], group: _Group, wanted: Sequence[int], whole: int | None
 ) -> list[tuple[int, int | None]]:
-    """(position, label) of the group; also of the token after it when the truth goes on there."""
+    """(position, label) of the group, including the token after it if the truth continues there."""
     positions = range(group.first, group.last + 1)
     if whole == len(positions):
         return list(zip(positions, wanted, strict=False))

@@ -1,7 +1,7 @@
-"""The truth of a detection prompt: checked, and as the model would write it.
+"""The truth of a detection prompt: validated, and as the model would write it.
 
-A list of {desc, bbox_2d}; with the grammar `objects` also of {desc, poly}. Its literal comes in pieces of text, each
-with the segment that it belongs to.
+A list of {desc, bbox_2d}; with the grammar `objects` also of {desc, poly}. Its literal is built from pieces of text,
+each with its segment.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Truth:
 
     desc: str
     geometry: Geometry
-    is_desc_first: bool = True  # as it is written
+    is_desc_first: bool = True  # key order in the row
 
     @property
     def box(self) -> Box:
-        """What is matched."""
+        """The box used for matching."""
         return self.geometry.box
 
 
 def read_truths(truth: Any, where: str, codec: TextCodec, grammar: Grammar = OBJECT_N) -> list[Truth]:
-    """The truths in their order; raises TaskError that says what is wrong in which item and what to do."""
+    """The truths in order; raises TaskError that says which item is wrong, why, and how to fix it."""
     if not isinstance(truth, list | tuple):
         raise TaskError(f"{where}: truth is {type(truth).__name__}; give a list of {_keys(grammar)}")
     return [_read(item, f"{where}: truth[{index}]", codec, grammar) for index, item in enumerate(truth)]
@@ -57,7 +57,7 @@ def _read(item: Any, where: str, codec: TextCodec, grammar: Grammar) -> Truth:
     if terminators:
         raise TaskError(f"{where}.desc {desc!r:.80} spells a turn terminator; remove it")
     geometry = _polygon(item[kind], where) if kind == "poly" else _box(item[kind], where)
-    # The order of the row is the order in which it is written; the older grammar has one order alone.
+    # Keys are written in the order of the row; the older grammar has only one order.
     return Truth(desc, geometry, is_desc_first=grammar.is_numbered or next(iter(item)) == "desc")
 
 
@@ -84,7 +84,7 @@ def _keys(grammar: Grammar) -> str:
 
 
 def desc_text(truth: Truth) -> str:
-    """The description as it stands between the quotes."""
+    """The description as written between the quotes."""
     return json.dumps(truth.desc, ensure_ascii=False)[1:-1]
 
 
@@ -105,12 +105,12 @@ def geometry_pieces(geometry: Geometry, coord_tokens: bool) -> list[Piece]:
 
 
 def geometry_text(geometry: Geometry, coord_tokens: bool) -> str:
-    """The same as one text."""
+    """The same as one string."""
     return "".join(text for text, _ in geometry_pieces(geometry, coord_tokens))
 
 
 def object_pieces(truth: Truth, coord_tokens: bool, name: str = "") -> list[Piece]:
-    """`{"desc": "seven", "bbox_2d": [1, 2, 3, 4]}`, after `"object_3": ` if that is its name."""
+    """`{"desc": "seven", "bbox_2d": [1, 2, 3, 4]}`, after `"object_3": ` if it has that name."""
     structure = Segment.appended_structure
     desc: list[Piece] = [('"desc": "', structure), (desc_text(truth), Segment.appended_desc), ('"', structure)]
     geometry = geometry_pieces(truth.geometry, coord_tokens)
@@ -122,7 +122,7 @@ def object_pieces(truth: Truth, coord_tokens: bool, name: str = "") -> list[Piec
 def answer_pieces(
     truths: Sequence[Truth], first: int, coord_tokens: bool, *, goes_on: bool, grammar: Grammar = OBJECT_N
 ) -> list[Piece]:
-    """Truths, numbered from `first` if the grammar numbers them, then the end; `goes_on`: an object is before them."""
+    """Truths, numbered from `first` if the grammar numbers them, then the end; `goes_on`: objects precede them."""
     pieces: list[Piece] = [] if goes_on else [(grammar.opening, Segment.appended_structure)]
     for rank, truth in enumerate(truths):
         separator: list[Piece] = [(", ", Segment.appended_structure)] if goes_on or rank else []

@@ -1,4 +1,4 @@
-"""Requests of the job queue; what each script does stands in its file."""
+"""Requests of the job queue; each script is documented in its file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Outcome = Literal["enqueued", "duplicate", "done", "over_credit"]
 
 
 class JobPrefixes(NamedTuple):
-    """What stands first in ARGV of every script of the queue: names.lua, in this order."""
+    """The first part of ARGV in every script of the queue: names.lua, in this order."""
 
     state_of: str
     progress_of: str
@@ -25,7 +25,7 @@ class JobPrefixes(NamedTuple):
     partitions: int
     keep_ms: int
     replies_of: str
-    tag: str  # what ids begin with on a cluster, else ''
+    tag: str  # prefix of ids on a cluster, else ''
 
 
 class JobNames(Names, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class NewJob(NamedTuple):
 
 
 class Enqueued(NamedTuple):
-    """`rewound_to`: nothing was done, the source has to be read again from this position."""
+    """`rewound_to`: nothing was done; the source must be read again from this position."""
 
     outcomes: list[Outcome]
     rewound_to: str | None = None
@@ -87,7 +87,7 @@ class Enqueue(Request[Enqueued], frozen=True, kw_only=True):
     jobs: list[NewJob]
 
     def answer(self, raw: Any) -> Enqueued:
-        """An outcome for each job, or where the source stands now."""
+        """An outcome for each job, or the source's position now."""
         return enqueued(raw)
 
 
@@ -100,9 +100,9 @@ def enqueued(raw: Any) -> Enqueued:
 
 
 class LeasedJob(NamedTuple):
-    """A row of what claim.lua answers."""
+    """A row of claim.lua's answer."""
 
-    id: bytes  # may be no UTF-8
+    id: bytes  # may not be UTF-8
     payload: bytes
     attempt: int
     enqueued_ms: int
@@ -110,8 +110,8 @@ class LeasedJob(NamedTuple):
     alone: bool
     committed: frozenset[int]
     progress: dict[int, bytes]
-    foreign: bool  # its payload is still to be read: settle.lua
-    excused: int  # attempts that count for nothing
+    foreign: bool  # its payload hasn't been read yet: settle.lua
+    excused: int  # attempts that don't count
 
     @classmethod
     def of(cls, row: Any) -> LeasedJob:
@@ -132,15 +132,15 @@ class LeasedJob(NamedTuple):
 
 
 class ClaimAnswer(NamedTuple):
-    """What one claim brought."""
+    """Result of one claim."""
 
     jobs: list[LeasedJob]
     cancelled: list[str]
     more_are_ready: bool
     finish_what_you_hold_first: bool
     version: bytes  # the newest one; '' before the first
-    over: int  # jobs that ended without being started
-    again_ms: int  # until it has to look again
+    over: int  # jobs that ended without starting
+    again_ms: int  # until it must look again
 
 
 class Claim(Request[ClaimAnswer], frozen=True, kw_only=True):
@@ -153,12 +153,11 @@ class Claim(Request[ClaimAnswer], frozen=True, kw_only=True):
     capacity: int
     max_deaths: int
     held_jobs: int
-    call_number: int  # a repeat of the last call is given the same jobs
-    version: bytes  # that the owner knows of
-    watch_ms: int  # 0: it does not look again by itself
+    call_number: int  # a repeat of the last call gets the same jobs
+    version: bytes  # the newest one the owner knows
+    watch_ms: int  # 0: it doesn't look again by itself
 
     def answer(self, raw: Any) -> ClaimAnswer:
-        """With names."""
         jobs, cancelled, more, finish_first, version, over, again_ms = raw
         return ClaimAnswer(
             jobs=[LeasedJob.of(row) for row in jobs],
@@ -184,7 +183,7 @@ class ReadJob(NamedTuple):
 
 
 class Settle(WordsRequest, frozen=True, kw_only=True):
-    """What a worker read in the payloads of foreign jobs: ok | expired (it is over) | fenced each."""
+    """What a worker found in the payloads of foreign jobs: ok | expired (it is over) | fenced each."""
 
     script: ClassVar[str] = "settle"
     owner: str
@@ -199,11 +198,11 @@ class Ended(NamedTuple):
     attempt: int
     tokens: int
     result: bytes
-    kept_ms: int | None  # None = a sequence; -1 = for ever
+    kept_ms: int | None  # None = a sequence; -1 = forever
 
 
 class Commit(WordsRequest, frozen=True, kw_only=True):
-    """Publish what has ended: ok | dup | fenced each."""
+    """Publish ended sequences and calls: ok | dup | fenced each."""
 
     script: ClassVar[str] = "commit"
     owner: str
@@ -238,12 +237,12 @@ class Attempt(NamedTuple):
 
 
 class Release(IntRequest, frozen=True, kw_only=True):
-    """Hand jobs back; how many were still the owner's."""
+    """Hand jobs back; returns how many the owner still held."""
 
     script: ClassVar[str] = "release"
     owner: str
     delay_ms: int
-    blame: str  # why; '' = nobody's
+    blame: str  # reason; '' = nobody's fault
     traceback: str
     max_deaths: int
     excused: bool
@@ -251,7 +250,7 @@ class Release(IntRequest, frozen=True, kw_only=True):
 
 
 class Renew(WordsRequest, frozen=True, kw_only=True):
-    """Extend leases; the ids of those that are lost."""
+    """Extend leases; returns the ids of lost ones."""
 
     script: ClassVar[str] = "renew"
     owner: str
@@ -260,7 +259,7 @@ class Renew(WordsRequest, frozen=True, kw_only=True):
 
 
 class Fail(IntRequest, frozen=True, kw_only=True):
-    """End a job that can never be done; how many sequences ended, -1 if the attempt does not hold it."""
+    """End a job that can never succeed; returns how many sequences ended, -1 if the attempt doesn't hold it."""
 
     script: ClassVar[str] = "fail"
     owner: str
@@ -275,7 +274,7 @@ class Fail(IntRequest, frozen=True, kw_only=True):
 
 
 class Abort(IntRequest, frozen=True, kw_only=True):
-    """Ask for jobs to be ended; how many were under way."""
+    """Request the end of jobs; returns how many were in progress."""
 
     script: ClassVar[str] = "abort"
     ids: list[str]
@@ -297,11 +296,11 @@ class StandDown(Request[None], frozen=True, kw_only=True):
     leaving_ms: int  # 0: it holds nothing
 
     def answer(self, raw: Any) -> None:
-        """Nothing."""
+        """No answer."""
 
 
 class Reap(IntRequest, frozen=True, kw_only=True):
-    """End the leases of a dead process; how many jobs it held."""
+    """End a dead process's leases; returns how many jobs it held."""
 
     script: ClassVar[str] = "reap"
     owner: str
@@ -310,14 +309,14 @@ class Reap(IntRequest, frozen=True, kw_only=True):
 
 
 class Swept(NamedTuple):
-    """`sequences` ended; `whole`: the look came to the end of the keys."""
+    """`sequences` ended; `whole`: the sweep reached the end of the keys."""
 
     sequences: int
     whole: bool
 
 
 class Sweep(Request[Swept], frozen=True, kw_only=True):
-    """End jobs that a foreign worker took out of the line."""
+    """End jobs that a foreign worker removed from the queue."""
 
     script: ClassVar[str] = "sweep"
     every_ms: int
@@ -325,31 +324,30 @@ class Sweep(Request[Swept], frozen=True, kw_only=True):
     pattern: str
 
     def answer(self, raw: Any) -> Swept:
-        """With names."""
         ended, whole = raw
         return Swept(int(ended), bool(whole))
 
 
 class Unbury(WordRequest, frozen=True, kw_only=True):
-    """Rows that leave the dead letters. unbury.lua is told how many, then their entry ids, then those that stay."""
+    """Rows that leave the dead letters. ARGV of unbury.lua: their number, their entry ids, then those that stay."""
 
     leaving: list[str]
     staying: list[str]
 
     def args(self) -> list[Any]:
-        """The rows last, whatever fields a request adds before them."""
+        """The rows last, regardless of which fields a request adds before them."""
         first = [getattr(self, name) for name in self.__struct_fields__ if name not in ("leaving", "staying")]
         return [*first, len(self.leaving), *self.leaving, *self.staying]
 
 
 class Discard(Unbury, frozen=True, kw_only=True):
-    """Throw dead letters of one job away: ok | gone."""
+    """Delete dead letters of one job: ok | gone."""
 
     script: ClassVar[str] = "discard"
 
 
 class Replay(Unbury, frozen=True, kw_only=True):
-    """Send dead letters of one job back as a new job: ok | gone | taken."""
+    """Requeue dead letters of one job as a new job: ok | gone | taken."""
 
     script: ClassVar[str] = "replay"
     id: bytes
@@ -357,5 +355,5 @@ class Replay(Unbury, frozen=True, kw_only=True):
     n: int
     priority: int
     deadline_ms: int  # 0 = none
-    call: str  # '' = decode, '?' = the worker will tell
+    call: str  # '' = decode, '?' = the worker will determine it
     mailbox: str  # '' = none

@@ -1,4 +1,4 @@
-"""How a script is found, called and answered."""
+"""How scripts are found and called, and how their answers are decoded."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from sluice.pipeline.wire.keys import type_of
 from sluice.pipeline.wire.messages import MOST_VERSION
 
 A = TypeVar("A")
-FAR_MS = 4_000_000_000_000  # in the year 2096: the score of a suspect, whose place the line of the suspects knows
+FAR_MS = 4_000_000_000_000  # in the year 2096: the score of a suspect; its place is kept in the queue of suspects
 DROPPED_KEPT = 10_000  # letters of dropped sequences
 _SHARED = {"FAR_MS": FAR_MS, "DROPPED_KEPT": DROPPED_KEPT, "MOST_VERSION": MOST_VERSION}
 _NEEDS = "-- needs:"
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """KEYS of a script: its fields, in their order."""
+    """KEYS of a script: its fields, in order."""
 
     def keys(self) -> list[str]:
         """In the order of KEYS."""
         return _flat(self)
 
     def head(self) -> list[Any]:
-        """What stands first in ARGV."""
+        """The first part of ARGV."""
         return []
 
 
 class Request(msgspec.Struct, Generic[A], frozen=True, kw_only=True):
-    """One call: its fields are ARGV, in their order. A list is written out row by row; None is '', True is 1."""
+    """One call: its fields are ARGV, in order. A list is written out row by row; None is '', True is 1."""
 
     script: ClassVar[str]
 
     def args(self) -> list[Any]:
-        """In the order of ARGV, after the head."""
+        """ARGV after the head, in order."""
         return _flat(self)
 
     def answer(self, raw: Any) -> A:
-        """What the script said, with names."""
+        """The script's raw answer, decoded."""
         raise NotImplementedError
 
 
@@ -55,7 +55,6 @@ class IntRequest(Request[int], frozen=True, kw_only=True):
     """A script that answers with a number."""
 
     def answer(self, raw: Any) -> int:
-        """The number."""
         return int(raw)
 
 
@@ -63,7 +62,6 @@ class WordRequest(Request[str], frozen=True, kw_only=True):
     """A script that answers with one word."""
 
     def answer(self, raw: Any) -> str:
-        """The word."""
         return cast("bytes", raw).decode()
 
 
@@ -71,12 +69,12 @@ class WordsRequest(Request[list[str]], frozen=True, kw_only=True):
     """A script that answers with a word for each row."""
 
     def answer(self, raw: Any) -> list[str]:
-        """One for each row, in order."""
+        """One word per row, in order."""
         return words(raw)
 
 
 def words(raw: Sequence[bytes]) -> list[str]:
-    """Words of a script; ids may be of anybody."""
+    """Decode a script's words; ids may come from anyone."""
     return [word.decode(errors="replace") for word in raw]
 
 
@@ -90,12 +88,14 @@ def _flat(struct: msgspec.Struct) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str):  # an exception's text may hold half a character, which redis-py refuses
+        return value.encode(errors="backslashreplace")
     return "" if value is None else int(value) if value is True or value is False else value
 
 
 @cache
 def source(name: str) -> str:
-    """The text of one script: shared constants and shared functions in front."""
+    """Text of one script, with shared constants and functions prepended."""
     folder = Path(__file__).parent
     text = (folder / f"{name}.lua").read_text()
     first = text.partition("\n")[0]
@@ -105,7 +105,7 @@ def source(name: str) -> str:
 
 
 class Scripts:
-    """The scripts over one connection; a server that forgot them (a restart, a failover) is given them again."""
+    """The scripts over one connection; they are sent again to a server that lost them (restart, failover)."""
 
     def __init__(self, client: Redis) -> None:
         self.client: Any = client
@@ -123,7 +123,7 @@ class Scripts:
         try:
             try:
                 return await cast("Awaitable[Any]", self.client.evalsha(digest, len(keys), *keys, *args))
-            except NoScriptError:  # EVAL runs and keeps it in one step: nothing can be forgotten in between
+            except NoScriptError:  # EVAL runs and caches it in one step, so it can't be lost in between
                 return await cast("Awaitable[Any]", self.client.eval(text, len(keys), *keys, *args))
         except ResponseError as error:
             if may_pass(error):
@@ -131,7 +131,7 @@ class Scripts:
             raise BrokerRefused(f"script {name} was refused: {error}{await self._odd_types(keys)}") from error
 
     async def _odd_types(self, keys: Sequence[str]) -> str:
-        """Redis does not say which key it was that has another type than ours."""
+        """Redis doesn't say which key has an unexpected type."""
         pipe = self.client.pipeline(transaction=False)
         for key in keys:
             pipe.type(key)
@@ -145,7 +145,7 @@ class Scripts:
 
 
 class BlockingScripts:
-    """The same from a thread, over a connection of its own."""
+    """The same from a thread, over a separate connection."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client: Any = client

@@ -1,4 +1,4 @@
-"""Requests of agent rollouts; what each script does stands in its file."""
+"""Requests of agent rollouts; each script is documented in its file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Added = Literal["ok", "dup", "closed", "unknown"]
 
 
 class RolloutNames(Names, frozen=True, kw_only=True):
-    """KEYS of every script of rollouts, then what stands first in ARGV: rollout_names.lua, in this order."""
+    """KEYS of every script of rollouts, then the first part of ARGV: rollout_names.lua, in this order."""
 
     counts: str
     dropped: str
@@ -57,19 +57,19 @@ class Open(Request[Enqueued], frozen=True, kw_only=True):
     rollouts: list[NewRollout]
 
     def answer(self, raw: Any) -> Enqueued:
-        """As of enqueue.lua."""
+        """Like enqueue.lua's."""
         return enqueued(raw)
 
 
 class AddedTurn(NamedTuple):
-    """`place`: the turn's number, -1 where there is no open rollout."""
+    """`place`: the turn's number, -1 if there is no open rollout."""
 
     word: Added
     place: int
 
 
 class Add(Request[AddedTurn], frozen=True, kw_only=True):
-    """One more turn of an open rollout, each key once."""
+    """Add a turn to an open rollout; each key counts once."""
 
     script: ClassVar[str] = "rollout_add"
     id: str
@@ -77,13 +77,12 @@ class Add(Request[AddedTurn], frozen=True, kw_only=True):
     turn: bytes
 
     def answer(self, raw: Any) -> AddedTurn:
-        """With names."""
         word, place = raw
         return AddedTurn(cast(Added, word.decode()), int(place))
 
 
 class PublishRollout(WordRequest, frozen=True, kw_only=True):
-    """Its trajectories become results: ok | closed | unknown | changed."""
+    """Publish its trajectories as results: ok | closed | unknown | changed."""
 
     script: ClassVar[str] = "rollout_publish"
     id: str
@@ -92,7 +91,7 @@ class PublishRollout(WordRequest, frozen=True, kw_only=True):
 
 
 class DropRollout(WordRequest, frozen=True, kw_only=True):
-    """End a rollout that gives nothing to train on: ok | closed | unknown."""
+    """End a rollout with nothing to train on: ok | closed | unknown."""
 
     script: ClassVar[str] = "rollout_drop"
     id: str
@@ -101,7 +100,7 @@ class DropRollout(WordRequest, frozen=True, kw_only=True):
 
 
 class SweepRollouts(IntRequest, frozen=True, kw_only=True):
-    """Drop the rollouts that nobody called for so long; how many."""
+    """Drop rollouts that nobody has called for too long; returns how many."""
 
     script: ClassVar[str] = "rollout_sweep"
     most: int

@@ -1,4 +1,4 @@
-"""Requests of score jobs; what each script does stands in its file."""
+"""Requests of score jobs; each script is documented in its file."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from sluice.pipeline.broker.scripts.library import IntRequest, Names, Request
 
 
 class ScoreKeys(Names, frozen=True, kw_only=True):
-    """KEYS of the scripts of score jobs; with an answer, the list of each as well."""
+    """KEYS of the score job scripts; for an answer, also the list of each."""
 
     stream: str
     lists: list[str] = []
 
 
 class PutScores(Request[list[bytes]], frozen=True, kw_only=True):
-    """Put score jobs out; their entry ids."""
+    """Enqueue score jobs; returns their entry ids."""
 
     script: ClassVar[str] = "score_put"
     jobs: list[bytes]
 
     def answer(self, raw: Any) -> list[bytes]:
-        """As they are."""
         return cast("list[bytes]", raw)
 
 
 class GivenJob(NamedTuple):
-    """One entry; `given`: how often it was given out before."""
+    """One entry; `given`: how many times it was handed out before."""
 
     entry_id: str
     given: int
@@ -41,7 +40,7 @@ class Taken(NamedTuple):
 
 
 class TakeScores(Request[Taken], frozen=True, kw_only=True):
-    """Score jobs for one scorer, those of silent scorers first."""
+    """Score jobs for one scorer, starting with those of silent scorers."""
 
     script: ClassVar[str] = "score_take"
     group: str
@@ -50,7 +49,6 @@ class TakeScores(Request[Taken], frozen=True, kw_only=True):
     lease_ms: int
 
     def answer(self, raw: Any) -> Taken:
-        """With names."""
         now_ms, *rows = raw
         jobs = [
             GivenJob(entry.decode(), int(given), dict(zip(flat[::2], flat[1::2], strict=True)).get(b"s", b""))
@@ -60,7 +58,7 @@ class TakeScores(Request[Taken], frozen=True, kw_only=True):
 
 
 class RenewScores(IntRequest, frozen=True, kw_only=True):
-    """Set how long a scorer has been silent about its jobs; how many it still holds."""
+    """Set how long a scorer has been silent about its jobs; returns how many it still holds."""
 
     script: ClassVar[str] = "score_renew"
     group: str
@@ -73,11 +71,11 @@ class ScoreReply(NamedTuple):
     """A row of score_answer.lua."""
 
     entry_id: str
-    message: bytes  # '' = nobody waits
+    message: bytes  # '' = nobody is waiting
 
 
 class AnswerScores(IntRequest, frozen=True, kw_only=True):
-    """Answers to score jobs; how many were put out."""
+    """Answers to score jobs; returns how many were delivered."""
 
     script: ClassVar[str] = "score_answer"
     group: str

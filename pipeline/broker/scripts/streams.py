@@ -1,4 +1,4 @@
-"""Requests of what one process plays at a time: roles, streams, weight versions; and of the run's contract."""
+"""Requests for what one process holds at a time: roles, streams, weight versions; and for the run's contract."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class RoleKey(Names, frozen=True, kw_only=True):
 
 
 class Own(IntRequest, frozen=True, kw_only=True):
-    """Take or renew a role; 1 when it is ours."""
+    """Take or renew a role; 1 if we hold it."""
 
     script: ClassVar[str] = "own"
     nonce: str
     ttl_ms: int
-    renew: bool  # it was ours before
+    renew: bool  # we held it before
 
 
 class Disown(IntRequest, frozen=True, kw_only=True):
@@ -30,18 +30,18 @@ class Disown(IntRequest, frozen=True, kw_only=True):
 
 
 class StreamKeys(Names, frozen=True, kw_only=True):
-    """KEYS of read.lua; without an owner nothing is fenced."""
+    """KEYS of read.lua; without an owner, nothing is fenced."""
 
     stream: str
     owner: str | None
 
     def keys(self) -> list[str]:
-        """The owner where there is one."""
+        """Includes the owner if there is one."""
         return [self.stream] if self.owner is None else [self.stream, self.owner]
 
 
 class Entries(NamedTuple):
-    """`rows`: entry ids and their fields; `pending`: how many the group's readers hold by now."""
+    """`rows`: entry ids and their fields; `pending`: how many entries the group's readers now hold."""
 
     rows: list[tuple[bytes, dict[bytes, bytes]]]
     pending: int
@@ -58,7 +58,6 @@ class Read(Request["Entries | None"], frozen=True, kw_only=True):
     last_seen: str
 
     def answer(self, raw: Any) -> Entries | None:
-        """With names."""
         if raw == -1:
             return None
         rows, pending = raw
@@ -97,7 +96,7 @@ class Handoff(WordRequest, frozen=True, kw_only=True):
     drops: list[Drop]
 
     def args(self) -> list[Any]:
-        """Both counts stand before the rows."""
+        """Both counts come before the rows."""
         head = [self.nonce, self.group, self.reader, self.batch_id, self.batch, self.samples, self.result_bytes]
         rows = [part for drop in self.drops for part in drop]
         return [*head, len(self.result_ids), len(self.drops), *self.result_ids, *rows]
@@ -113,7 +112,7 @@ class AckKeys(Names, frozen=True, kw_only=True):
 
 
 class AckedBatch(NamedTuple):
-    """One batch, and what the trainer dropped of it."""
+    """One batch, and the samples the trainer dropped from it."""
 
     stream_id: str
     samples: int
@@ -121,7 +120,7 @@ class AckedBatch(NamedTuple):
 
 
 class Ack(IntRequest, frozen=True, kw_only=True):
-    """The trainer's ack; the samples counted as trained, -1 when another trainer took over."""
+    """The trainer's ack; returns the samples counted as trained, -1 if another trainer took over."""
 
     script: ClassVar[str] = "ack"
     nonce: str
@@ -166,9 +165,9 @@ class AgreeKeys(Names, frozen=True, kw_only=True):
 
 
 class Agreed(NamedTuple):
-    """differs: `alive` take part under the contract `theirs`; unread: `count` of `what` would be left behind.
+    """differs: `alive` participate under the contract `theirs`; unread: `count` of `what` would be left behind.
 
-    stale: `alive` were heard of too long ago, `seen` is what was last heard of them.
+    stale: `alive` were last heard from too long ago; `seen` is what was last heard of them.
     """
 
     word: Literal["ok", "differs", "stale", "unread"]
@@ -180,7 +179,7 @@ class Agreed(NamedTuple):
 
 
 class Agree(Request[Agreed], frozen=True, kw_only=True):
-    """Take part in a run."""
+    """Join a run."""
 
     script: ClassVar[str] = "agree"
     contract: bytes
@@ -188,11 +187,10 @@ class Agree(Request[Agreed], frozen=True, kw_only=True):
     row: bytes
     alive_ms: int
     results_of: str
-    onlookers: str  # roles, one after the other, in commas
-    still: bytes  # `seen` of some beats ago: who has not changed since counts as dead
+    onlookers: str  # roles, comma-separated
+    still: bytes  # `seen` some heartbeats ago: anyone unchanged since then counts as dead
 
     def answer(self, raw: Any) -> Agreed:
-        """With names."""
         word = cast("Literal['ok', 'differs', 'stale', 'unread']", raw[0].decode())
         if word == "ok":
             return Agreed(word)

@@ -2,7 +2,7 @@
 
 - Numbers are int, float or the text of one; whole results have no ".0".
 - What has no finite answer, or more digits than anybody reads, is an error that says so.
-- A delay stands for the time that a real tool takes.
+- A delay simulates the time a real tool takes.
 """
 
 from __future__ import annotations

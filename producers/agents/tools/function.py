@@ -1,10 +1,10 @@
 """A tool, and how a Python function becomes one.
 
-- The schema is that of the function's annotations, and the arguments are checked against it before the call.
+- The schema comes from the function's annotations, and arguments are checked against it before the call.
 - A coroutine runs in the event loop, a plain function in a thread. A deadline ends the wait for a thread, not the
-  thread: write what may wait as a coroutine.
-- Each plain function has threads of its own (`rollout_server.tool_threads`), so that one that hangs takes none of
-  another's; its clock starts when it does.
+  thread: write anything that may wait as a coroutine.
+- Each plain function has separate threads (`rollout_server.tool_threads`), so one that hangs takes none of another's;
+  its clock starts when it does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tool(Protocol):
 
 @runtime_checkable
 class TimedTool(Tool, Protocol):
-    """One whose call may wait for a place first."""
+    """A tool that may have to wait for a free thread."""
 
     async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> str:
         """As `call`; the time begins with the work. Raises DeadlineExceeded."""
@@ -68,11 +68,11 @@ class FunctionTool:
         self.schema: dict[str, Any] = {"type": "function", "function": described}
 
     def limit_threads(self, threads: int) -> None:
-        """So many calls at a time from now on, where it is a plain function."""
+        """Limit a plain function to this many calls at a time."""
         self._pool = ThreadPool(f"tool {self.name}", threads, max_lost=_MOST_LOST)
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Text as the function gives it, all else as JSON. Raises ToolError for arguments that do not fit."""
+        """Strings unchanged, everything else as JSON. Raises ToolError for arguments that don't fit."""
         return await self.call_within(arguments, inf)
 
     async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> str:

@@ -1,7 +1,7 @@
 """The tools of an MCP server, over streamable HTTP.
 
-- The server is one that the list of hosts allows; no redirects, and its answers are bounded.
-- The connection lives in a task of its own: when the server dies its calls fail, and the rollout goes on.
+- The server must be in the list of allowed hosts; no redirects, and its answers are bounded.
+- The connection lives in a separate task: when the server dies its calls fail, and the rollout continues.
 - The SDK speaks through httpx2, whose transports are the supported place to say how a request travels: here through
   `guarded_session`, so that a tool server is reached as any other host that a request names.
 - Nothing that the server asks of a client (sampling, elicitation, roots) is answered.
@@ -36,7 +36,7 @@ _LEAVE_S = 5.0  # for the server to hear that its session ends
 async def mcp_tools(
     url: str, hosts: AllowedHosts, *, timeout_s: float, resolver: AbstractResolver | None = None
 ) -> AsyncIterator[list[Tool]]:
-    """The server's tools while the block runs. Raises RequestError where it is not allowed or does not answer."""
+    """The server's tools while the block runs. Raises RequestError if it isn't allowed or doesn't answer."""
     target = str(hosts.admit(url, "tool_server_url"))
     connection = _Connection(target, hosts, timeout_s, resolver)
     keeper = asyncio.create_task(connection.keep())
@@ -116,7 +116,7 @@ def _text(result: CallToolResult) -> str:
 
 
 async def _end(keeper: asyncio.Task[None]) -> None:
-    """It ends in time, or is cancelled; that a server died is told by the calls that failed."""
+    """Let it end in time, or cancel it; the failed calls have already reported a dead server."""
     try:
         await asyncio.wait({keeper}, timeout=_LEAVE_S)
     finally:
@@ -124,7 +124,7 @@ async def _end(keeper: asyncio.Task[None]) -> None:
             keeper.cancel()
             await asyncio.wait({keeper}, timeout=_LEAVE_S)
     if keeper.done() and not keeper.cancelled():
-        keeper.exception()  # looked at, so that asyncio does not complain of it
+        keeper.exception()  # retrieved, so asyncio doesn't complain about it
 
 
 MAX_ANSWER_BYTES = 16 * 2**20

@@ -21,7 +21,15 @@ from sluice.consumers.training.session import Session
 from sluice.consumers.training.step_log import StepRecords, read_rollouts, read_steps
 from sluice.pipeline.broker import connection
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, DeadlineExceeded, LeaseLost, ModelError, SluiceError, TaskError
+from sluice.pipeline.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    LeaseLost,
+    MessageError,
+    ModelError,
+    SluiceError,
+    TaskError,
+)
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.weights import versions
 from sluice.pipeline.weights.registry import WeightsRegistry
@@ -337,6 +345,47 @@ def test_what_was_dropped_and_not_finished_comes_again(make_run: MakeRun) -> Non
         assert [batch["seq_ids"] for batch in rollouts.batches()] == [ids(1)]
         rollouts.done()
     assert (look(config).trained, look(config).complete) == (2, True)
+
+
+def test_a_loop_that_drops_whole_batches_goes_on(make_run: MakeRun) -> None:
+    """Their credit is free at the next batch: nobody has to finish a step that has nothing in it."""
+    config = make_run(3)
+    with Rollouts(config) as rollouts:
+        for batch in rollouts.batches():
+            rollouts.drop(batch["seq_ids"], "zero_advantage")
+            if batch["seq_ids"] != ids(3)[4:]:
+                continue
+            assert look(config).dropped == 4
+            rollouts.done()
+    now = look(config)
+    assert (now.trained, now.dropped, now.complete) == (0, 6, True)
+
+
+def test_a_sample_that_is_dropped_at_once_does_not_hold_up_its_neighbour(
+    make_run: MakeRun, sync_client: Any, keys: Keys
+) -> None:
+    """It holds credit, so a step that waited for another in its place might wait for ever."""
+    config = make_run(0, last=False)
+    seen = replace(random_sample("seen", 12), images=[ImageRef(path="a.png")])
+    batch = TrainingBatch(batch_id="i", samples=[random_sample("text", 12), seen])
+    sync_client.xadd(keys.batches, {"b": encode(batch)})
+    for name in ("enqueued", "accepted"):
+        sync_client.hincrby(keys.counts, name, 2)
+    with Rollouts(config) as rollouts:
+        assert next(iter(rollouts.batches()))["seq_ids"] == ["text:0"]
+        rollouts.done()
+    assert (look(config).trained, look(config).dropped) == (1, 1)
+
+
+def test_a_batch_that_cannot_be_read_stays_an_error(make_run: MakeRun, sync_client: Any, keys: Keys) -> None:
+    config = make_run(1, last=False)
+    sync_client.xadd(keys.batches, {"b": b"junk"})
+    with Rollouts(config) as rollouts:
+        next(rollouts.batches())
+        rollouts.done()
+        for _ in range(2):
+            with pytest.raises(MessageError, match=r"batches .*-0: "):
+                next(rollouts.batches())
 
 
 def test_samples_with_images_are_dropped_by_name_and_the_rest_is_given(

@@ -12,7 +12,7 @@ from tests.tiny_tokenizer import tiny_codec
 
 def test_a_right_box_with_the_wrong_name_is_no_match() -> None:
     options = load_config(
-        "configs/detection.yaml", ["rollout_matching.match=examples.same_digit_match:match"], {}
+        "configs/detection.yaml", ["rollout_matching.match=sluice.examples.same_digit_match:match"], {}
     ).rollout_matching
     task = load_task(options)
     codec = tiny_codec("words")

@@ -42,6 +42,19 @@ async def test_an_exit_and_an_error_reach_the_caller() -> None:
     pool.close()
 
 
+async def test_what_waits_behind_the_last_thread_is_told_that_it_is_lost() -> None:
+    pool, gate = ThreadPool("render", 1, max_lost=1), threading.Event()
+    hangs = asyncio.create_task(pool.run(gate.wait, timeout_s=0.02, what="the first"))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineError, match="too many calls of render never ended"):
+            await pool.run(lambda: 7, timeout_s=30, what="the second")
+        with pytest.raises(DeadlineExceeded):
+            await hangs
+    gate.set()
+    pool.close()
+
+
 async def test_what_hangs_is_counted_bounded_and_replaced() -> None:
     pool, gate = ThreadPool("render", 1, max_lost=2), threading.Event()
     for number in (1, 2):

@@ -1,11 +1,11 @@
-"""The Hugging Face backend: a decode loop of our own over `model.forward`.
+"""The Hugging Face backend: our own decode loop over `model.forward`.
 
 ```
  decode() ──▶ inbox ──▶ DecodeThread ──▶ Decoder.join: prefill newcomers (left-padded) ──▶ DecodeCache
     ▲                       │                Decoder.step: forward ─▶ Sampler ─▶ Row.push ──┐
     └──── SequenceOutput ◀──┴──────────────── rows that ended are compacted away ◀──────────┘
 ```
-With an image, `PreparedImages` makes the inputs in threads of its own before the request goes to the inbox; the prompt
+With an image, `PreparedImages` makes the inputs in separate threads before the request goes to the inbox; the prompt
 is prefilled alone with its pixels, and steps in the common batch.
 """
 

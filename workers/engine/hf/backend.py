@@ -10,9 +10,9 @@ Callers leave requests in an inbox; the thread admits, steps and answers.
 | an abort | the end of the current step |
 | the thread, when idle | any request, or `stop` |
 
-- Only this thread touches model and tokenizer.
-- A cancelled future takes its sequence out within one step.
-- An error of the loop ends the thread and is the cause that every open future gets; later calls get it too.
+- Only this thread touches the model and tokenizer.
+- Cancelling a future removes its sequence within one step.
+- An error in the loop ends the thread; every open future and every later call gets it as the cause.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Job = tuple[Any, "Future[Any]"]
 class HfBackend:
     """One model in one thread, decoding up to `max_batch` sequences at a time.
 
-    Calls may come from any event loop. `version` is that of the weights in `config.path`.
+    Calls may come from any event loop. `version` is the version of the weights in `config.path`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HfBackend:
         repeat_terminate: RepeatTerminateConfig | None = None,
         processed_logprobs: bool = False,
     ) -> None:
-        """`processed_logprobs`: at each sequence's own temperature."""
+        """`processed_logprobs`: logprobs at each sequence's own temperature."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         load = partial(
@@ -74,18 +74,17 @@ class HfBackend:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the engine is. Raises EngineError before `start` has ended."""
+        """Raises EngineError before `start` has finished."""
         if self._facts is None:
             raise EngineError("the hf engine is not started; await start() first")
         return self._facts
 
     @property
     def version(self) -> int:
-        """Weight version that is loaded now."""
         return self._thread.version
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError; EngineError if it was started before."""
+        """Load the model. Raises ModelError; EngineError if it was already started."""
         if self._started:
             raise EngineError("the hf engine was started before; make a new backend")
         self._started = True
@@ -96,7 +95,7 @@ class HfBackend:
         self._facts = facts
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence beside the others. Raises RequestError or EngineError."""
+        """Decode one sequence in the running batch. Raises RequestError or EngineError."""
         thread = self._running()
         if request.image is None:
             return await asyncio.wrap_future(thread.decode(request))
@@ -127,14 +126,14 @@ class HfBackend:
         return await asyncio.wrap_future(self._running().score(token_ids))
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
-        """Show the tokens to a fresh guard. Raises EngineError if none is loaded."""
+        """Feed the tokens to a fresh guard. Raises EngineError if none is loaded."""
         rules = self._running().guard
         if rules is None:
             raise EngineError("the hf engine has no repeat guard; set repeat_terminate.enabled")
         return GuardTrial(rules, rules.guard().push_all(token_ids))
 
     async def guard_cost(self) -> GuardCost:
-        """Of all steps since the last call."""
+        """Over all steps since the last call."""
         return self._running().guard_cost.taken()
 
     async def close(self) -> None:
@@ -145,7 +144,7 @@ class HfBackend:
             await asyncio.to_thread(self._thread.stop)
 
     def progress(self) -> float:
-        """Monotonic seconds of the last step, or of now while idle."""
+        """Monotonic seconds of the last step, or now while idle."""
         return self._thread.progress() if self._started else time.monotonic()
 
     def _running(self) -> DecodeThread:
@@ -155,14 +154,14 @@ class HfBackend:
 
 
 class DecodeThread:
-    """Start it once; `ready` resolves to the engine's facts, or to why the model did not load."""
+    """Start it once; `ready` resolves to the engine's facts, or to the error that prevented loading."""
 
     def __init__(self, load: Callable[[], LoadedModel], directory: Path, max_batch: int, version: int) -> None:
-        """`load` gives the model, with the weights of `directory`, which are `version`. Raises ModelError there."""
+        """`load` returns the model with the weights of `directory`, which are `version`; it may raise ModelError."""
         self.ready: Future[EngineFacts] = Future()
         self.version = version
-        self.processor: VisionProcessor | None = None  # once the model is loaded, if it takes images
-        self.guard: GuardRules | None = None  # the same, if loops are ended
+        self.processor: VisionProcessor | None = None  # set once the model is loaded, if it takes images
+        self.guard: GuardRules | None = None  # likewise, if the guard is on
         self.guard_cost = GuardCost()
         self._load_model, self._directory = load, directory
         self._max_batch = max_batch
@@ -171,8 +170,8 @@ class DecodeThread:
         self._loads: deque[_Job] = deque()
         self._scores: deque[_Job] = deque()
         self._aborted: set[str] = set()  # sequence keys
-        self._open: set[Future[Any]] = set()  # all that are not answered
-        self._futures: dict[int, Future[Any]] = {}  # id(row) -> who waits for it
+        self._open: set[Future[Any]] = set()  # all unanswered ones
+        self._futures: dict[int, Future[Any]] = {}  # id(row) -> its future
         self._stopping = False
         self._ended: EngineError | None = None
         self._weights: Weights | None = None
@@ -181,33 +180,32 @@ class DecodeThread:
         self._thread = threading.Thread(target=self._run, name="sluice-hf-decode", daemon=True)
 
     def start(self) -> None:
-        """Begin to load the model."""
+        """Start loading the model."""
         self._thread.start()
 
     def decode(self, request: SequenceRequest, vision: VisionInputs | None = None) -> Future[SequenceOutput]:
-        """Queue one sequence, with its image prepared if it has one; cancel the future to abort it."""
+        """Queue one sequence, with its prepared image if it has one; cancel the future to abort it."""
         return self._submit(self._joins, (request, vision))
 
     def load(self, directory: Path, version: int, probe: WeightsProbe | None) -> Future[None]:
-        """Queue a weight load; it comes after the current step."""
+        """Queue a weight load; it runs after the current step."""
         return self._submit(self._loads, (directory, version, probe))
 
     def score(self, token_ids: Sequence[int]) -> Future[float]:
-        """Queue a score."""
         return self._submit(self._scores, tuple(token_ids))
 
     def abort(self, seq_key: str) -> None:
-        """End the sequences of this key with what they have; one that is not here is no error."""
+        """End the sequences of this key with what they have; an unknown key is no error."""
         with self._wake:
             self._aborted.add(seq_key)
             self._wake.notify()
 
     def progress(self) -> float:
-        """Monotonic seconds of the last step; of now while idle or in a weight load, which has its own limit."""
+        """Monotonic seconds of the last step; now while idle or in a weight load, which has its own limit."""
         return time.monotonic() if self._idle or self._loading else self._progress
 
     def stop(self) -> None:
-        """End the thread after the current step; one that hangs is left behind after `_STOP_S`."""
+        """End the thread after the current step; a hung thread is abandoned after `_STOP_S`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -243,7 +241,7 @@ class DecodeThread:
             self._end(cause)
 
     def _wait(self, decoder: Decoder) -> bool:
-        """Block while there is nothing to do; False when asked to stop."""
+        """Block while idle; False when asked to stop."""
         with self._wake:
             while not (self._stopping or decoder.rows or self._joins or self._loads or self._scores or self._aborted):
                 self._idle = True
@@ -272,7 +270,7 @@ class DecodeThread:
             del self._futures[id(row)]
 
     def _end_aborted(self, decoder: Decoder) -> None:
-        """Answer aborted sequences, running and waiting, with what they have."""
+        """Answer aborted sequences, running or waiting, with what they have."""
         with self._wake:
             keys, self._aborted = self._aborted, set()
             if not keys:
@@ -289,7 +287,7 @@ class DecodeThread:
             self._answer([(row, None)])
 
     def _admitted(self, decoder: Decoder) -> list[Row]:
-        """Waiting requests that fit the batch, as rows; those that need no step are answered here."""
+        """Waiting requests that fit the batch, as rows; requests that need no step are answered here."""
         rows: list[Row] = []
         while self._joins and (room := self._max_batch - len(decoder.rows) - len(rows)) > 0:
             jobs = [self._joins.popleft() for _ in range(min(room, len(self._joins)))]
@@ -301,7 +299,7 @@ class DecodeThread:
         return rows
 
     def _rows_of(self, decoder: Decoder, jobs: Sequence[_Job]) -> list[Row]:
-        """A row for each request; a bad one is answered with its error."""
+        """One row per request; a bad request is answered with its error."""
         rows: list[Row] = []
         for (request, vision), future in jobs:
             if future.cancelled():
@@ -314,7 +312,7 @@ class DecodeThread:
             except SluiceError as error:
                 _fail(future, error)
                 continue
-            except Exception as error:  # of the tokenizer or a plugin: this request's, not the engine's
+            except Exception as error:  # from the tokenizer or a plugin: fails this request, not the engine
                 _fail(future, RequestError(f"{request.seq_key}: cannot be decoded: {error!r}"), error)
                 continue
             self._futures[id(row)] = future
@@ -358,7 +356,7 @@ class DecodeThread:
             _fail(future, error)
 
     def _end(self, cause: Exception | None) -> None:
-        """No silent death: whoever waits, or comes later, learns why."""
+        """Never dies silently: every open and later caller gets the cause."""
         if not self.ready.done():
             self.ready.set_exception(cause or EngineError("the engine was closed while it loaded"))
         what = "the hf engine is closed" if cause is None else f"the hf engine failed: {cause!r}"
@@ -374,7 +372,7 @@ def _resolve(future: Future[Any], value: Any) -> None:
     try:
         future.set_result(value)
     except InvalidStateError:
-        return  # cancelled meanwhile: nobody waits for it
+        return  # cancelled in the meantime: nobody waits for it
 
 
 def _fail(future: Future[Any], error: Exception, cause: Exception | None = None) -> None:
@@ -383,4 +381,4 @@ def _fail(future: Future[Any], error: Exception, cause: Exception | None = None)
     try:
         future.set_exception(error)
     except InvalidStateError:
-        return  # cancelled meanwhile: nobody waits for it
+        return  # cancelled in the meantime: nobody waits for it

@@ -1,16 +1,16 @@
-"""The running batch's cache: for attention one buffer per layer, of which a window of columns is in use.
+"""The running batch's cache: one buffer per attention layer, with a window of columns in use.
 
 ```
  column   0 ......... start ................ end ......... capacity
  row 0    (free)      pad pad k0  k1  k2  k3 (next)         rows are right-aligned at `end`
  row 1    (free)      k0  k1  k2  k3  k4  k5 (next)
 ```
-- A step writes one column; nothing is copied. A row that leaves gives its place to the last row.
-- `start` follows the longest row. The window moves, or the buffer doubles, only when an edge is reached.
+- A step writes one column; nothing is copied. When a row leaves, the last row moves into its place.
+- `start` follows the longest row. The window moves, or the buffer doubles, only when it reaches an edge.
 - Unused cells are 0, never uninitialised: a masked NaN would still poison the attention sum.
-- A row's next position is its length and an offset: an image may take fewer positions than tokens.
-- Every attention layer keeps all positions; sliding windows and chunks come with the masks of the model's own code.
-- Layers that keep a state (convolutions, linear attention) have one state a row, updated in place by that code.
+- A row's next position is its length plus an offset: an image may take fewer positions than tokens.
+- Every attention layer keeps all positions; sliding windows and chunks come from the masks of the model's own code.
+- Layers with a state (convolutions, linear attention) keep one state per row, updated in place by that code.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _STATES = ("conv_states", "recurrent_states")
 
 
 class PrefillCache(DynamicCache):
-    """What a prefill fills: transformers' own layers for this model, with all positions kept in each."""
+    """The cache a prefill fills: transformers' own layers for this model, each keeping all positions."""
 
     def __init__(self, config: Any) -> None:
-        """Raises ModelError for a model with layers that `DecodeCache` has no buffers for."""
+        """Raises ModelError for a model with layers `DecodeCache` has no buffers for."""
         super().__init__(config=config)
         self.layers = [_whole(layer) for layer in self.layers]
 
@@ -75,19 +75,19 @@ class WindowLayer(CacheLayerMixin):
     values: torch.Tensor
 
     def __init__(self, window: Window, like: Any) -> None:
-        """`like`: a layer that a prefill filled."""
+        """`like`: a layer filled by a prefill."""
         super().__init__()
         self._window = window
         self.keys, self.values = like.keys[:0], like.values[:0]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The buffers come with the first rows; see `DecodeCache.admit`."""
+        """Nothing to do: buffers are allocated with the first rows, see `DecodeCache.admit`."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new columns at `end`; views of the whole window. The owner moves `end` afterwards."""
+        """Write the new columns at `end`; returns views of the whole window. The owner moves `end` afterwards."""
         rows, start, end = self._window.num_rows, self._window.start, self._window.end
         new_end = end + key_states.shape[-2]
         self.keys[:rows, :, end:new_end] = key_states
@@ -110,13 +110,13 @@ class WindowLayer(CacheLayerMixin):
         self.values[rows, :, columns] = prefilled.values[here, :, -width:]
 
     def move_row(self, source: int, target: int) -> None:
-        """Put one row in the place of another."""
+        """Move row `source` into the place of row `target`."""
         used = slice(self._window.start, self._window.end)
         self.keys[target, :, used] = self.keys[source, :, used]
         self.values[target, :, used] = self.values[source, :, used]
 
     def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
-        """New buffers; the window's columns go to `place`."""
+        """Allocate new buffers; the window's columns go to `place`."""
         window = self._window
         rows, used = slice(0, window.num_rows), slice(window.start, window.end)
         for name in ("keys", "values"):
@@ -126,14 +126,14 @@ class WindowLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def show_rows(self) -> None:
-        """The number of rows has changed."""
+        """Nothing to update: attention takes views at every step."""
 
 
 class StateLayer(LinearAttentionLayer):
     """One layer's states, (row capacity, ...); the model's code sees the running rows and updates them in place."""
 
     def __init__(self, window: Window, like: Any) -> None:
-        """`like`: a layer that a prefill filled."""
+        """`like`: a layer filled by a prefill."""
         LinearAttentionCacheLayerMixin.__init__(self, like.number_of_states)
         self._window = window
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
@@ -153,19 +153,18 @@ class StateLayer(LinearAttentionLayer):
             buffer[rows] = state[pick.to(state.device)]
 
     def move_row(self, source: int, target: int) -> None:
-        """Put one row in the place of another."""
+        """Move row `source` into the place of row `target`."""
         for buffer in self._buffers.values():
             buffer[target] = buffer[source]
 
     def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
-        """New buffers."""
         rows = slice(0, self._window.num_rows)
         for key, old in self._buffers.items():
             self._buffers[key] = old.new_zeros(row_capacity, *old.shape[1:])
             self._buffers[key][rows] = old[rows]
 
     def show_rows(self) -> None:
-        """The number of rows has changed."""
+        """Update the views after the number of rows changed."""
         for (name, number), buffer in self._buffers.items():
             getattr(self, name)[number] = buffer[: self._window.num_rows]
 
@@ -182,17 +181,14 @@ class HybridLayer(StateLayer, WindowLayer):
         """The buffers come with the first rows."""
 
     def admit(self, prefilled: Any, pick: torch.Tensor, rows: slice, columns: slice) -> None:
-        """Both parts."""
         WindowLayer.admit(self, prefilled, pick, rows, columns)
         StateLayer.admit(self, prefilled, pick, rows, columns)
 
     def move_row(self, source: int, target: int) -> None:
-        """Both parts."""
         WindowLayer.move_row(self, source, target)
         StateLayer.move_row(self, source, target)
 
     def resize(self, row_capacity: int, capacity: int, place: slice) -> None:
-        """Both parts."""
         WindowLayer.resize(self, row_capacity, capacity, place)
         StateLayer.resize(self, row_capacity, capacity, place)
 
@@ -213,7 +209,7 @@ class DecodeCache(Cache):
         super().__init__(layers=[])
         self._window = Window()
         self._mask = torch.zeros(0, 0, dtype=torch.bool, device=device)  # (row, column) capacity; True: token
-        self._positions = torch.zeros(0, dtype=torch.int64, device=device)  # (rows,): of the next token
+        self._positions = torch.zeros(0, dtype=torch.int64, device=device)  # (rows,): position of the next token
         self._lengths: list[int] = []  # tokens cached
         self._offsets: list[int] = []  # next position - length
 
@@ -225,7 +221,7 @@ class DecodeCache(Cache):
     def admit(self, prefilled: PrefillCache, pick: Sequence[int], lengths: Sequence[int], offset: int = 0) -> None:
         """Append rows: row i is row `pick[i]` of a left-padded prefill, with `lengths[i]` real tokens.
 
-        The position of their next token is the length + `offset`.
+        Their next token's position is the length + `offset`.
         """
         width = max(lengths)
         fresh: list[Any] = prefilled.layers
@@ -255,13 +251,13 @@ class DecodeCache(Cache):
         return mask, self._positions.unsqueeze(1)
 
     def close_step(self) -> None:
-        """The step's column is written in every layer."""
+        """Advance the window once every layer has written the step's column."""
         self._window.end += 1
         self._positions = self._positions + 1
         self._lengths = [length + 1 for length in self._lengths]
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
-        """Free the given rows; the moves (from, to) that filled their places."""
+        """Free the given rows; returns the moves (from, to) that filled their places."""
         remaining = self.num_rows - len(leaving)
         gone = set(leaving)
         holes = sorted(row for row in gone if row < remaining)
@@ -285,7 +281,7 @@ class DecodeCache(Cache):
             layer.show_rows()
 
     def _reserve(self, rows: int, width: int) -> None:
-        """Room for `rows` rows, `width` columns that end at `end`, and one column after it."""
+        """Ensure room for `rows` rows, `width` columns that end at `end`, and one column after it."""
         row_capacity, capacity = self._mask.shape
         window = self._window
         if rows <= row_capacity and window.end - width >= 0 and window.end < capacity:
@@ -297,7 +293,7 @@ class DecodeCache(Cache):
         self._move(row_capacity, capacity, start=width - window.width)
 
     def _move(self, row_capacity: int, capacity: int, start: int) -> None:
-        """New buffers in which the window begins at column `start`."""
+        """Allocate new buffers in which the window begins at column `start`."""
         window = self._window
         used, rows = slice(window.start, window.end), slice(0, window.num_rows)
         place = slice(start, start + window.width)

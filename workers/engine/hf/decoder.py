@@ -1,11 +1,11 @@
 """The steps of the decode loop, without threads: rows join, step together, and leave.
 
-- Rows of the batch, of the cache and of the sampling table have one order.
+- Rows of the batch, the cache and the sampling table have the same order.
 - A row's first token comes from its prefill; a row that ends there never enters the batch.
 - Equal contexts are prefilled once. A prompt with an image is prefilled alone.
-- New weights: every running row is prefilled anew, as no cache may outlive its weights. The same pass scores the tokens
-  that the version before sampled: their proximal logprobs.
-- A row whose token cannot be taken (NaN, a plugin that fails) leaves with its error; the others continue.
+- New weights: every running row is prefilled again, because a cache must not outlive its weights. The same pass scores
+  the tokens sampled under the previous version: their proximal logprobs.
+- A row that can't take its token (NaN, a failing plugin) leaves with its error; the others continue.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Decoder:
         self._last = torch.zeros(0, dtype=torch.int64, device=self._device)  # (rows,): newest tokens
 
     def join(self, rows: Sequence[Row]) -> list[Ended]:
-        """Prefill new rows and add them; those that ended at once, with the error that ended them if any."""
+        """Prefill new rows and add them; returns those that ended at once, with their error if any."""
         ended: list[Ended] = []
         last: list[int] = []
         for group in prefill_groups(rows):
@@ -59,7 +59,7 @@ class Decoder:
         return ended
 
     def step(self) -> list[Ended]:
-        """One token for every running row; the rows that ended, already taken out."""
+        """Decode one token for every running row; returns the rows that ended, already removed."""
         if self._table is None:
             self._table = self._table_of(self.rows)
         mask, positions = self._cache.open_step()
@@ -75,14 +75,14 @@ class Decoder:
         return ended
 
     def drop(self, rows: Sequence[Row]) -> None:
-        """Take running rows out; their tokens so far stay with them."""
+        """Remove running rows; they keep their tokens."""
         gone = set(map(id, rows))
         leaving = [index for index, row in enumerate(self.rows) if id(row) in gone]
         if leaving:
             self._remove(leaving)
 
     def swap(self, version: int) -> list[Ended]:
-        """The model's weights are those of `version` by now: prefill all running rows; those that ended at once."""
+        """Prefill all running rows after the weights became those of `version`; returns rows that ended at once."""
         rows, self.rows = self.rows, []
         self.version = version
         self._cache, self._table = DecodeCache(self._device), None
@@ -120,7 +120,7 @@ class Decoder:
     def _sample(
         self, rows: Sequence[Row], logits: torch.Tensor, table: SamplingTable
     ) -> tuple[torch.Tensor, dict[int, EngineError]]:
-        """One token for each row, taken by it: (tokens (rows,), errors by index)."""
+        """Sample one token per row and push it to the row: (tokens (rows,), errors by index)."""
         errors: dict[int, EngineError] = {}
         allowed = self._allowed(rows, logits, errors)
         loops = triggered(rows, self._guard_cost) if self.model.guard else {}
@@ -143,7 +143,7 @@ class Decoder:
     def _allowed(
         self, rows: Sequence[Row], logits: torch.Tensor, errors: dict[int, EngineError]
     ) -> torch.Tensor | None:
-        """The logits as the rows' plugins and requests change them, or None where none does."""
+        """The logits as changed by the rows' plugins and requests, or None if unchanged."""
         changed = [index for index, row in enumerate(rows) if row.hooks is not None or row.request.allowed_token_ids]
         if not changed:
             return None
@@ -184,7 +184,7 @@ class Decoder:
 
 @dataclass(slots=True)
 class Prefilled:
-    """What one pass gave; row i of the group is row `pick[i]` of it."""
+    """Result of one pass; row i of the group is row `pick[i]` of it."""
 
     cache: PrefillCache
     logits: torch.Tensor  # float32 (contexts, vocab), after the last token
@@ -193,9 +193,9 @@ class Prefilled:
 
 
 def prefill(model: LoadedModel, rows: Sequence[Row], version: int) -> tuple[Prefilled | None, Errors]:
-    """One group of `prefill_groups` through the model, whose weights are `version`; scores are taken by the rows.
+    """Prefill one group of `prefill_groups` with the weights of `version`; the rows receive their scores.
 
-    Nothing was made where every row has an error.
+    None if every row has an error.
     """
     unscored = [row.unscored(version) for row in rows]
     try:
@@ -214,9 +214,9 @@ def prefill(model: LoadedModel, rows: Sequence[Row], version: int) -> tuple[Pref
 
 
 def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows of like length together, at most PREFILL_TOKENS padded tokens a group (or one row).
+    """Rows of similar length together, at most PREFILL_TOKENS padded tokens a group (or one row).
 
-    Rows with an image: those of one context and one image together.
+    Rows with an image: those with the same context and image together.
     """
     texts = [row for row in rows if row.vision is None]
     for group in groups_by_length([len(row.context) for row in texts], PREFILL_TOKENS):
@@ -231,7 +231,7 @@ def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
 def _pass(
     model: LoadedModel, rows: Sequence[Row], unscored: Sequence[list[int]]
 ) -> tuple[Prefilled, _Scores, list[int]]:
-    """Text: (what it gave, scores per context, where in them token 0 of each row lies)."""
+    """Text only: (result, scores per context, index in the scores of each row's token 0)."""
     unique: dict[tuple[tuple[int, ...], float], int] = {}
     pick = [unique.setdefault((tuple(row.context), row.logprob_temperature), len(unique)) for row in rows]
     padded = left_padded(model, [context for context, _ in unique], rows[0].pad_token_id)

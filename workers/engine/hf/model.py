@@ -1,7 +1,7 @@
-"""Loading a language model, with its vision part if any: path, dtype, device, attention, end ids, in one place.
+"""Loads a language model, with its vision part if any: path, dtype, device, attention, end ids, in one place.
 
-- A model with a vision part takes images, unless `variant` is text: then it is loaded whole and used for text alone.
-- Every parameter must come from the files; transformers would fill what is missing with random numbers.
+- A model with a vision part takes images, unless `variant` is text: then it is loaded whole and used for text only.
+- Every parameter must come from the files; transformers would fill missing ones with random numbers.
 - Failures are ModelError and say what is wrong, where, and how to fix it.
 """
 
@@ -41,16 +41,16 @@ class LoadedModel:
     tokenizer: Any
     facts: EngineFacts
     pad_token_id: int
-    keeps_last_logits: bool  # its forward can be asked for the last positions' logits alone
-    rope_index: Callable[..., Any] | None = None  # positions of a prompt with an image, where they have 3 axes
+    keeps_last_logits: bool  # its forward can return logits of the last positions only
+    rope_index: Callable[..., Any] | None = None  # positions of a prompt with an image, if they have 3 axes
     vision: VisionProcessor | None = None  # None: takes no images
-    guard: GuardRules | None = None  # None: loops run on
+    guard: GuardRules | None = None  # None: loops aren't ended
 
 
 def load_model(
     config: ModelConfig, repeat_terminate: RepeatTerminateConfig = NO_GUARD, *, processed_logprobs: bool = False
 ) -> LoadedModel:
-    """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard that it cannot have."""
+    """Load the model of `config.path`. Raises ModelError, or ConfigError for a guard it can't have."""
     check_directory(config.path)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
@@ -159,7 +159,7 @@ def _load_module(config: ModelConfig, dtype: torch.dtype, has_vision: bool) -> A
 
 
 def _group_attention(config: ModelConfig, module: Any) -> None:
-    """Our attention for the part that decodes, where nothing else is asked for."""
+    """Use our attention for the decoding part, unless another one is configured."""
     grouped = config.attn_implementation is None and module.config.get_text_config()._attn_implementation == "sdpa"
     if grouped and module._supports_attention_backend:
         has_parts = "text_config" in module.config.sub_configs
@@ -207,6 +207,6 @@ def grouped_sdpa(
 
 
 def register_attention() -> None:
-    """Make `attn_implementation=NAME` known to transformers; safe to repeat."""
+    """Register `attn_implementation=NAME` with transformers; safe to repeat."""
     AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
     AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)

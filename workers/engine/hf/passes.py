@@ -1,7 +1,7 @@
-"""Forward passes over new columns of a cache, and the logprobs of given tokens that they yield.
+"""Forward passes over new columns of a cache, and the logprobs they give for known tokens.
 
-- Logits are asked for only where they are used; a pass that would hold too many is cut into pieces.
-- Prefill and scoring use the same passes, so there is one definition of a logprob.
+- Logits are computed only where they are used; a pass that would hold too many is split into pieces.
+- Prefill and scoring use the same passes, so a logprob is defined only once.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def forward_scored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(float32 logits of the last position (rows, vocab), logprobs of `inputs[:, first:]` (rows, new - first)).
 
-    `first` > 0 is the first column to score, given all before it; None: no column. `temperatures` (rows,): of the
+    `first` > 0 is the first column to score, given all before it; None: no column. `temperatures` (rows,) apply to the
     logprobs; empty: 1.
     """
     columns = inputs.shape[1]
     before = mask.shape[1] - columns
-    begin = columns - 1 if first is None else first - 1  # the logits of a column are at the one before it
-    # Two at least: for a single column transformers takes no padding out of layers that keep a state. The last column
-    # of a row is never padding.
+    begin = columns - 1 if first is None else first - 1  # the logits of a column come from the one before it
+    # At least two: for a single column, transformers doesn't mask padding out of layers with a state. A row's last
+    # column is never padding.
     size = max(2, SCORED_LOGITS // (inputs.shape[0] * model.facts.vocab_size))
     start, scores = 0, [inputs.new_empty((inputs.shape[0], 0), dtype=torch.float32)]
     while True:
@@ -96,8 +96,8 @@ def token_logprobs(
 ) -> list[list[float]]:
     """Logprobs (nats, computed in fp32) of `sequences[i][firsts[i]:]`, each token given all before it.
 
-    `firsts[i]` >= 1. `temperatures`: one for each sequence; empty: 1. A pass has at most `pass_tokens` padded tokens,
-    or one sequence; text only.
+    `firsts[i]` >= 1. `temperatures`: one per sequence; empty: 1. A pass has at most `pass_tokens` padded tokens, or one
+    sequence; text only.
     """
     if not all(1 <= first < len(sequence) for sequence, first in zip(sequences, firsts, strict=True)):
         raise ValueError("every sequence needs a token before the first one that is scored, and one to score")
@@ -115,7 +115,7 @@ def token_logprobs(
 def _scored(
     model: LoadedModel, sequences: Sequence[Sequence[int]], firsts: Sequence[int], temperatures: Sequence[float]
 ) -> tuple[list[list[float]], list[int]]:
-    """(Scores of the last columns, where in them each row's own begin); all rows end at the last column."""
+    """(Scores of the last columns, index in them where each row's own begin); all rows end at the last column."""
     padded = left_padded(model, sequences)
     width = padded[0].shape[1]
     columns = [width - len(sequence) + first for sequence, first in zip(sequences, firsts, strict=True)]
@@ -127,7 +127,7 @@ def _scored(
 def left_padded(
     model: LoadedModel, contexts: Sequence[Sequence[int]], pad_token_id: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token ids, mask, positions), each (contexts, longest); without a pad id of their own the model's is used."""
+    """(token ids, mask, positions), each (contexts, longest); the model's pad id unless the rows set their own."""
     width, device = max(map(len, contexts)), torch.device(model.facts.device)
     pad = model.pad_token_id if pad_token_id is None else pad_token_id
     padded = [[pad] * (width - len(context)) + list(context) for context in contexts]
@@ -137,7 +137,7 @@ def left_padded(
 
 
 def groups_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of like length together, the longest first: at most `max_tokens` padded tokens a group, or one row."""
+    """Indices of similar length together, longest first: at most `max_tokens` padded tokens a group, or one row."""
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
         if group and lengths[group[0]] * (len(group) + 1) > max_tokens:

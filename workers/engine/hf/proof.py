@@ -1,11 +1,11 @@
-"""The proof at start that this engine's passes are right for the model that is loaded.
+"""Proves at start that this engine's passes are correct for the loaded model.
 
     probe rows join, step and leave ─▶ their logprobs ─┐
     the scorer's padded passes      ─▶ theirs         ─┴─▶ against plain passes: no cache, no mask, one sequence alone
 
-- Rows are shorter and longer than the model's window, and go beyond it while they decode.
-- Support is what this shows on this device with these kernels, not the name of the architecture.
-- Only the last tokens of a sequence are looked at: logits of a whole window would not fit.
+- Rows are shorter and longer than the model's window, and cross it while they decode.
+- A model is supported if this passes on this device with these kernels, whatever its architecture is called.
+- Only the last tokens of a sequence are compared: logits of a whole window wouldn't fit.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _LONGEST = 16_384  # tokens; a longer window is proved up to here
 
 @dataclass(frozen=True)
 class DecodeProof:
-    """What the proof found, in nats."""
+    """Results of the proof, in nats."""
 
     decoding: float  # largest difference of a decoded token's logprob from a plain pass
-    scoring: float  # the same of the scorer's passes
+    scoring: float  # the same for the scorer's passes
     tolerance: float
     holds: bool
 
 
 @torch.inference_mode()
 def prove(model: LoadedModel) -> DecodeProof:
-    """Raises ModelError where decoding or scoring gives other numbers than plain passes."""
+    """Raises ModelError if decoding or scoring gives different numbers from plain passes."""
     try:
         found = _proof(model)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -97,7 +97,7 @@ def _proof(model: LoadedModel) -> DecodeProof:
 
 
 def _decoded(model: LoadedModel) -> list[Row]:
-    """Rows after they were decoded, joining and leaving a running batch."""
+    """Rows after decoding, with rows joining and leaving the batch."""
     facts = model.facts
     drawn = np.random.default_rng(_SEED)
     most = min(max(2, facts.context_length - max(_STEPS)), _LONGEST)
@@ -142,14 +142,14 @@ class _Plain:
         self.chosen = _of_tokens(self._scores, self.token_ids)  # (tail,)
 
     def below(self, row: Row) -> Gaps:
-        """Nats that each sampled token lies below the best one that the row might take."""
+        """Nats by which each sampled token is below the best one the row could take."""
         count = len(row.tokens)
         allowed = self._scores[-count:, list(row.request.allowed_token_ids)]
         return _gaps(self.chosen[-count:], allowed.max(dim=1).values)
 
 
 def _last_scores(model: LoadedModel, batch: Sequence[Sequence[int]], tail: int) -> Tensor:
-    """Log-softmax float32 (rows, tail, vocab) of the last `tail` tokens of sequences of one length."""
+    """Log-softmax float32 (rows, tail, vocab) of the last `tail` tokens of equally long sequences."""
     inputs = torch.tensor([list(ids) for ids in batch], device=model.module.device)
     kept: dict[str, Any] = {"logits_to_keep": tail + 1} if model.keeps_last_logits else {}
     logits = model.module(input_ids=inputs, use_cache=False, **kept).logits
@@ -157,20 +157,20 @@ def _last_scores(model: LoadedModel, batch: Sequence[Sequence[int]], tail: int) 
 
 
 def _of_tokens(scores: Tensor, token_ids: Sequence[int]) -> Tensor:
-    """Of the last tokens, one for each row of `scores` (n, vocab)."""
+    """For the last tokens, one per row of `scores` (n, vocab)."""
     last = torch.tensor(token_ids[-len(scores) :], device=scores.device)
     return scores.gather(1, last.unsqueeze(1)).squeeze(1)
 
 
 def _gaps(ours: Tensor, plain: Tensor) -> Gaps:
-    """Of their common last tokens."""
+    """Over their common last tokens."""
     count = min(len(ours), len(plain))
     return (ours[-count:].cpu().double() - plain[-count:].cpu().double()).abs().numpy()
 
 
 def _noise(model: LoadedModel, plain: Sequence[_Plain]) -> Iterator[Gaps]:
-    """What the model's own passes differ among themselves: a plain pass alone and beside another sequence, and the
-    last tokens by transformers' own cache.
+    """How much the model's own passes differ: a plain pass alone and beside another sequence, and the last tokens with
+    transformers' own cache.
     """
     for one, other in zip(plain, [*plain[1:], plain[0]], strict=True):
         fill = (other.token_ids * (1 + len(one.token_ids) // len(other.token_ids)))[: len(one.token_ids)]

@@ -1,7 +1,7 @@
 """One sequence of the running batch.
 
 Plugin hooks are real transformers objects, called for one sequence alone and without padding. A hook that raises ends
-its own sequence and no other.
+only its own sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Row(RunningSequence):
         vision: VisionInputs | None = None,
         guard: GuardRules | None = None,
     ) -> None:
-        """Raises RequestError for a request that the engine cannot decode whole."""
+        """Raises RequestError for a request the engine can't decode whole."""
         super().__init__(request, tokenizer, facts, None if vision is None else vision.token_ids)
         self.vision = vision
         self.pad_token_id = request.pad_token_id
@@ -48,7 +48,7 @@ class Row(RunningSequence):
                 self._ask_hooks(self.hooks, torch.zeros(facts.vocab_size))
 
     def accept(self, token: int, logprob: float, version: int, logits: torch.Tensor) -> None:
-        """Take a sampled token; `logits` (vocab,) are the untouched ones. Raises EngineError, RequestError."""
+        """Take a sampled token; `logits` (vocab,) are untouched. Raises EngineError, RequestError."""
         self.push(token, logprob, version)
         if self.hooks is None:
             return
@@ -61,7 +61,7 @@ class Row(RunningSequence):
 
 
 class RowHooks:
-    """Stopping criteria and logits processors of one sequence, and its token ids as they take them."""
+    """Stopping criteria and logits processors of one sequence, and its token ids in the form they expect."""
 
     def __init__(
         self, plugins: Sequence[GenerationPlugin], prompt: Sequence[int], tokenizer: Any, device: torch.device
@@ -80,12 +80,12 @@ class RowHooks:
             self._processors += [(name, one) for one in processors]
 
     def take(self, token: int) -> None:
-        """The next token of the sequence."""
+        """Append the sequence's next token."""
         new = torch.tensor([[token]], dtype=torch.int64, device=self._ids.device)
         self._ids = torch.cat([self._ids, new], dim=1)
 
     def stops(self, logits: torch.Tensor) -> str | None:
-        """Name of the plugin that ends the sequence here; `logits` (vocab,) are those of its newest token."""
+        """Name of the plugin that ends the sequence here; `logits` (vocab,) are the newest token's."""
         for name, criterion in self._criteria:
             try:
                 if bool(torch.as_tensor(criterion(self._ids, logits.unsqueeze(0))).all()):
@@ -95,9 +95,9 @@ class RowHooks:
         return None
 
     def process(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits (vocab,) to sample from; the given ones are not changed."""
+        """The logits (vocab,) to sample from; the input isn't changed."""
         if bool(logits.isnan().any()):
-            return logits  # the model's fault, which the row will name
+            return logits  # the model's fault; the row reports it
         scores = logits.unsqueeze(0).clone() if self._processors else logits.unsqueeze(0)
         for name, processor in self._processors:
             try:

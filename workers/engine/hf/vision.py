@@ -1,10 +1,10 @@
-"""Prompts with an image: made ready beside the decode thread, then prefilled in it.
+"""Prompts with an image: prepared beside the decode thread, then prefilled in it.
 
-- Decode steps do not wait for an image, nor an image for decode steps.
-- One (prompt, image) is prepared once while any of its sequences is decoded: the same image object, not an equal one.
-- A sequence that is aborted meanwhile ends as soon as it gets to the decode thread.
-- Generated tokens are always looked up in the embedding, also one that equals the image token: after a resume they go
-  through the model in a pass of their own, without the image.
+- Decode steps don't wait for an image, nor an image for decode steps.
+- Each (prompt, image) is prepared once while any of its sequences is decoded: the same image object, not an equal one.
+- A sequence aborted in the meantime ends as soon as it reaches the decode thread.
+- Generated tokens are always looked up in the embedding, even one equal to the image token: after a resume they get a
+  separate pass through the model, without the image.
 - mRoPE models take positions (3, rows, length); all three are equal for text.
 """
 
@@ -42,9 +42,9 @@ def prefill_image(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Fill the cache with the prompt and the tokens generated so far.
 
-    Returns (logits (1, vocab), logprobs of `tokens[first:]` (1, n), next position - length); `first` None: of none;
-    `temperature`: of these logprobs.
-    Raises RequestError if the model does not take what the processor made.
+    Returns (logits (1, vocab), logprobs of `tokens[first:]` (1, n), next position - length); `first` None: no logprobs;
+    `temperature` applies to these logprobs.
+    Raises RequestError if the model rejects the processor's output.
     """
     module, device = model.module, torch.device(model.facts.device)
     inputs = torch.tensor([vision.token_ids], device=device)
@@ -57,7 +57,7 @@ def prefill_image(
             tensors["mm_token_type_ids"] = types
         logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1, **tensors)
     except (torch.AcceleratorError, torch.OutOfMemoryError):
-        raise  # not the image's fault alone: the engine ends, and its jobs are decoded elsewhere
+        raise  # not necessarily the image's fault: the engine ends, and its jobs are decoded elsewhere
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise RequestError(
             f"the model does not take the image as its processor made it ({type(error).__name__}: {error}); compare "
@@ -78,7 +78,7 @@ def prefill_image(
 def _positions(
     model: LoadedModel, inputs: torch.Tensor, types: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, int]:
-    """Positions of the prompt, and next position - length after it."""
+    """Positions of the prompt, and (next position - length) after it."""
     if model.rope_index is None:
         return torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0), 0
     known = inspect.signature(model.rope_index).parameters
@@ -99,7 +99,7 @@ class _Shared:
 
 @dataclass(slots=True, eq=False)
 class PreparedImage:
-    """One sequence's inputs; `aborted` becomes True if `abort` was called for its key."""
+    """One sequence's inputs; `aborted` is set to True if `abort` was called for its key."""
 
     seq_key: str
     inputs: VisionInputs | None = None
@@ -117,12 +117,12 @@ class PreparedImages:
 
     @asynccontextmanager
     async def of(self, request: SequenceRequest) -> AsyncIterator[PreparedImage]:
-        """The inputs of this request, kept until the block ends. Raises RequestError, EngineError."""
+        """The inputs of this request, kept for the duration of the block. Raises RequestError, EngineError."""
         key = (request.prompt_token_ids, id(request.image))
         mine = PreparedImage(request.seq_key)
         shared = self._join(key, request, mine)
         try:
-            # Shielded: one sequence that is cancelled leaves the work to the others.
+            # Shielded: cancelling one sequence leaves the work to the others.
             mine.inputs = await self._made(shared, request)
             yield mine
         finally:
@@ -133,23 +133,22 @@ class PreparedImages:
                     shared.future.cancel()
 
     async def _made(self, shared: _Shared, request: SequenceRequest) -> VisionInputs:
-        """Shielded: one sequence that is cancelled leaves the work to the others."""
+        """Shielded: cancelling one sequence leaves the work to the others."""
         try:
             return await asyncio.shield(asyncio.wrap_future(shared.future))
         except SluiceError:
             raise
-        except Exception as error:  # of a processor that somebody wrote for this model
+        except Exception as error:  # from a third-party processor of this model
             raise RequestError(f"{request.seq_key}: the image cannot be processed: {error!r}") from error
 
     def abort(self, seq_key: str) -> None:
-        """Mark the sequences of this key."""
         with self._lock:
             for shared in self._shared.values():
                 for user in shared.users:
                     user.aborted = user.aborted or user.seq_key == seq_key
 
     def close(self) -> None:
-        """Take no more; what has begun is finished."""
+        """Take no more work; started work finishes."""
         self._pool.shutdown(wait=False)
 
     def _join(self, key: _Key, request: SequenceRequest, mine: PreparedImage) -> _Shared:

@@ -1,10 +1,10 @@
-"""New weights into a model that is in use, or the old ones back; through transformers' own conversions.
+"""Loads new weights into a model in use, or the old ones back, with transformers' own conversions.
 
 check files ─▶ score the probe (old weights) ─▶ copy ─▶ score the probe ─▶ new version
      │                                             └─ fails ─▶ copy the old ones ─▶ score the probe ─▶ old version
      └─ fails: nothing was touched                                                        └─ fails: torn
 
-Everything is checked from the file headers before the first byte is copied; float tensors are cast to the model's.
+File headers are checked before the first byte is copied; float tensors are cast to the model's dtype.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sluice.workers.engine.weight_files import Layout, open_weights
 
 
 class Weights:
-    """Which directory the module's weights are from; `score` is the module's own."""
+    """Tracks which directory the module's weights come from; `score` is the module's own."""
 
     def __init__(self, module: torch.nn.Module, directory: Path, score: Callable[[Sequence[int]], float]) -> None:
         self._module, self._directory, self._score = module, directory, score
-        self.torn: TornWeights | None = None  # why they are neither the old ones nor the new
+        self.torn: TornWeights | None = None  # why they are neither the old nor the new ones
 
     def load(self, directory: Path, probe: WeightsProbe | None) -> None:
-        """Raises WeightsError with the old weights in place, TornWeights with neither."""
+        """Raises WeightsError if the old weights are in place, TornWeights if neither are."""
         before = None if probe is None or self.torn else self._before(probe)
         try:
             load_weights(self._module, directory)
@@ -65,7 +65,7 @@ class Weights:
 
 
 def load_weights(module: torch.nn.Module, directory: Path) -> None:
-    """Copy the directory's tensors into the module, and look at each that it arrived.
+    """Copy the directory's tensors into the module and verify each one.
 
     Raises WeightsError with the module untouched, or TornWeights once a byte may have been copied.
     """

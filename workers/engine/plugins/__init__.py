@@ -1,8 +1,8 @@
-"""Generation-time controls that a caller may add: none is on by default, and none interprets what is generated.
+"""Generation-time controls a caller may add: none is on by default, and none interprets the generated text.
 
     GenerationPlugin ──check_plugins (before any work)──▶ backend: hooks of each sequence ──▶ text ──clean_text──▶
 
-The shipped plugins are imported when they are first asked for (they need torch and transformers).
+The shipped plugins are imported on first use (they need torch and transformers).
 """
 
 from __future__ import annotations

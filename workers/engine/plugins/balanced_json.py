@@ -16,11 +16,11 @@ from sluice.workers.engine.plugins.json_scanner import BRACKETS, JsonScanner
 class BalancedJsonStop(GenerationPlugin):
     """Ends the sequence at the token that closes the first JSON object or array that began in the generated text.
 
-    - Only brackets and strings are followed: what is balanced but no JSON, as `[sic]`, ends the sequence as well.
+    - Only brackets and strings are tracked: balanced text that isn't JSON, such as `[sic]`, also ends the sequence.
       `begins="{"` lets only an object begin a value, for answers with brackets in their prose.
-    - Text before the value stays. A token may hold characters after the closing bracket: they stay in `raw_text` and
-      in the tokens, and `text` is cut behind the bracket.
-    - Special tokens are no text. A sequence in which no value closes is left as it is.
+    - Text before the value stays. If a token holds characters after the closing bracket, they stay in `raw_text` and in
+      the tokens; `text` is cut after the bracket.
+    - Special tokens don't count as text. A sequence in which no value closes is left unchanged.
     """
 
     name = "balanced_json"
@@ -43,7 +43,7 @@ class BalancedJsonStop(GenerationPlugin):
 
 
 class _ValueCloses(StoppingCriteria):
-    """True from the token on that closes the first value; reads each token once."""
+    """True from the token that closes the first value; reads each token once."""
 
     def __init__(self, window: TextWindow, scanner: JsonScanner) -> None:
         self._window = window

@@ -1,14 +1,14 @@
 """What a plugin declares, and the check that it fits before anything is decoded; torch-free.
 
-- A plugin says where it works (backends, request types) and which hooks it uses; nothing is tried out.
-- Hooks are asked for anew for each sequence: what they return may hold state, and is called for that sequence alone,
-  without padding: `input_ids` (1, prompt + generated) int64 and `scores` (1, vocabulary) fp32, as in transformers.
+- A plugin declares where it works (backends, request types) and which hooks it uses; nothing is tried out.
+- Hooks are created anew for each sequence: they may hold state and are called for that sequence alone, without
+  padding: `input_ids` (1, prompt + generated) int64 and `scores` (1, vocabulary) fp32, as in transformers.
 - A logits processor changes what is sampled; the reported logprobs stay those of the untouched logits.
 
-`TextWindow` gives a plugin the generated text piece by piece, at a constant cost per token:
+`TextWindow` gives a plugin the generated text in pieces, at a constant cost per token:
 
-- The pieces, one after the other, are the text; an unfinished character at the end is kept back, nothing before it.
-- Only the tokens since the last whole character are decoded again, with those before them as left context: many
+- The pieces concatenate to the text; only an unfinished character at the end is held back.
+- Only the tokens since the last whole character are decoded again, with the previous ones as left context: many
   tokenizers drop the space of a first token.
 """
 
@@ -28,7 +28,7 @@ _MAX_HELD_TOKENS = 64
 
 
 class GenerationPlugin:
-    """Base of plugins; override what `hooks` names, and `clean_text` if the text is to be trimmed."""
+    """Base of plugins; override what `hooks` names, and `clean_text` to trim the text."""
 
     name: ClassVar[str] = ""
     backends: ClassVar[frozenset[str]] = frozenset({"hf", "vllm"})
@@ -36,7 +36,7 @@ class GenerationPlugin:
     hooks: ClassVar[frozenset[Hook]] = frozenset()
 
     def stopping_criteria(self, prompt_len: int, tokenizer: Any) -> Sequence[Any]:
-        """`transformers.StoppingCriteria` objects for one sequence; `prompt_len` tokens are the unpadded prompt."""
+        """`transformers.StoppingCriteria` objects for one sequence; its unpadded prompt has `prompt_len` tokens."""
         return ()
 
     def logits_processors(self, prompt_len: int, tokenizer: Any) -> Sequence[Any]:
@@ -51,7 +51,7 @@ class GenerationPlugin:
 def check_plugins(
     plugins: Iterable[GenerationPlugin], *, backend: str, hooks: frozenset[Hook], request_type: RequestType
 ) -> None:
-    """Raise EngineError for a plugin that `backend`, which calls `hooks`, or this type of request cannot serve."""
+    """Raise EngineError for a plugin that `backend`, with these `hooks`, or this type of request can't serve."""
     for plugin in plugins:
         name = plugin.name or type(plugin).__name__
         if backend not in plugin.backends:
@@ -72,7 +72,7 @@ def check_plugins(
 
 
 def decoder(tokenizer: Any, *, special_tokens: bool) -> Decode:
-    """Token ids -> text, with or without special tokens, and with no white space tidied up."""
+    """Token ids -> text, with or without special tokens; white space isn't cleaned up."""
     backend, skip = getattr(tokenizer, "backend_tokenizer", None), not special_tokens
     if backend is not None:
         return lambda token_ids: backend.decode(token_ids, skip_special_tokens=skip)
@@ -80,21 +80,21 @@ def decoder(tokenizer: Any, *, special_tokens: bool) -> Decode:
 
 
 class TextWindow:
-    """Takes the `input_ids` of a hook and gives the text that is new in them; the prompt never counts."""
+    """Takes a hook's `input_ids` and returns the new text in them; the prompt never counts."""
 
     __slots__ = ("_decode", "_num_context", "_num_given", "_num_taken", "_window")
 
     def __init__(self, prompt_len: int, decode: Decode) -> None:
         self._decode = decode
         self._num_taken = prompt_len
-        self._window: list[int] = []  # left context, then what may end inside a character
+        self._window: list[int] = []  # left context, then tokens that may end inside a character
         self._num_context = 0
-        self._num_given = 0  # characters of the window's text
+        self._num_given = 0  # characters of the window's text already returned
 
     def take(self, input_ids: Any) -> str:
         """The new text of `input_ids` (1, prompt + generated) int64.
 
-        Raises EngineError if these are not the ids of the same sequence, gone on.
+        Raises EngineError if these ids don't continue the same sequence.
         """
         num_rows, num_ids = input_ids.shape
         if num_rows != 1 or num_ids < self._num_taken:
@@ -107,7 +107,7 @@ class TextWindow:
         return "".join(map(self.push, new))
 
     def push(self, token: int) -> str:
-        """Take the next token; the text that it finishes."""
+        """Take the next token; the text it completes."""
         self._window.append(token)
         text = self._decode(self._window)
         overdue = len(self._window) - self._num_context >= _MAX_HELD_TOKENS
@@ -121,11 +121,11 @@ class TextWindow:
         return piece
 
     def pending(self) -> str:
-        """What is kept back, as it reads if no token completes it: U+FFFD, or nothing."""
+        """What is held back, decoded as if no token completed it: U+FFFD, or nothing."""
         if len(self._window) == self._num_context:
             return ""
         return self._decode(self._window)[self._num_given :]
 
     def peek(self, token: int) -> str:
-        """The text after what was given out if `token` came next; may end with U+FFFD for an unfinished character."""
+        """The text after what was returned if `token` came next; may end with U+FFFD for an unfinished character."""
         return self._decode([*self._window, token])[self._num_given :]

@@ -1,13 +1,13 @@
-"""Keeps a sequence from writing a JSON object that it has already written.
+"""Keeps a sequence from writing a JSON object it has already written.
 
     text ─▶ ObjectLog: objects so far, each with its siblings ─┐
-    vocabulary ─▶ ClosingTokens: tokens that can close one ────┴─▶ few tokens are tried, those that repeat get -inf
+    vocabulary ─▶ ClosingTokens: tokens that can close one ────┴─▶ few tokens are tried; repeats get -inf
 
 - Siblings are the objects directly inside the same array or object; top-level values have none.
-- Objects are compared as text without the white space between their parts; inside strings every character counts,
-  and so do the order of keys and the spelling of numbers and escapes.
-- `ClosingTokens` is made once per tokenizer. Its keys are texts without white space, so that they are found whatever
-  white space a token holds; a key may hold tokens that do not fit, so what is found is tried before it counts.
+- Objects are compared as text without the white space between their parts. Inside strings every character counts, and
+  so do the order of keys and the spelling of numbers and escapes.
+- `ClosingTokens` is made once per tokenizer. Its keys are texts without white space, so they match whatever white
+  space a token holds. A key may also hold tokens that don't fit, so each match is tried before it counts.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ _STRUCTURE = '{}[]:,"'
 
 
 class DuplicateObjectSuppression(GenerationPlugin):
-    """Forbids the tokens that would complete a JSON object equal to an earlier sibling, and no others.
+    """Forbids only the tokens that would complete a JSON object equal to an earlier sibling.
 
     - Guaranteed: no two complete objects directly inside the same array, or as values of the same object, have equal
-      text, white space outside of strings aside. Exempt are sequences of `num_given_up` and what `max_objects` forgot.
-    - Objects that differ in one character of a string, number or key, or in the order of keys, are different, and
-      neither is held back; no meaning is read into them. Top-level values are not compared with one another, nor are
-      objects in different arrays or objects. Special tokens count as text.
-    - Only the token with the closing brace is forbidden: the model may still continue the object in another way.
-    - Work per token: its characters, one comparison for each earlier sibling that begins as the open object does, and
-      a trial of each distinct text with which a token can end one of them. The vocabulary is read once per tokenizer,
-      which takes some 0.4 s for 150,000 tokens.
-    - Where every token that may still be sampled is forbidden the scores stay as they are, and `num_given_up` grows.
+      text, ignoring white space outside strings. Exceptions: sequences of `num_given_up`, and objects `max_objects`
+      dropped.
+    - Objects that differ in one character of a string, number or key, or in the order of keys, are different and
+      neither is blocked; meaning isn't interpreted. Top-level values aren't compared with one another, nor are objects
+      in different arrays or objects. Special tokens count as text.
+    - Only the token with the closing brace is forbidden: the model may still continue the object differently.
+    - Work per token: its characters, one comparison for each earlier sibling that begins like the open object, and a
+      trial of each distinct text with which a token can end one of them. The vocabulary is read once per tokenizer,
+      which takes about 0.4 s for 150,000 tokens.
+    - If every token that can still be sampled is forbidden, the scores stay unchanged and `num_given_up` grows.
     """
 
     name = "duplicate_objects"
@@ -50,14 +51,14 @@ class DuplicateObjectSuppression(GenerationPlugin):
     hooks = frozenset({"logits_processor"})
 
     def __init__(self, max_objects: int | None = None) -> None:
-        """`max_objects`: objects remembered of each array or object, the newest; None = all.
+        """`max_objects`: how many objects of each array or object are remembered, the newest; None = all.
 
         Raises EngineError if it is below 1.
         """
         if max_objects is not None and max_objects < 1:
             raise EngineError(f"plugin {self.name!r}: max_objects={max_objects}; give 1 or more, or None for all")
         self.max_objects = max_objects
-        self.num_given_up = 0  # steps of all sequences that had no other token
+        self.num_given_up = 0  # steps, over all sequences, that had no other token
 
     def logits_processors(self, prompt_len: int, tokenizer: Any) -> Sequence[LogitsProcessor]:
         window = TextWindow(prompt_len, decoder(tokenizer, special_tokens=True))
@@ -79,7 +80,7 @@ class _NoRepeatedObject(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores (1, vocab) with -inf for the tokens that repeat an object, given `input_ids` (1, prompt + generated).
 
-        The given scores are not changed.
+        The input scores aren't changed.
         """
         self._log.feed(self._window.take(input_ids))
         forbidden = sorted({token for token in self._forbidden() if token < scores.shape[-1]})
@@ -100,7 +101,7 @@ class _NoRepeatedObject(LogitsProcessor):
         yield from (t for t in self._closing.unclear if self._log.repeats_with(self._window.peek(t)))
 
     def _suspects(self, pending: str) -> Iterator[Tokens]:
-        """Tokens, by text, among which are all that repeat an object."""
+        """Candidate tokens, by text; includes every token that would repeat an object."""
         yield self._closing.repeats
         rests = self._log.unfinished(len(pending) + self._closing.max_chars)
         for rest in {squeeze(rest.removeprefix(pending)) for rest in rests}:
@@ -110,13 +111,13 @@ class _NoRepeatedObject(LogitsProcessor):
 
 
 class ClosingTokens:
-    """Decodes the whole vocabulary once: some 0.4 s for 150,000 tokens."""
+    """Decodes the whole vocabulary once: about 0.4 s for 150,000 tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.ends: dict[str, Tokens] = {}  # by what they write up to a closing brace
-        self.objects: dict[str, Tokens] = {}  # by an object that may be whole in the token
-        self.repeats: Tokens = {}  # by all their text: may close an object and then write another
-        self.unclear: list[int] = []  # text depends on the token before
+        self.ends: dict[str, Tokens] = {}  # by the text up to a closing brace
+        self.objects: dict[str, Tokens] = {}  # by an object that may be complete within the token
+        self.repeats: Tokens = {}  # by their whole text: may close an object and then write another
+        self.unclear: list[int] = []  # text depends on the previous token
         self.max_chars = 0  # of the texts up to a closing brace
         decode = decoder(tokenizer, special_tokens=True)
         context = tokenizer.encode("a", add_special_tokens=False)[-1:]  # keeps a leading space
@@ -128,7 +129,7 @@ class ClosingTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ClosingTokens:
-        """Those of the tokenizer, made at the first call."""
+        """The tokenizer's, created at the first call."""
         if tokenizer not in _cache:
             _cache[tokenizer] = cls(tokenizer)
         return _cache[tokenizer]
@@ -158,15 +159,15 @@ class _Frame:
 
     start: int  # in the text of the open value
     objects: MutableMapping[str, None] = field(default_factory=dict)  # complete ones directly inside
-    rivals: list[str] = field(default_factory=list)  # earlier siblings that agree with it so far
+    rivals: list[str] = field(default_factory=list)  # earlier siblings that match it so far
     num_agreed: int = 0
-    watched: set[str] = field(default_factory=set)  # squeezed texts of `objects`, where they are watched for
+    watched: set[str] = field(default_factory=set)  # squeezed texts of `objects` that are being watched for
 
 
 class ObjectLog:
-    """`max_objects`: complete objects that are remembered of each array or object, the newest; None = all.
+    """`max_objects`: how many complete objects of each array or object are remembered, the newest; None = all.
 
-    `watch`: squeezed texts of objects that `watched` is to tell of.
+    `watch`: squeezed texts of objects for `watched` to report.
     """
 
     def __init__(self, max_objects: int | None = None, watch: Container[str] = ()) -> None:
@@ -174,13 +175,13 @@ class ObjectLog:
         self._watch = watch
         self._scanner = JsonScanner()
         self._frames: list[_Frame] = []
-        self._trial = False  # forked off: the frames are another log's, and stay as they are
-        self._base: list[str] = []  # text of the value before this log was forked off; never changed
+        self._trial = False  # a fork: the frames belong to another log and must not change
+        self._base: list[str] = []  # text of the value before the fork; never changed
         self._text: list[str] = []  # the rest of it
-        self._gap = False  # white space came last
+        self._gap = False  # the last character was white space
 
     def feed(self, text: str) -> bool:
-        """Take the next piece; whether an object closes in it that equals an earlier sibling."""
+        """Take the next piece; True if an object that closes in it equals an earlier sibling."""
         repeats = False
         for char in text:
             match self._scanner.push(char):
@@ -200,7 +201,7 @@ class ObjectLog:
         return repeats
 
     def repeats_with(self, text: str) -> bool:
-        """What `feed` would say, without taking the text."""
+        """What `feed` would return, without taking the text."""
         trial = ObjectLog()
         trial._scanner = self._scanner.fork()
         trial._trial, trial._frames = True, self._frames.copy()
@@ -209,7 +210,7 @@ class ObjectLog:
         return trial.feed(text)
 
     def unfinished(self, max_chars: int) -> Iterator[str]:
-        """What is missing of each earlier sibling that an open object agrees with, if at most `max_chars`."""
+        """The missing rest of each earlier sibling that an open object matches so far, if at most `max_chars`."""
         for frame in self._frames:
             if not frame.rivals:
                 continue
@@ -219,7 +220,7 @@ class ObjectLog:
             yield from (r[frame.num_agreed :] for r in frame.rivals if len(r) - frame.num_agreed <= max_chars)
 
     def watched(self) -> set[str]:
-        """Which of the squeezed texts to watch for are complete objects of an open array or object."""
+        """The watched squeezed texts that are complete objects of an open array or object."""
         return {key for frame in self._frames for key in frame.watched}
 
     def _append(self, char: str) -> None:
@@ -251,7 +252,7 @@ class ObjectLog:
         return False
 
     def _from(self, start: int) -> str:
-        """The text of the open value from `start` on."""
+        """The open value's text from `start` on."""
         num_base = len(self._base)
         if start >= num_base:
             return "".join(self._text[start - num_base :])

@@ -1,8 +1,8 @@
-"""Follows the brackets and strings of JSON values in a text that comes in pieces; knows nothing of their meaning.
+"""Tracks the brackets and strings of JSON values in text that arrives in pieces; doesn't interpret them.
 
-- A value begins at an opening bracket outside of any value; characters before it, quotes too, are passed over.
-- Brackets inside strings count for nothing; an escape may be cut anywhere between two pieces.
-- A closing bracket that does not match the innermost open one is passed over, as in text that is no JSON.
+- A value begins at an opening bracket outside any value; characters before it, even quotes, are skipped.
+- Brackets inside strings don't count; an escape may be split anywhere between two pieces.
+- A closing bracket that doesn't match the innermost open one is skipped, as in text that isn't JSON.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _WITHOUT_SPACE = str.maketrans("", "", SPACE)
 
 
 def squeeze(text: str) -> str:
-    """The text without JSON's white space, that of its strings too."""
+    """The text without JSON's white space, including inside strings."""
     return text.translate(_WITHOUT_SPACE)
 
 
 class JsonScanner:
-    """`open` are the open brackets, outermost first; `begins` those with which a value may begin."""
+    """`open` holds the open brackets, outermost first; `begins` those that may begin a value."""
 
     __slots__ = ("_escaped", "_in_string", "begins", "open")
 
@@ -57,7 +57,7 @@ class JsonScanner:
         return "space" if char in SPACE else "text"
 
     def end_of_value(self, text: str) -> int | None:
-        """Take a piece up to the bracket that closes a value; its length up to there, None if none closes."""
+        """Take a piece up to the bracket that closes a value; returns the length up to there, None if none closes."""
         for index, char in enumerate(text):
             if self.push(char) == "close" and not self.open:
                 return index + 1

@@ -1,4 +1,4 @@
-"""Our options -> vLLM's engine arguments, checked by name before vLLM sees them."""
+"""Maps our options to vLLM's engine arguments, checked by name before vLLM sees them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine_arguments(
     vision: Vision | None = None,
     guard: GuardRules | None = None,
 ) -> Any:
-    """`AsyncEngineArgs`. Raises ConfigError for an unknown or reserved option, ModelError for a device not there."""
+    """`AsyncEngineArgs`. Raises ConfigError for an unknown or reserved option, ModelError for a missing device."""
     from vllm.config.logging import LoggingConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -83,7 +83,7 @@ def _dtype(name: str, on_cpu: bool) -> str:
 
 
 def _device(model: ModelConfig, on_cpu: bool) -> dict[str, Any]:
-    """Engine arguments that choose the device. Raises ModelError where this vLLM has no such device."""
+    """Engine arguments that choose the device. Raises ModelError if this vLLM has no such device."""
     kind, _, index = model.device.partition(":")
     if kind == "auto" or (kind == "cpu" and on_cpu):
         return {}

@@ -1,8 +1,8 @@
-"""The vLLM engine: `contracts.Backend` over an event loop in a thread of its own.
+"""The vLLM engine: `contracts.Backend` over an event loop in its own thread.
 
-vLLM's client blocks while it starts and belongs to one loop; the worker's loop has heartbeats to send meanwhile.
+vLLM's client blocks while it starts and is tied to one loop; meanwhile, the worker's loop must send heartbeats.
 
-New weights into a running core, or the old ones back, with everything paused:
+Loading new weights into a running core, or the old ones back, with everything paused:
 
 score the probe (old weights) ─▶ load ─▶ reset caches ─▶ score the probe ─▶ new version
                                    └─ fails ─▶ the same with the old ones ─▶ old version, or torn
@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 class VllmBackend:
     """One vLLM engine, decoding up to `max_batch` sequences at a time.
 
-    Calls may come from any event loop. `version` is that of the weights in `model.path`.
+    Calls may come from any event loop. `version` is the version of the weights in `model.path`.
     """
 
     def __init__(
@@ -55,16 +55,15 @@ class VllmBackend:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the engine is. Raises EngineError before `start` has ended."""
+        """Raises EngineError before `start` has finished."""
         return self._engine.facts
 
     @property
     def version(self) -> int:
-        """Weight version that is loaded now."""
         return self._engine.version
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError, ConfigError or EngineError; EngineError if it was started before."""
+        """Load the model. Raises ModelError, ConfigError or EngineError (also if it was already started)."""
         if self._thread is not None or self._closed:
             raise EngineError("the vllm engine was started before; make a new backend")
         if importlib.util.find_spec("vllm") is None:
@@ -77,7 +76,7 @@ class VllmBackend:
             raise
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence beside the others. Raises RequestError or EngineError."""
+        """Decode one sequence in the running batch. Raises RequestError or EngineError."""
         return await self._do(lambda engine: engine.sequences.decode(request))
 
     def abort(self, seq_key: str) -> None:
@@ -93,11 +92,11 @@ class VllmBackend:
         return await self._do(lambda engine: engine.sequences.score(token_ids))
 
     async def try_guard(self, token_ids: Sequence[int]) -> GuardTrial:
-        """Show the tokens to a fresh guard in the core. Raises EngineError if none is loaded."""
+        """Feed the tokens to a fresh guard in the core. Raises EngineError if none is loaded."""
         return await self._do(lambda engine: engine.sequences.guard.attempt(token_ids))
 
     async def guard_cost(self) -> GuardCost:
-        """Of all steps of the core since the last call."""
+        """Over all steps of the core since the last call."""
         return await self._do(lambda engine: engine.sequences.guard.cost())
 
     async def close(self) -> None:
@@ -114,7 +113,7 @@ class VllmBackend:
                 closing.result()
 
     def progress(self) -> float:
-        """Monotonic seconds of the last output, or of now while idle."""
+        """Monotonic seconds of the last output, or now while idle."""
         return self._engine.progress() if self._thread is not None else time.monotonic()
 
     async def _do(self, work: Callable[[Engine], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -150,34 +149,33 @@ class Engine:
 
     @property
     def started(self) -> bool:
-        """Whether `start` has ended well."""
+        """Whether `start` has succeeded."""
         return self._sequences is not None
 
     @property
     def sequences(self) -> Sequences:
-        """Raises EngineError before `start` has ended."""
+        """Raises EngineError before `start` has finished."""
         if self._sequences is None:
             raise EngineError("the vllm engine is not started; await start() first")
         return self._sequences
 
     @property
     def facts(self) -> EngineFacts:
-        """Raises EngineError before `start` has ended."""
+        """Raises EngineError before `start` has finished."""
         if self._engine is None:
             raise EngineError("the vllm engine is not started; await start() first")
         return self._engine.facts
 
     @property
     def version(self) -> int:
-        """Weight version that is loaded now."""
         return self._version
 
     async def start(self) -> None:
-        """Blocks this loop until the model is there. Raises ModelError, ConfigError or EngineError."""
+        """Blocks this loop until the model is loaded. Raises ModelError, ConfigError or EngineError."""
         self._log = EngineLog()
         self._engine = start_engine(*self._settings, self._log)
         sequences = Sequences(self._engine, self._version, self._why_dead)
-        # vLLM asks its core once; from then on requests are sent without a wait.
+        # vLLM asks its core once; after that, requests are sent without waiting.
         await sequences.or_dead(self._engine.llm.get_supported_tasks())
         self._weights = CoreWeights(self._engine, Path(self._settings[0].path), sequences)
         self._sequences = sequences
@@ -193,7 +191,7 @@ class Engine:
     async def tracked(self, work: Callable[[Engine], Coroutine[Any, Any, _Result]]) -> _Result:
         """Run it so that `close` can end it with an EngineError; its caller ends it by cancelling.
 
-        No task of its own: an abort that comes right behind must find the sequence.
+        Not a separate task: an abort that follows immediately must find the sequence.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -208,7 +206,7 @@ class Engine:
             self._tasks.discard(task)
 
     async def close(self) -> None:
-        """End the core; whoever waits gets an EngineError."""
+        """End the core; every waiting caller gets an EngineError."""
         self._closing = True
         for task in list(self._tasks):
             task.cancel()
@@ -220,11 +218,11 @@ class Engine:
             self._log.close()
 
     def progress(self) -> float:
-        """Monotonic seconds of the last output, or of now while idle or starting."""
+        """Monotonic seconds of the last output, or now while idle or starting."""
         return time.monotonic() if self._sequences is None else self._sequences.progress()
 
     def _why_dead(self) -> str:
-        """The likely reason why the core is gone."""
+        """The likely reason why the core died."""
         if self._closing:
             return "the vllm engine is closed"
         assert self._engine is not None
@@ -237,17 +235,17 @@ class Engine:
 
 
 class CoreWeights:
-    """Which directory the core's weights are from."""
+    """Tracks which directory the core's weights come from."""
 
     def __init__(self, engine: StartedEngine, directory: Path, sequences: Sequences) -> None:
         self._engine, self._directory, self._sequences = engine, directory, sequences
 
     async def checked(self, directory: Path) -> dict[str, str]:
-        """Name in the files -> the name for vLLM. Raises WeightsError for files that do not fill the model exactly."""
+        """Name in the files -> name for vLLM. Raises WeightsError for files that don't fill the model exactly."""
         return await asyncio.to_thread(self._engine.checkpoint.names_for, directory)
 
     async def load(self, directory: Path, names: dict[str, str], probe: WeightsProbe | None) -> None:
-        """Raises WeightsError with the old weights in place, TornWeights with neither."""
+        """Raises WeightsError if the old weights are in place, TornWeights if neither are."""
         score, whole = self._sequences.score_in_pause, self._sequences.torn is None
         before = await self._before(probe) if whole else None
         self._sequences.torn = TornWeights(f"loading {directory} was broken off; load a version again")
@@ -287,10 +285,10 @@ class CoreWeights:
         llm, or_dead = self._engine.llm, self._sequences.or_dead
         try:
             await or_dead(llm.collective_rpc("sluice_load_weights", args=(str(directory), names)))
-            # What was computed with other weights must not be read.
+            # Anything computed with other weights must not be read.
             forgotten = await or_dead(llm.reset_prefix_cache(reset_connector=True))
             await or_dead(llm.reset_encoder_cache())
-        except Exception as error:  # vLLM hands on a worker's error as a bare Exception
+        except Exception as error:  # vLLM passes a worker's error on as a bare Exception
             if isinstance(error, EngineError):
                 raise
             raise TornWeights(f"{directory}: loading the weights failed halfway: {error}") from error
@@ -299,7 +297,7 @@ class CoreWeights:
 
 
 class LoopThread:
-    """Runs coroutines until `stop`; call it from any thread."""
+    """Runs coroutines until `stop`; may be called from any thread."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -307,11 +305,11 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
-        """Start it; in the order of calls. Cancelling the future cancels the coroutine."""
+        """Start it, in call order. Cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the loop with whatever it runs; False if the thread hangs."""
+        """End the loop and everything it runs; False if the thread hangs."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)

@@ -1,4 +1,4 @@
-"""What the files of this model must hold: vLLM itself starts, and serves, with linear weights that are missing."""
+"""What this model's files must hold: vLLM itself starts, and serves, even if linear weights are missing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sluice.workers.model_files import has_vision
 
 
 class Checkpoint:
-    """The names, shapes and ties of one model, by its configuration as transformers builds it (without memory)."""
+    """Names, shapes and ties of one model, from its configuration as transformers builds it (without memory)."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Raises ModelError for a directory whose safetensors leave a part of the model unfilled."""
+        """Raises ModelError for a directory whose safetensors don't fill the whole model."""
         self._layout, self._unknown = _layout(model)
-        self._one_name: dict[str, str] = {}  # tensor of the model -> the first of the names that it has
-        self._start: dict[str, Piece] = {}  # tensor of the model -> what vLLM was started with for it
+        self._one_name: dict[str, str] = {}  # tensor of the model -> the first of its names
+        self._start: dict[str, Piece] = {}  # tensor of the model -> the piece vLLM was started with
         directory = Path(model.path)
         if self._layout is None:
             return
@@ -35,15 +35,15 @@ class Checkpoint:
                 sources = open_weights(directory, stack)
                 pieces, unknown = self._layout.pieces(sources)
                 self._start = {self._one_name[piece.target]: piece for piece in reversed(pieces)}
-                if not unknown:  # a checkpoint with names of its own is left to vLLM, which renames
+                if not unknown:  # a checkpoint with other names is left to vLLM, which renames them
                     self._check_start(model.path, self._layout.filled(directory, pieces, sources))
         except WeightsError as error:
             raise ModelError(str(error)) from error
 
     def names_for(self, directory: Path) -> dict[str, str]:
-        """Name in the directory -> the name by which vLLM is to load it; one for each tensor.
+        """Name in the directory -> the name by which vLLM must load it; one per tensor.
 
-        Raises WeightsError unless the directory fills the model exactly, in the layout that vLLM was started with.
+        Raises WeightsError unless the directory fills the model exactly, in the layout vLLM was started with.
         """
         if self._layout is None:
             raise WeightsError(f"{directory}: the weights cannot be checked against the model: {self._unknown}")
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 def _layout(model: ModelConfig) -> tuple[Layout | None, str]:
-    """(layout, "") or (None, why there is none): vLLM knows models that transformers does not."""
+    """(layout, "") or (None, why there is none): vLLM knows models that transformers doesn't."""
     try:
         config: Any = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         sees = has_vision(msgspec.structs.replace(model, variant="auto"), config)

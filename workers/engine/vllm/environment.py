@@ -1,8 +1,8 @@
-"""The environment variables that vLLM is started with; what the user has set stays.
+"""Environment variables for starting vLLM; the user's own values are kept.
 
-- They hold while the engine starts and are taken back then: vLLM itself sets some that must not reach other children.
-- The core process is forked where nothing forbids it: it starts in seconds, and finds the imports done. One that then
-  stands still is spawned.
+- They apply while the engine starts and are restored afterwards: vLLM sets some that must not reach other children.
+- The core process is forked unless something forbids it: a fork starts in seconds with all imports done. If it then
+  stalls, the core is spawned.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Not an engine argument: those name vLLM's cache of compiled models, which would 
 
 @contextlib.contextmanager
 def engine_environment(log_folder: Path) -> Iterator[None]:
-    """For the time in which vLLM is imported and started."""
+    """Applies while vLLM is imported and started."""
     before = dict(os.environ)
     os.environ[OWNER] = f"{os.getpid()}:{log_folder}"
     for name, value in (
         ("VLLM_NO_USAGE_STATS", "1"),
         ("VLLM_LOGGING_LEVEL", "ERROR"),
-        ("VLLM_USE_V2_MODEL_RUNNER", "0"),  # its logits processors have another interface than ours
+        ("VLLM_USE_V2_MODEL_RUNNER", "0"),  # its logits processors have a different interface from ours
     ):
         os.environ.setdefault(name, value)
     try:
@@ -40,16 +40,16 @@ def engine_environment(log_folder: Path) -> Iterator[None]:
 
 
 def prepare_cpu(torch_threads: int) -> None:
-    """What the CPU build needs before its configuration is made."""
+    """Set what the CPU build needs before its configuration is made."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding is 20 times slower on few cores
     os.environ.setdefault("OMP_NUM_THREADS", str(torch_threads))
-    # The model then lives in the core process instead of in a third one.
+    # The model then runs in the core process instead of a third one.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def start_methods(chosen: str | None) -> tuple[str, ...]:
-    """How to start the core, in order; `chosen` is the user's method.
+    """Start methods for the core, in order; `chosen` is the user's.
 
-    A forked core starts in seconds, but may inherit a lock that a thread of this process held; `spawn` cannot.
+    A forked core starts in seconds but may inherit a lock held by a thread of this process; `spawn` can't.
     """
     return (chosen,) if chosen else ("fork", "spawn")

@@ -1,16 +1,16 @@
-"""The random draws of the hf backend inside vLLM's sampler, as a start-up logits processor.
+"""The hf backend's random draws inside vLLM's sampler, as a start-up logits processor.
 
-- vLLM applies the repetition penalty and leaves temperature (1 for us), top-k and top-p alone; the processor applies
-  those, draws one token for each of our rows and leaves nothing else possible, so that vLLM's sampler picks it.
-- Being argmax-invariant it runs for batches with sampled rows only, after greedy rows have their token.
-- The position of a draw is `offset` plus the length of vLLM's list of output tokens, so a preempted, moved or
-  resumed sequence draws the same numbers; a draw for half a prefill is thrown away and costs nothing.
+- vLLM applies the repetition penalty but no temperature (1 for us), top-k or top-p; the processor applies those, draws
+  one token for each of our rows and masks all others, so vLLM's sampler picks it.
+- Because it is argmax-invariant, it runs only for batches with sampled rows, after greedy rows have their token.
+- The position of a draw is `offset` plus the length of vLLM's list of output tokens, so a preempted, moved or resumed
+  sequence draws the same numbers; a draw for a partial prefill is discarded and consumes nothing.
 - Raw logprobs were taken from the untouched logits before.
-- `apply` never raises for a request that `validate_params` let through: an error there ends the whole engine.
+- `apply` never raises for a request that `validate_params` accepted: an error there ends the whole engine.
 
-The processor is also the first of our code that runs in the core, and sets it up:
+The processor is also the first of our code to run in the core, and sets it up:
 
-- The core ends with the process that owns it, however that one ends, and then removes the log that the owner kept.
+- The core ends with its owner process, however that ends, and then removes the log the owner kept.
 - Ctrl-C reaches the whole process group; the core leaves it to the owner, which drains and then ends the core.
 """
 
@@ -40,10 +40,10 @@ EXTRA = "sluice"
 
 @dataclass(slots=True)
 class Draw:
-    """What one sampled row needs."""
+    """Draw parameters of one sampled row."""
 
     seed: int
-    offset: int  # tokens generated before this request began
+    offset: int  # tokens generated before this request
     temperature: float
     top_k: int  # 0: off
     top_p: float
@@ -51,7 +51,7 @@ class Draw:
 
     @classmethod
     def of(cls, sampling: VllmSampling, generated: list[int]) -> Draw | None:
-        """None for a request that we do not sample."""
+        """None for a request whose tokens we don't draw."""
         asked = (sampling.extra_args or {}).get(EXTRA)
         if asked is None:
             return None
@@ -59,7 +59,7 @@ class Draw:
 
 
 class SeededSampler(LogitsProcessor):
-    """Draws tokens by (seed, position); one for each model runner."""
+    """Draws tokens by (seed, position); one per model runner."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         eager = vllm_config.model_config.enforce_eager and device.type == "cpu"
@@ -69,7 +69,7 @@ class SeededSampler(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: VllmSampling) -> None:
-        """Raises ValueError for arguments that no draw can be made of."""
+        """Raises ValueError for arguments that don't make a valid draw."""
         try:
             draw = Draw.of(sampling_params, [])
         except TypeError as error:
@@ -82,7 +82,7 @@ class SeededSampler(LogitsProcessor):
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the rows of the batch: removed, added, moved."""
+        """Track the rows of the batch: removed, added, moved."""
         if batch_update is None:
             return
         self._batch = None
@@ -102,7 +102,7 @@ class SeededSampler(LogitsProcessor):
                 self._rows[source] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 logits (rows, vocab) with one finite entry in each of our rows."""
+        """Takes float32 logits (rows, vocab); leaves one finite entry in each of our rows."""
         if not self._rows:
             return logits
         if self._batch is None:
@@ -120,7 +120,7 @@ class _Batch:
     """Our rows of the batch, in order."""
 
     rows: torch.Tensor  # int64 (draws,)
-    whole: int  # number of rows if they are all of the batch; else -1
+    whole: int  # number of rows if they are the whole batch; else -1
     draws: list[Draw]
     table: DrawTable
 
@@ -137,7 +137,7 @@ class _Batch:
 
 
 def set_up_core(*, compiles: bool) -> None:
-    """Call it in the core, or in its workers, whose parent is the core; does nothing in the owner."""
+    """Call it in the core or in its workers (whose parent is the core); does nothing in the owner."""
     owner, _, log_folder = os.environ[OWNER].partition(":")
     if int(owner) == os.getpid():
         return
@@ -145,11 +145,11 @@ def set_up_core(*, compiles: bool) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not compiles:
-        torch._dynamo.config.disable = True  # vLLM compiles some functions even where it is told not to
+        torch._dynamo.config.disable = True  # vLLM compiles some functions even when told not to
 
 
 def _end_with(owner: int, log_folder: str) -> None:
-    """Watch process `owner` from a thread; when it is gone, the core and this process are killed."""
+    """Watch process `owner` from a thread; when it is gone, kill the core and this process."""
     parent = multiprocessing.parent_process()
     core = parent.pid if parent is not None and parent.pid != owner else None
     try:

@@ -6,10 +6,10 @@
 | a weight load | the core's answer to its aborts, the end of scores, or the core's death |
 | a score | its answer, or the core's death; before it is sent, the end of a weight load |
 
-- A sequence is sent any number of times: a weight load takes it out of the core, with the tokens that it has, and sends
-  the rest again. All tokens of one sending belong to one version.
-- What is sent again has its tokens as prompt: one prefill under the new weights that gives the proximal logprobs of the
-  old version's tokens as well.
+- A sequence may be sent many times: a weight load takes it out of the core with its tokens so far, and sends the rest
+  again. All tokens from one send belong to one version.
+- On a resend, its tokens become the prompt: one prefill under the new weights, which also gives the proximal logprobs
+  of the old version's tokens.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _DELTA_TOKENS = 16
 
 
 class Sequences:
-    """Decodes, aborts and scores; `why_dead` says why the core is gone."""
+    """Decodes, aborts and scores; `why_dead` says why the core died."""
 
     def __init__(self, engine: StartedEngine, version: int, why_dead: Callable[[], str]) -> None:
         self.version = version
-        self.torn: TornWeights | None = None  # why the weights are neither the old ones nor the new
+        self.torn: TornWeights | None = None  # why the weights are neither the old nor the new ones
         self._engine = engine
         self._llm = engine.llm
         self._why_dead = why_dead
@@ -73,7 +73,7 @@ class Sequences:
         return sequence.output()
 
     async def abort(self, seq_key: str) -> None:
-        """End the sequences of this key; one that is not here is no error."""
+        """End the sequences of this key; an unknown key is no error."""
         await self._entries.abort(seq_key)
 
     async def score(self, token_ids: Sequence[int]) -> float:
@@ -85,7 +85,7 @@ class Sequences:
                 return await self._score(token_ids, request_id)
 
     async def score_in_pause(self, token_ids: Sequence[int]) -> float:
-        """The same for who holds the pause."""
+        """The same, for the holder of the pause."""
         self._check_scored(token_ids)
         return await self._score(token_ids, "sluice-probe")
 
@@ -110,15 +110,15 @@ class Sequences:
             return RunningSequence(request, self._engine.tokenizer, self._engine.facts, prompt)
         except SluiceError:
             raise
-        except Exception as error:  # of the tokenizer: this request's, not the engine's
+        except Exception as error:  # from the tokenizer: fails this request, not the engine
             raise RequestError(f"{request.seq_key}: cannot be decoded: {error!r}") from error
 
     def paused(self) -> AbstractAsyncContextManager[None]:
-        """A time in which nothing runs: what does is taken out of the core, new ones wait."""
+        """A period in which nothing runs: running sequences are taken out of the core, new ones wait."""
         return self._entries.paused()
 
     async def or_dead(self, awaitable: Awaitable[_Result]) -> _Result:
-        """Wait for it, but no longer than the core lives; vLLM itself would wait for ever. Raises EngineError."""
+        """Wait for it, but only while the core lives; vLLM itself would wait forever. Raises EngineError."""
         task = asyncio.ensure_future(awaitable)
         try:
             while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
@@ -129,7 +129,7 @@ class Sequences:
             task.cancel()
 
     def progress(self) -> float:
-        """Monotonic seconds of the newest output, or of now while nothing runs."""
+        """Monotonic seconds of the newest output, or now while nothing runs."""
         return self._entries.progress()
 
     async def _admitted(self, entry: Entry) -> None:
@@ -139,7 +139,7 @@ class Sequences:
             raise TornWeights(str(self.torn))
 
     async def _prompt(self, request: SequenceRequest) -> Any:
-        """The prompt as vLLM takes it, an image expanded. Raises RequestError."""
+        """The prompt in vLLM's form, with an image expanded. Raises RequestError."""
         if request.image is None:
             return {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         vision = self._engine.vision
@@ -166,7 +166,7 @@ class Sequences:
                     await self._after_reserved(sequence, entry, request_id, version)
 
     async def _after_reserved(self, sequence: RunningSequence, entry: Entry, request_id: str, version: int) -> None:
-        """vLLM ended it by the reserved id: ask the guard why. If the model chose that id by itself, it continues."""
+        """vLLM ended it at the reserved id: ask the guard why. If the model chose that id, the sequence continues."""
         assert self._guard is not None
         assert entry.reserved is not None
         (token, logprob), entry.reserved = entry.reserved, None
@@ -177,10 +177,10 @@ class Sequences:
             sequence.push(token, logprob, version)
 
     async def _send(self, sequence: RunningSequence, entry: Entry, prompt: Any, request_id: str, version: int) -> None:
-        """One request to vLLM; a sequence that ends here before it ends there is aborted there."""
+        """One request to vLLM; if the sequence ends here before it ends there, abort it there."""
         final, unscored = None, sequence.unscored(version)
         guard = self._guard.arguments(sequence, request_id) if self._guard is not None else None
-        # The tokens so far come after the expansion: an image token among them is no placeholder.
+        # The tokens so far follow the expanded prompt: an image token among them is no placeholder.
         prompt = {**prompt, "prompt_token_ids": sequence.context}
         outputs = self._outputs(prompt, vllm_sampling(sequence, guard, scores=bool(unscored)), request_id)
         async with aclosing(outputs):
@@ -203,7 +203,7 @@ class Sequences:
             )
 
     async def _outputs(self, prompt: Any, sampling: Any, request_id: str) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs, its errors as ours."""
+        """vLLM's outputs, with its errors as ours."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -224,7 +224,7 @@ class Sequences:
 
 
 def _prompt_scores(output: Any) -> list[float]:
-    """Logprobs of the prompt's tokens 1.. ; only the first output after the prefill's end has them."""
+    """Logprobs of the prompt's tokens 1.. ; only the first output after the prefill has them."""
     return output.prompt_logprobs.logprobs if output.prompt_logprobs else []
 
 
@@ -235,20 +235,20 @@ class Entry:
 
     def __init__(self, seq_key: str, *, pausable: bool) -> None:
         self.seq_key = seq_key
-        self.pausable = pausable  # what it has is kept when it is taken out
+        self.pausable = pausable  # it keeps its tokens when it is taken out
         self.request_id: str | None = None
-        self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id came
+        self.reserved: tuple[int, float] | None = None  # (token, logprob): the repeat guard's id was sampled
         self.aborted = False
         self.interrupted = False  # taken out of the core for a pause
 
 
 class Entries:
-    """All calls of one engine; `abort` takes requests out of the core, with what they have."""
+    """All calls of one engine; `abort` takes requests out of the core, keeping their tokens."""
 
     def __init__(
         self, abort: Callable[[list[str]], Awaitable[None]], or_dead: Callable[[Awaitable[None]], Awaitable[None]]
     ) -> None:
-        """`or_dead` waits no longer than the core lives."""
+        """`or_dead` waits only while the core lives."""
         self._abort, self._or_dead = abort, or_dead
         self._entries: set[Entry] = set()
         self._changed = asyncio.Condition()
@@ -256,16 +256,16 @@ class Entries:
         self._progress = time.monotonic()
 
     def progress(self) -> float:
-        """Monotonic seconds of the newest `beat`; of now while nothing runs, or in a pause, which has its own limit."""
+        """Monotonic seconds of the newest `beat`; now while nothing runs, or in a pause, which has its own limit."""
         return self._progress if self._entries and not self._paused else time.monotonic()
 
     def beat(self) -> None:
-        """The core gave something."""
+        """Record that the core produced something."""
         self._progress = time.monotonic()
 
     @contextlib.asynccontextmanager
     async def entered(self, seq_key: str, *, pausable: bool = False) -> AsyncIterator[Entry]:
-        """An entry that an abort can find."""
+        """Register an entry that an abort can find."""
         if not self._entries:
             self.beat()
         entry = Entry(seq_key, pausable=pausable)
@@ -276,14 +276,14 @@ class Entries:
             self._entries.discard(entry)
 
     async def admitted(self, entry: Entry) -> None:
-        """Return when it may be sent, or was aborted in a pause; send it without a wait."""
+        """Return when it may be sent, or was aborted in a pause; then send it without awaiting anything."""
         if self._paused:
             async with self._changed:
                 await self._changed.wait_for(lambda: entry.aborted or not self._paused)
 
     @contextlib.asynccontextmanager
     async def sent(self, entry: Entry) -> AsyncIterator[str]:
-        """The time in which the core has it, under the id that this gives; a pause begins after it."""
+        """The period in which the core has it, under the yielded id; a pause begins after it."""
         entry.request_id, entry.interrupted = f"sluice-{next(_ids)}", False
         try:
             yield entry.request_id
@@ -294,7 +294,7 @@ class Entries:
                     self._changed.notify_all()
 
     async def abort(self, seq_key: str) -> None:
-        """End those of this key; one that is not here is no error."""
+        """End the entries of this key; an unknown key is no error."""
         found = [entry for entry in self._entries if entry.seq_key == seq_key]
         for entry in found:
             entry.aborted = True
@@ -304,7 +304,7 @@ class Entries:
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """A time in which the core has nothing: sequences are taken out of it, and nothing is sent."""
+        """A period in which the core has nothing: sequences are taken out of it, and nothing is sent."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._paused)
             self._paused = True
@@ -332,10 +332,10 @@ class Entries:
 
 
 def vllm_sampling(sequence: RunningSequence, guard: GuardArguments | None = None, *, scores: bool = False) -> Any:
-    """`vllm.SamplingParams` for what is left of the sequence.
+    """`vllm.SamplingParams` for the rest of the sequence.
 
-    Ends by ids and length are found by vLLM as well, so that it stops in the same step; all else is found by us.
-    The repeat guard's reserved id is one of those. With `scores` the logprobs of the whole prompt come as well.
+    vLLM also detects ends by id and length, so it stops in the same step; everything else is detected by us. The repeat
+    guard's reserved id is one of those ids. With `scores`, logprobs of the whole prompt are returned too.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

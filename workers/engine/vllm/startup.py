@@ -1,9 +1,9 @@
-"""From a model directory to a running `AsyncLLM`; what goes wrong comes out as ModelError with its cause.
+"""From a model directory to a running `AsyncLLM`; failures become a ModelError with their cause.
 
-- vLLM logs errors to stderr and everything to a file, in which the cause of a dead core is found.
-- vLLM waits for its core without a deadline. How long a start may take nobody knows (a large model loads for minutes),
-  so what counts is a standstill: the new processes neither compute nor read for `limit_s`. Seen in practice where the
-  core is forked from a process with threads: it inherits a lock that nobody will release.
+- vLLM logs errors to stderr and everything to a file, where the cause of a dead core is found.
+- vLLM waits for its core without a deadline. A start may take any time (a large model loads for minutes), so the
+  criterion is a stall: the new processes neither compute nor read for `limit_s`. Seen in practice when the core is
+  forked from a process with threads: it inherits a lock that will never be released.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _DUMP = signal.SIGUSR2
 
 
 class EngineLog:
-    """The log of one engine, in a folder of its own until `close`."""
+    """The log of one engine, in its own folder until `close`."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="sluice-vllm-"))
@@ -60,11 +60,10 @@ class EngineLog:
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
         return self._folder
 
     def write_config(self) -> Path:
-        """A `dictConfig` file for vLLM: records go to the file, and to stderr from VLLM_LOGGING_LEVEL on."""
+        """A `dictConfig` file for vLLM: records go to the file, and from VLLM_LOGGING_LEVEL on to stderr."""
         handlers = {
             "file": {"class": "logging.FileHandler", "filename": str(self._file), "formatter": "plain"},
             "stderr": {
@@ -85,7 +84,7 @@ class EngineLog:
         return path
 
     def last_cause(self) -> str | None:
-        """The newest exception that vLLM logged, in one line, or None."""
+        """The newest exception that vLLM logged, on one line, or None."""
         if not self._file.is_file():
             return None
         with self._file.open("rb") as file:
@@ -95,7 +94,7 @@ class EngineLog:
         return f"{found[-1][1]}: {found[-1][2]}" if found else None
 
     def close(self) -> None:
-        """Remove it, and let go of the file in this process."""
+        """Remove the log, and close the file in this process."""
         logger = logging.getLogger("vllm")
         for handler in list(logger.handlers):
             if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == self._folder:
@@ -105,13 +104,13 @@ class EngineLog:
 
 
 class StartWatch:
-    """Ends the processes that this one starts inside the `with`, if they stand still; then vLLM's own wait ends.
+    """Ends the processes started by this one inside the `with` if they stall; vLLM's own wait then ends too.
 
-    After the `with`, `stalled` says what was seen, or is None.
+    After the `with`, `stalled` says what was observed, or is None.
     """
 
     def __init__(self, folder: Path, limit_s: float = STANDSTILL_S) -> None:
-        """`folder` takes the stacks of a forked core that stands still."""
+        """`folder` receives the stacks of a stalled forked core."""
         self._limit_s = limit_s
         self._stacks = folder / "stacks.txt"
         self._before: set[int] = set()
@@ -136,12 +135,12 @@ class StartWatch:
         self._file.close()
 
     def _watch(self) -> None:
-        """In a thread of its own: the caller's is blocked in vLLM."""
+        """Runs in a separate thread: the caller's is blocked in vLLM."""
         work, moved_at = 0.0, time.monotonic()
         while not self._over.wait(_LOOK_S):
             new = [process for process in _descendants() if process.pid not in self._before]
             now = sum(_work(process) for process in new)
-            # Fewer than before: one has ended, which is progress too.
+            # Less than before: a process ended, which is progress too.
             if not new or now > work + _IDLE_CPU_S or now < work:
                 work, moved_at = now, time.monotonic()
             elif time.monotonic() - moved_at > self._limit_s:
@@ -157,7 +156,7 @@ class StartWatch:
                 process.kill()
 
     def _dump(self, processes: list[psutil.Process]) -> None:
-        """The stacks of those that inherited the handler; the others are killed anyhow."""
+        """Dump the stacks of those that inherited the handler; the others are killed without."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, _DUMP)
@@ -172,7 +171,7 @@ def _descendants() -> Iterator[psutil.Process]:
 
 
 def _work(process: psutil.Process) -> float:
-    """Seconds of processor time, and what was read, a second a gigabyte; 0 for one that is gone."""
+    """Seconds of CPU time, plus one second per gigabyte read; 0 for a process that is gone."""
     try:
         times = process.cpu_times()
         return times.user + times.system + process.io_counters().read_chars / 1e9
@@ -182,14 +181,14 @@ def _work(process: psutil.Process) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """A running engine and what it is."""
+    """A running engine and its facts."""
 
     llm: Any  # vllm.v1.engine.async_llm.AsyncLLM
     tokenizer: Any
     facts: EngineFacts
     checkpoint: Checkpoint
     vision: Vision | None = None  # None: takes no images
-    guard: GuardRules | None = None  # None: loops run on
+    guard: GuardRules | None = None  # None: loops aren't ended
 
 
 def start_engine(
@@ -200,10 +199,10 @@ def start_engine(
     log: EngineLog,
     stall_s: float = STANDSTILL_S,
 ) -> StartedEngine:
-    """Start vLLM from within the event loop that is to serve it; blocks for seconds to minutes.
+    """Start vLLM from inside the event loop that will serve it; blocks for seconds to minutes.
 
-    Raises ModelError, ConfigError, or EngineError if the core died without saying why, stood still for `stall_s`, or
-    the guard cannot be loaded.
+    Raises ModelError, ConfigError, or EngineError if the core died without saying why, stalled for `stall_s`, or can't
+    load the guard.
     """
     check_directory(model.path)
     if model.attn_implementation is not None:
@@ -239,7 +238,7 @@ def start_engine(
 
 
 def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, stall_s: float) -> Any:
-    """The `AsyncLLM`, by the first of the `methods` under which its core does not stand still while it starts."""
+    """The `AsyncLLM`, by the first of the `methods` under which its core starts without stalling."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     failed: Exception | None = None
@@ -259,7 +258,7 @@ def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, 
 
 
 def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | None:
-    """`vision` if vLLM takes images; where a model that sees is used for text alone, the log says why."""
+    """`vision` if vLLM takes images; if a model with vision is used for text only, the log says why."""
     sees = vision is not None or config.model_config.is_multimodal_model
     taken = vision is not None and not vision.off and config.model_config.supports_multimodal_inputs
     if sees and not taken:
@@ -276,7 +275,7 @@ def _start_error(path: str, error: Exception, log: EngineLog) -> ModelError | En
 
 
 def _plain(error: Exception, log: EngineLog) -> str:
-    """A pydantic error without its frame, anything else as it is; with what vLLM logged as its cause."""
+    """A pydantic error without its frame, any other error unchanged; with the cause that vLLM logged."""
     text = str(error)
     if hasattr(error, "errors"):
         problems: list[dict[str, Any]] = cast(Any, error).errors()
@@ -309,7 +308,7 @@ def _facts(model: ModelConfig, config: Any, tokenizer: Any, *, supports_vlm: boo
 
 
 def _end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Of vLLM's model config."""
+    """From vLLM's model config."""
     return end_token_ids(
         model.try_get_generation_config().get("eos_token_id"),
         getattr(model.hf_text_config, "eos_token_id", None),

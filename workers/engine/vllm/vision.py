@@ -1,9 +1,9 @@
-"""Prompts with an image: whether this model takes them in vLLM, and how vLLM's own processor expands them.
+"""Prompts with an image: whether vLLM takes them for this model, and how vLLM's own processor expands them.
 
-- What is asked for is decided before vLLM starts: images, or the language model alone; never silently the latter.
-- vLLM tells images apart by a hash of their pixels, in its caches of processed images, of encoded ones and of prefixes.
-- A processed image is sent whole with every request: one that is refused or aborted in between leaves vLLM's two
-  halves of its shared image cache alike.
+- What to request is decided before vLLM starts: images, or the language model alone; never silently the latter.
+- vLLM identifies images by a hash of their pixels in its caches (processed images, encoded ones, prefixes).
+- A processed image is sent whole with every request: if one is refused or aborted in between, the two halves of vLLM's
+  shared image cache still agree.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sluice.workers.model_files import has_vision
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """What is asked of a model with a vision part."""
+    """What to request for a model with a vision part."""
 
     arguments: dict[str, Any]  # of vLLM's engine
     image_token: str = ""  # "": the language model alone
     image_token_id: int = -1
-    off: str = ""  # why images are not taken; "" if they are
+    off: str = ""  # why images aren't taken; "" if they are
 
     @classmethod
     def of(cls, model: ModelConfig, options: VllmEngineOptions) -> Vision | None:
         """None for a model without a vision part.
 
-        Raises ModelError for a processor that cannot be used, or a pixel budget that it would ignore.
+        Raises ModelError for an unusable processor, or a pixel budget it would ignore.
         """
         if not _has_vision(model):
             return None
@@ -52,7 +52,7 @@ class Vision:
         return cls(arguments, processor.image_token, image_token_id(processor))
 
     def hint(self, options: VllmEngineOptions) -> str:
-        """What to do where vLLM cannot run the model; "" if the reason is not known."""
+        """What to do if vLLM can't run the model; "" if the reason is unknown."""
         if importlib.util.find_spec("torchvision") is not None:
             return ""
         if "model_impl" in options.extra:
@@ -63,7 +63,7 @@ class Vision:
         )
 
     async def expand(self, llm: Any, request: SequenceRequest) -> Any:
-        """`vllm.inputs.MultiModalInput` of this request, processed beside the event loop. Raises RequestError."""
+        """`vllm.inputs.MultiModalInput` of this request, processed off the event loop. Raises RequestError."""
         key, image = request.seq_key, request.image
         try:
             check_placeholders(request.prompt_token_ids.count(self.image_token_id), self.image_token)
@@ -73,7 +73,7 @@ class Vision:
         try:
             return await llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
-            cause = error.__cause__ or error  # vLLM's own message holds the whole image
+            cause = error.__cause__ or error  # vLLM's own message contains the whole image
             raise RequestError(
                 f"{key}: the image ({image.width} x {image.height}) cannot be processed: "
                 f"{type(cause).__name__}: {cause}"
@@ -81,16 +81,16 @@ class Vision:
 
 
 def _has_vision(model: ModelConfig) -> bool:
-    """Whether transformers knows this model to see images. Raises ModelError if it must and does not."""
+    """Whether transformers knows this as a vision model. Raises ModelError if vision is required but missing."""
     try:
         found: Any = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError):
-        found = None  # vLLM knows models that transformers does not, and says what is wrong with this one
+        found = None  # vLLM knows models that transformers doesn't, and reports what is wrong with this one
     return has_vision(model, found)
 
 
 def _off(model: ModelConfig, options: VllmEngineOptions) -> str:
-    """Why only text is asked for. Raises ModelError if the options contradict each other."""
+    """Why only text is requested. Raises ModelError if the options contradict each other."""
     limit = options.extra.get("limit_mm_per_prompt", {}).get("image", 1)
     count = limit.get("count") if isinstance(limit, dict) else limit
     reasons = {

@@ -1,9 +1,9 @@
-"""What `collective_rpc` calls inside vLLM's workers; mixed into vLLM's own worker class (`worker_extension_cls`).
+"""Methods that `collective_rpc` calls inside vLLM's workers; mixed into vLLM's worker class (`worker_extension_cls`).
 
-- vLLM's own weight reload only logs a layer that got a part of its weights, or none; here it is an error.
-- It packs linear layers anew; on CPUs it forgets two: a head that is tied to the embedding, whose packed copy stays the
-  old one, and experts, whose new weights stay unpacked. That is done here.
-- Names, shapes and ties were checked before; what fails here leaves the model torn.
+- vLLM's own weight reload only logs a layer that got some or none of its weights; here it is an error.
+- It repacks linear layers, but on CPUs it misses two: a head tied to the embedding, whose packed copy stays old, and
+  experts, whose new weights stay unpacked. Both are fixed here.
+- Names, shapes and ties were checked before; a failure here leaves the model torn.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sluice.workers.guard.vllm import WorkerRepeatTerminate
 
 
 class WorkerExtension:
-    """Weights into the model, and questions to the repeat guard that is loaded."""
+    """Loads weights into the model, and queries the loaded repeat guard."""
 
     model_runner: Any
 
     def sluice_load_weights(self, directory: str, names: dict[str, str]) -> None:
-        """Load each tensor of the directory's safetensors under the name that `names` gives it.
+        """Load each tensor of the directory's safetensors under its name in `names`.
 
-        Raises TornWeights, after all layers are usable again, where a layer was not filled.
+        Raises TornWeights if a layer wasn't filled, after all layers are usable again.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -61,7 +61,7 @@ class WorkerExtension:
     def sluice_guard_try(self, token_ids: list[int]) -> dict[str, Any] | None:
         """Rules of the loaded guard, and its trigger after these tokens; None where none is loaded.
 
-        It comes after the probe: from now on requests cannot bring rules of their own.
+        It is called after the probe: from now on, requests can't bring their own rules.
         """
         requests = self._sluice_guard()
         if requests is None:
@@ -98,7 +98,7 @@ class WorkerExtension:
                 experts.process_weights_after_loading(module)
 
     def _sluice_guard(self) -> GuardRequests | None:
-        """Of the processor that the model runner calls at every step."""
+        """From the processor that the model runner calls at every step."""
         sampler = getattr(self.model_runner, "sampler", None)
         loaded = list(getattr(sampler, "logits_processors", []))  # Model Runner V2
         if (batch := getattr(self.model_runner, "input_batch", None)) is not None:
@@ -107,7 +107,7 @@ class WorkerExtension:
 
 
 def _elements(model: Any) -> dict[str, int]:
-    """Layer -> elements that a load has to bring: those of its own parameters, without padding and second names."""
+    """Layer -> number of elements a load must bring: its own parameters, without padding and second names."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     owners = Counter(id(one) for layer in model.modules() for one in layer.parameters(recurse=False))
@@ -127,9 +127,9 @@ def _elements(model: Any) -> dict[str, int]:
 
 
 def _unfilled(model: Any, wanted: dict[str, int]) -> dict[str, int]:
-    """Layers that got fewer elements than they have -> how many; asked before vLLM ends the load.
+    """Layers that got fewer elements than they have -> how many they got; call it before vLLM ends the load.
 
-    A layer that is full by then is processed already, and no longer counts.
+    A layer that is already full has been processed and no longer counts.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
