@@ -89,7 +89,7 @@ def _flat(struct: msgspec.Struct) -> list[Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):  # an exception's text may hold half a character, which redis-py refuses
-        return value.encode(errors="backslashreplace")
+        return value.encode(errors="backslashreplace").decode()
     return "" if value is None else int(value) if value is True or value is False else value
 
 

@@ -384,7 +384,7 @@ def test_a_batch_that_cannot_be_read_stays_an_error(make_run: MakeRun, sync_clie
         next(rollouts.batches())
         rollouts.done()
         for _ in range(2):
-            with pytest.raises(MessageError, match=r"batches .*-0: "):
+            with pytest.raises(MessageError, match=r"batches .*: not a TrainingBatch"):
                 next(rollouts.batches())
 
 

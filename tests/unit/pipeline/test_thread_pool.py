@@ -97,10 +97,9 @@ async def test_callers_that_leave_make_no_more_threads() -> None:
 
 
 async def test_what_a_caller_left_behind_loses_its_place_at_its_deadline() -> None:
-    pool, gate = ThreadPool("render", 1), threading.Event()
-    first = asyncio.create_task(pool.run(gate.wait, timeout_s=0.2, what="the first"))
-    while not pool.busy:  # noqa: ASYNC110 - a thread begins by itself
-        await asyncio.sleep(0.001)
+    pool, begun, gate = ThreadPool("render", 1), threading.Event(), threading.Event()
+    first = asyncio.create_task(pool.run(lambda: begun.set() or gate.wait(), timeout_s=0.2, what="the first"))
+    assert await asyncio.to_thread(begun.wait, 20)
     first.cancel()
     assert await pool.run(lambda: 7, timeout_s=5, what="the second") == 7
     assert pool.lost == 1
