@@ -51,6 +51,7 @@ class Parent:
 def main(module: str, function: str, arguments: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # whole lines, also of one that is killed
     parent = Parent(answers)
     try:
         asyncio.run(getattr(import_module(module), function)(parent, *json.loads(arguments)))

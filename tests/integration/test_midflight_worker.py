@@ -166,27 +166,31 @@ async def test_a_worker_that_starts_late_starts_at_the_newest_version(
 async def test_a_job_that_waited_for_a_row_is_not_begun_under_newer_weights_than_it_allows(
     config: Config, client: Any, keys: Keys, run_dir: Path
 ) -> None:
-    """Four fit the worker, two of them its engine; the weights come while those run."""
+    """Four fit the worker, one of them its engine; the second runs until its engine has been given the new weights."""
     published = Published(client, keys, run_dir)
     await published.publish(0)
     made = published.make(1)
-    few = msgspec.structs.replace(config.worker, max_batch=1, checkpoint_tokens=4)
+    few = msgspec.structs.replace(config.worker, max_batch=1, checkpoint_tokens=1)
     config = msgspec.structs.replace(config, worker=few)
-    is_published = threading.Event()
+    is_given = threading.Event()
     async with engine(config, max_batch=1) as backend, decode_workers.working(config, backend) as worker:
-        store = worker._store
+        store, load = worker._store, backend._thread.load
 
         def hold(claim: Claim, index: int, progress: Progress) -> None:
-            """In the engine's thread: the second sequence runs until the weights are there."""
+            """In the engine's thread, which takes weights between two tokens."""
             store(claim, index, progress)
-            if index == 1:
-                is_published.wait(30)
+            if index > 0:
+                is_given.wait(30)
 
-        worker._store = hold  # type: ignore[method-assign]
+        def give(*weights: Any) -> Any:
+            loaded = load(*weights)
+            is_given.set()
+            return loaded
+
+        worker._store, backend._thread.load = hold, give  # type: ignore[method-assign]
         await enqueue(client, keys, "a", n=4, sampling=LONG, max_weight_version=0)
         await over(client, keys, 1)
         await published.publish(1, made)
-        is_published.set()
         await over(client, keys, 4)
     begun = [result.versions.expand()[0] for result in (await results(client, keys)).values()]
     assert set(begun) == {0}, "one was begun under v1"

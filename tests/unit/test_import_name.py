@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,8 +79,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run([*build, "-t", "sdist"], ROOT)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as file:
-        file.extractall(folder / "source", filter="data")
+    shutil.unpack_archive(archive, folder / "source")
     (source,) = (folder / "source").iterdir()
     done = run([*build, "-t", "wheel"], source)
     assert done.returncode == 0, done.stderr
