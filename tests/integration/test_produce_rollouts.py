@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -188,16 +189,17 @@ async def test_a_server_that_dies_for_good_costs_what_it_held(
 async def test_a_server_that_is_not_there_yet_is_waited_for_by_name(
     make_config: MakeConfig, far: FarSide, state: Look
 ) -> None:
-    port = int((await far.start()).rpartition(":")[2])
-    await far.stop()
-    config = await make_config(2, url=f"http://127.0.0.1:{port}")
-    running = asyncio.create_task(produce(config))
+    with socket.socket() as kept:  # bound and not listening: nobody answers, and no other test gets the port
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        config = await make_config(2, url=f"http://127.0.0.1:{port}")
+        running = asyncio.create_task(produce(config))
 
-    async def says_so() -> bool:
-        causes = [row.waiting_for or "" for row in (await state()).processes]
-        return any("GET /tools" in cause and str(port) in cause for cause in causes)
+        async def says_so() -> bool:
+            causes = [row.waiting_for or "" for row in (await state()).processes]
+            return any("GET /tools" in cause and str(port) in cause for cause in causes)
 
-    await eventually(says_so, "the producer to say whom it waits for")
+        await eventually(says_so, "the producer to say whom it waits for")
     await far.start(port)
     await asyncio.wait_for(running, 20)
     assert (await state()).committed == 2
