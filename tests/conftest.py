@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 from redis.asyncio import Redis
 
+from sluice.pipeline import logs
 from sluice.pipeline.broker import connection as broker
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.load import ENVIRONMENT
@@ -32,6 +35,7 @@ hypothesis.settings.load_profile("sluice")
 _started = time.monotonic()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which sends the tests of a group to one process, reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.mark(items)
 
@@ -39,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     tiers.say_left_out(terminalreporter, config.option.markexpr)
     tiers.tally(terminalreporter, time.monotonic() - _started)
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> None:
+    """What an earlier test of this process asked of the logs, such as errors alone, ends with it."""
+    structlog.contextvars.clear_contextvars()
+    logs.configure("", logging.WARNING)
 
 
 @pytest.fixture(scope="session")

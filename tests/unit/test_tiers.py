@@ -29,6 +29,13 @@ def test_a_test_is_in_one_tier() -> None:
     assert tier_of("tests/unit/pipeline/test_cli.py::test_x") == ""
 
 
+def test_the_tests_of_a_file_go_to_one_process(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("loadgroup", False):  # as make test does; xdist shows the group behind the name
+        assert request.node.nodeid.endswith("@tests/unit/test_tiers.py")
+    marks = [mark.args for mark in request.node.iter_markers("xdist_group")]
+    assert marks == [("tests/unit/test_tiers.py",)]
+
+
 @pytest.mark.parametrize(("failed", "status", "line"), [(0, 0, "15 passed, 1 skipped"), (2, 1, "2 failed, 15 passed")])
 def test_the_sum_of_two_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: int, status: int, line: str
