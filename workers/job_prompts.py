@@ -14,13 +14,13 @@ from typing import Any
 
 from sluice.pipeline.config.types import ImagesConfig, ModelConfig
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
+from sluice.pipeline.images.store import ImageStore
 from sluice.pipeline.prompts.admission import Limits, admit_prompt
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.messages import DecodeJob
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.limits import fit_prompt
 from sluice.workers.engine.prompts import Prompts
-from sluice.workers.images.store import ImageStore
 
 _RENDERERS = 2  # the engine needs the other cores
 

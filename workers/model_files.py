@@ -11,7 +11,7 @@ from typing import Any
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ModelError
-from sluice.pipeline.prompts.chat_template import settle
+from sluice.pipeline.prompts.chat_template import normalise_tokenizer, settle
 
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -86,12 +86,3 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         return settle(normalise_tokenizer(tokenizer))
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
-
-
-def normalise_tokenizer(tokenizer: Any) -> Any:
-    """The same tokenizer, with left padding and truncation; a missing pad token becomes the end-of-sequence token."""
-    tokenizer.padding_side = "left"
-    tokenizer.truncation_side = "left"
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer

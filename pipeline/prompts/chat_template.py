@@ -44,6 +44,15 @@ _TURNS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 _TURNS_LOCK = threading.Lock()
 
 
+def normalise_tokenizer(tokenizer: Any) -> Any:
+    """The same tokenizer, with left padding and truncation; a missing pad token becomes the end-of-sequence token."""
+    tokenizer.padding_side = "left"
+    tokenizer.truncation_side = "left"
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def settle(tokenizer: Any) -> Any:
     """The same tokenizer, unchanged by later calls: the first call undoes the padding set in its files."""
     tokenizer("a")

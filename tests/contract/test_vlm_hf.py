@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.images.processor import VisionProcessor
 from sluice.pipeline.wire.messages import SamplingParams
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.contracts import SequenceRequest
@@ -23,7 +25,6 @@ from sluice.workers.engine.hf.decoder import Decoder
 from sluice.workers.engine.hf.model import load_model
 from sluice.workers.engine.hf.rows import Row
 from sluice.workers.engine.hf.vision import PreparedImages
-from sluice.workers.engine.preprocess import VisionProcessor
 from sluice.workers.engine.prompts import Prompts
 from tests.contract.engine_fixtures import decode_all, run, started
 from tests.contract.vlm_plain import PlainVlm
@@ -110,7 +111,7 @@ def test_a_sequence_goes_on_as_if_it_had_never_stopped(vlm: Vlm, temperature: fl
 
 
 def test_a_generated_image_token_is_text_when_the_sequence_goes_on(vlm: Vlm) -> None:
-    image_token = VisionProcessor.load(vlm.config).image_token_id
+    image_token = VisionProcessor.load(vlm.config, transformers).image_token_id
     so_far = SampledTokens([65, image_token, image_token], [-1.0] * 3, [0] * 3)
     output = run(vlm.backend, replace(vlm.request(PICTURES[0]), so_far=so_far))[0]
     assert output.token_ids[:3] == so_far.token_ids

@@ -23,6 +23,7 @@ from sluice.pipeline.config.types import (
     WorkerConfig,
 )
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
+from sluice.pipeline.images.decoders import Decoders, load_image
 from sluice.pipeline.prompts.admission import Limits, admit_prompt
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.thread_pool import ThreadPool
@@ -40,7 +41,6 @@ from sluice.workers.engine.requests import (
     VlmGenerationRequest,
 )
 from sluice.workers.guard.repeat import triggers
-from sluice.workers.images.decoders import Decoders, load_image
 
 _RENDER_S = 120.0  # of one prompt
 _AHEAD = 2  # batches read from the requests before their answers are taken

@@ -11,6 +11,7 @@ from typing import Any
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.images.processor import check_placeholders, image_token_id, load_processor
 from sluice.pipeline.prompts.chat_template import (
     ChatTemplateOptions,
     check_token_ids,
@@ -19,7 +20,6 @@ from sluice.pipeline.prompts.chat_template import (
     render_text,
 )
 from sluice.pipeline.wire.messages import Message
-from sluice.workers.engine.preprocess import check_placeholders, image_token_id, load_processor
 from sluice.workers.model_files import load_tokenizer, model_config
 
 _IMAGE_TYPES = ("image", "image_url")
@@ -57,7 +57,7 @@ class Prompts:
         bos = self.tokenizer.bos_token
         # Like the processor: its templates leave the first token to the tokenizer unless they write it themselves.
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
-        check_placeholders(token_ids.count(image_token_id(self._processor)), image_token)
+        check_placeholders(token_ids.count(image_token_id(self._processor)), 1, image_token)
         return token_ids
 
     def _find_placeholders(self) -> dict[int, str]:
@@ -72,7 +72,9 @@ class Prompts:
 
     @cached_property
     def _processor(self) -> Any:
-        return load_processor(self._model.path, trust_remote_code=self._model.trust_remote_code)
+        import transformers  # a worker that only decodes text need not wait for it here
+
+        return load_processor(self._model.path, transformers, trust_remote_code=self._model.trust_remote_code)
 
 
 def _with_image_part(messages: Sequence[Message], image_token: str) -> list[Message]:

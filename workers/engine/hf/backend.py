@@ -31,6 +31,7 @@ import torch
 
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornWeights, WeightsError
+from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.hf.decoder import Decoder, Ended
 from sluice.workers.engine.hf.model import LoadedModel, load_model
@@ -38,7 +39,6 @@ from sluice.workers.engine.hf.proof import prove
 from sluice.workers.engine.hf.rows import Row
 from sluice.workers.engine.hf.vision import PreparedImages
 from sluice.workers.engine.hf.weights import Weights
-from sluice.workers.engine.preprocess import VisionInputs, VisionProcessor
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.guard.watch import GuardCost
 

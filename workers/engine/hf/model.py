@@ -23,9 +23,9 @@ from transformers.utils import logging as transformers_logging
 
 from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig
 from sluice.pipeline.errors import ModelError
+from sluice.pipeline.images.processor import VisionProcessor
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf.cache import PrefillCache
-from sluice.workers.engine.preprocess import VisionProcessor
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
 
@@ -56,7 +56,7 @@ def load_model(
     dtype = _dtype(config.dtype, device)
     has_vision = _has_vision(config)
     tokenizer = load_tokenizer(config.path, trust_remote_code=config.trust_remote_code)
-    vision = VisionProcessor.load(config) if has_vision and config.variant != "text" else None
+    vision = VisionProcessor.load(config, transformers) if has_vision and config.variant != "text" else None
     module = _load_module(config, dtype, has_vision)
     module = (module if config.device_map else module.to(device)).eval().requires_grad_(False)
     _check_layers(module, config.path)

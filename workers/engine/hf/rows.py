@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.images.processor import VisionInputs
 from sluice.workers.engine.contracts import EngineFacts, SequenceRequest
 from sluice.workers.engine.plugins.base import GenerationPlugin
-from sluice.workers.engine.preprocess import VisionInputs
 from sluice.workers.engine.running import RunningSequence
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.guard.watch import Watch

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from transformers import Cache
 
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError
+from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import chosen, forward, forward_scored
-from sluice.workers.engine.preprocess import VisionInputs, VisionProcessor
 
 _THREADS = 2
 _Key = tuple[tuple[int, ...], int]  # prompt, identity of the image
@@ -50,7 +51,7 @@ def prefill_image(
     inputs = torch.tensor([vision.token_ids], device=device)
     length = inputs.shape[1]
     tensors = {name: _placed(value, module) for name, value in vision.tensors.items()}
-    types = vision.token_types.to(device)
+    types = torch.from_numpy(vision.token_types).to(device)
     try:
         positions, offset = _positions(model, inputs, types, tensors)
         if "mm_token_type_ids" in inspect.signature(module.forward).parameters:
@@ -87,7 +88,8 @@ def _positions(
     return positions, int(delta)
 
 
-def _placed(value: torch.Tensor, module: Any) -> torch.Tensor:
+def _placed(array: NDArray[Any], module: Any) -> torch.Tensor:
+    value = torch.from_numpy(array)
     return value.to(module.device, module.dtype) if value.is_floating_point() else value.to(module.device)
 
 
@@ -156,7 +158,7 @@ class PreparedImages:
             shared = self._shared.get(key)
             if shared is None:
                 try:
-                    future = self._pool.submit(self._processor.prepare, request.prompt_token_ids, request.image)
+                    future = self._pool.submit(self._processor.prepare, request.prompt_token_ids, (request.image,))
                 except RuntimeError as error:
                     raise EngineError("the hf engine is closed") from error
                 shared = self._shared[key] = _Shared(future)

@@ -17,8 +17,8 @@ import transformers
 
 from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
 from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.images.processor import check_placeholders, image_token_id, load_processor, pixel_budget
 from sluice.workers.engine.contracts import SequenceRequest
-from sluice.workers.engine.preprocess import check_placeholders, image_token_id, load_processor, pixel_budget
 from sluice.workers.model_files import has_vision
 
 
@@ -44,7 +44,7 @@ class Vision:
             if "language_model_only" not in options.extra:
                 arguments["language_model_only"] = True
             return cls(arguments, off=off)
-        processor = load_processor(model.path, trust_remote_code=model.trust_remote_code)
+        processor = load_processor(model.path, transformers, trust_remote_code=model.trust_remote_code)
         if budget := pixel_budget(processor.image_processor, model.preprocess):
             arguments["mm_processor_kwargs"] = budget
         if "limit_mm_per_prompt" not in options.extra:
@@ -66,7 +66,7 @@ class Vision:
         """`vllm.inputs.MultiModalInput` of this request, processed off the event loop. Raises RequestError."""
         key, image = request.seq_key, request.image
         try:
-            check_placeholders(request.prompt_token_ids.count(self.image_token_id), self.image_token)
+            check_placeholders(request.prompt_token_ids.count(self.image_token_id), 1, self.image_token)
         except RequestError as error:
             raise RequestError(f"{key}: {error}") from error
         prompt = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": image}}

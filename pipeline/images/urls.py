@@ -17,7 +17,7 @@ from yarl import URL
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress
-from sluice.workers.images.paths import too_large
+from sluice.pipeline.images.paths import too_large
 
 PAUSES_S = (0.2, 0.6)
 """Before the second and the third try."""

@@ -13,8 +13,8 @@ from PIL import Image
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.images.store import ImageStore
 from sluice.pipeline.wire.messages import ImageRef
-from sluice.workers.images.store import ImageStore
 from tests.image_site import Site
 from tests.pictures import huge_png, png
 

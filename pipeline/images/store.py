@@ -20,10 +20,10 @@ from PIL import Image
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.images.decoders import Decoders
+from sluice.pipeline.images.paths import Found, Roots
+from sluice.pipeline.images.urls import UrlFetcher
 from sluice.pipeline.wire.messages import ImageRef
-from sluice.workers.images.decoders import Decoders
-from sluice.workers.images.paths import Found, Roots
-from sluice.workers.images.urls import UrlFetcher
 
 FETCHES = 16
 
@@ -62,6 +62,7 @@ class ImageStore:
     async def get(self, ref: ImageRef) -> Image.Image:
         """The image, mode RGB; shared with other callers, so `copy()` it before changing it.
 
+        `image.info["sha256"]` is the digest of the bytes it was decoded from.
         Raises RequestError, and EngineError if no decoder can be started.
         """
         ref = _normal(ref)
@@ -137,8 +138,10 @@ class ImageStore:
             raise RequestError(f"{error}{complaint}") from error
 
     def _decode(self, data: bytes, digest: str | None, where: str) -> Image.Image:
-        check_digest(data, digest, where)
-        return self._decoders.decode(data, where)
+        found = check_digest(data, digest, where)
+        image = self._decoders.decode(data, where)
+        image.info["sha256"] = found
+        return image
 
 
 def _normal(ref: ImageRef) -> ImageRef:
@@ -212,16 +215,15 @@ def normal_digest(text: str, where: str) -> str:
     return digest
 
 
-def check_digest(data: bytes, expected: str | None, where: str) -> None:
-    """Raise RequestError unless the bytes match the expected digest; None accepts anything."""
-    if expected is None:
-        return
+def check_digest(data: bytes, expected: str | None, where: str) -> str:
+    """The digest of the bytes. Raises RequestError unless it is the expected one; None accepts anything."""
     found = hashlib.sha256(data).hexdigest()
-    if found != expected:
+    if found != (expected or found):
         raise RequestError(
             f"{where}: its bytes have sha256 {found}, the job asks for {expected}; "
             "correct the reference or restore the image"
         )
+    return found
 
 
 def describe(ref: ImageRef) -> str:

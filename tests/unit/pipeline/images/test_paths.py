@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.pipeline.errors import RequestError
-from sluice.workers.images.paths import Roots
+from sluice.pipeline.images.paths import Roots
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from PIL import Image
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
-from sluice.workers.images.decoders import Decoders
-from sluice.workers.images.pixels import open_image
+from sluice.pipeline.images.decoders import Decoders
+from sluice.pipeline.images.pixels import open_image
 from tests.pictures import encoded, gif_of_zeros, huge_png, png, png_of_chunks, progressive_jpeg
 
 FOREVER_S = 600.0
@@ -28,7 +28,7 @@ def children(of: int | None = None) -> list[int]:
     """Processes of this command whose parent is `of`."""
     tasks = Path(f"/proc/{of or os.getpid()}/task").glob("*/children")
     found = [int(pid) for task in tasks for pid in task.read_text().split()]
-    return [pid for pid in found if "sluice.workers.images.decode_process" in _read(Path(f"/proc/{pid}/cmdline"))]
+    return [pid for pid in found if "sluice.pipeline.images.decode_process" in _read(Path(f"/proc/{pid}/cmdline"))]
 
 
 def _read(path: Path) -> str:
@@ -172,7 +172,7 @@ _PARENT = """
 import sys
 from sluice.pipeline.config.types import ImagesConfig
 from tests.pictures import png, progressive_jpeg
-from sluice.workers.images.decoders import Decoders
+from sluice.pipeline.images.decoders import Decoders
 decoders = Decoders(ImagesConfig(decode_timeout_s=600))
 decoders.decode(png(), "x")
 slow = progressive_jpeg()

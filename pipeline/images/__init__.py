@@ -3,7 +3,9 @@
     ref ──▶ paths (below a root) ──┐
       └───▶ urls (listed hosts) ───┴─▶ bytes ─▶ digest ─▶ decoders ═▶ pixels ═▶ cache ─▶ RGB image
                                                              (═ a separate process)
+    prompt, RGB images ─▶ processor ─▶ expanded token ids, token types, pixel values (numpy)
 
 - References come from anyone who may write to the queue, bytes from anywhere: neither is trusted.
-- The queue worker enters through `store.ImageStore`, the offline engine through `decoders.load_image`.
+- Workers, scorers and the trainer enter through `store.ImageStore`, the offline engine through `decoders.load_image`.
+- What an image becomes in a prompt is decided in `processor` alone, for all of them.
 """

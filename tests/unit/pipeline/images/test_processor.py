@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
+import transformers
 from transformers import AutoImageProcessor
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.errors import ModelError, RequestError
-from sluice.workers.engine.preprocess import VisionProcessor, load_processor, normalise_tokenizer
+from sluice.pipeline.images.processor import VisionProcessor, load_processor
+from sluice.pipeline.prompts.chat_template import normalise_tokenizer
 from sluice.workers.engine.requests import VlmPreprocessOptions
 from tests.tiny_models import build_tokenizer
 from tests.tiny_vlms import QWEN_TOKEN_EDGE, picture, save_tiny_llava, save_tiny_qwen_vl
@@ -30,7 +32,9 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _vision(directory: Path, **options: Any) -> VisionProcessor:
-    return VisionProcessor.load(ModelConfig(path=str(directory), preprocess=VlmPreprocessOptions(**options)))
+    return VisionProcessor.load(
+        ModelConfig(path=str(directory), preprocess=VlmPreprocessOptions(**options)), transformers
+    )
 
 
 def test_pad_token_fallback_is_applied_consistently(llava: Path) -> None:
@@ -43,7 +47,7 @@ def test_pad_token_fallback_is_applied_consistently(llava: Path) -> None:
     tokenizer.pad_token = tokenizer.eos_token = None
     normalise_tokenizer(tokenizer)
     assert tokenizer.pad_token is None
-    assert load_processor(str(llava)).tokenizer.padding_side == "left"
+    assert load_processor(str(llava), transformers).tokenizer.padding_side == "left"
 
 
 @pytest.mark.parametrize(
@@ -55,10 +59,10 @@ def test_images_follow_the_pixel_budget_as_in_transformers(qwen: Path, budget: d
     theirs: Any = AutoImageProcessor.from_pretrained(qwen, **budget)
     for width, height in SIZES:
         image = picture(width, height)
-        inputs = vision.prepare((65, vision.image_token_id, 66), image)
-        plain = theirs(images=[image], return_tensors="pt")
-        assert torch.equal(inputs.tensors["image_grid_thw"], plain["image_grid_thw"])
-        assert torch.equal(inputs.tensors["pixel_values"], plain["pixel_values"])
+        inputs = vision.prepare((65, vision.image_token_id, 66), [image])
+        plain = theirs(images=[image], return_tensors="np")
+        assert np.array_equal(inputs.tensors["image_grid_thw"], plain["image_grid_thw"])
+        assert np.array_equal(inputs.tensors["pixel_values"], plain["pixel_values"])
         num_tokens = int(plain["image_grid_thw"].prod()) // 4
         assert inputs.token_ids == (65, *[vision.image_token_id] * num_tokens, 66)
         assert inputs.token_types.tolist() == [[0, *[1] * num_tokens, 0]]
@@ -69,10 +73,10 @@ def test_images_follow_the_pixel_budget_as_in_transformers(qwen: Path, budget: d
 
 def test_do_resize_false_takes_images_as_they_are(qwen: Path) -> None:
     vision = _vision(qwen, do_resize=False)
-    inputs = vision.prepare([vision.image_token_id], picture(80, 64))
+    inputs = vision.prepare([vision.image_token_id], [picture(80, 64)])
     assert inputs.tensors["image_grid_thw"].tolist() == [[1, 16, 20]]
     with pytest.raises(RequestError, match=r"image \(81 x 64\) cannot be processed"):
-        vision.prepare([vision.image_token_id], picture(81, 64))
+        vision.prepare([vision.image_token_id], [picture(81, 64)])
 
 
 def test_a_budget_that_would_be_ignored_is_refused(qwen: Path, llava: Path) -> None:
@@ -92,12 +96,12 @@ def test_a_prompt_has_one_placeholder(qwen: Path) -> None:
     token = vision.image_token_id
     for prompt, says in (([65], "0 image placeholders"), ([token, 65, token], "2 image placeholders")):
         with pytest.raises(RequestError, match=says):
-            vision.prepare(prompt, picture(20, 20))
+            vision.prepare(prompt, [picture(20, 20)])
     video = token + 1
-    inputs = vision.prepare([video, token], picture(20, 20))  # without a video, its placeholder is text
+    inputs = vision.prepare([video, token], [picture(20, 20)])  # without a video, its placeholder is text
     assert (inputs.token_ids[0], inputs.token_types.tolist()) == (video, [[0, 1, 1, 1, 1]])
     with pytest.raises(RequestError, match="aspect ratio"):
-        vision.prepare([token], picture(1, 300))
+        vision.prepare([token], [picture(1, 300)])
 
 
 def test_a_directory_without_processor_says_what_to_do(qwen: Path, tmp_path: Path) -> None:
@@ -105,4 +109,4 @@ def test_a_directory_without_processor_says_what_to_do(qwen: Path, tmp_path: Pat
         if path.name != "preprocessor_config.json":
             (tmp_path / path.name).symlink_to(path)
     with pytest.raises(ModelError, match=r"no usable processor.*variant: text"):
-        load_processor(str(tmp_path))
+        load_processor(str(tmp_path), transformers)

@@ -25,9 +25,9 @@ from PIL import Image
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import EngineError, RequestError
-from sluice.workers.images.decode_process import LENGTH, MAX_HEADER, PIXELS
-from sluice.workers.images.paths import read_anywhere
-from sluice.workers.images.pixels import check_encoded, plain_image
+from sluice.pipeline.images.decode_process import LENGTH, MAX_HEADER, PIXELS
+from sluice.pipeline.images.paths import read_anywhere
+from sluice.pipeline.images.pixels import check_encoded, plain_image
 
 _START_S = 60.0
 _END_S = 10.0  # time for the kernel to end a killed process
@@ -154,7 +154,7 @@ class _Process:
     def __init__(self, limits: ImagesConfig) -> None:
         """Raises EngineError if it doesn't start."""
         held, self._tether = os.pipe()
-        command = [sys.executable, "-P", "-m", "sluice.workers.images.decode_process", str(held)]
+        command = [sys.executable, "-P", "-m", "sluice.pipeline.images.decode_process", str(held)]
         try:
             self._process = subprocess.Popen(
                 [*command, str(limits.decode_mb << 20), str(limits.decode_timeout_s)],

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
-from sluice.workers.images.decoders import Decoders, load_image
+from sluice.pipeline.images.decoders import Decoders, load_image
 from tests.pictures import encoded
 
 

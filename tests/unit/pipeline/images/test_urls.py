@@ -12,7 +12,7 @@ from aiohttp import web
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
-from sluice.workers.images.urls import PAUSES_S, UrlFetcher
+from sluice.pipeline.images.urls import PAUSES_S, UrlFetcher
 from tests.image_site import Handler, Site
 from tests.integration.http.names import Names
 from tests.pictures import png

@@ -25,7 +25,7 @@ import msgspec
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
-from sluice.workers.images.pixels import open_image
+from sluice.pipeline.images.pixels import open_image
 
 LENGTH = struct.Struct("<I")  # of a header
 MAX_HEADER = 1 << 16  # bytes

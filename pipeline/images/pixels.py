@@ -21,7 +21,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from sluice.pipeline.config.types import ImageFormat, ImagesConfig
 from sluice.pipeline.errors import RequestError
-from sluice.workers.images.paths import too_large
+from sluice.pipeline.images.paths import too_large
 
 _READERS: dict[ImageFormat, type[ImageFile.ImageFile]] = {
     "JPEG": JpegImageFile,

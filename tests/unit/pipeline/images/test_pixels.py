@@ -12,7 +12,7 @@ from PIL import Image
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
-from sluice.workers.images.pixels import open_image
+from sluice.pipeline.images.pixels import open_image
 from tests.pictures import encoded, huge_png, huge_webp, png, wide_gif
 
 LIMITS = ImagesConfig(max_pixels=10_000)
