@@ -12,4 +12,4 @@
 """
 
 if not __name__.startswith("sluice."):
-    raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")
+    raise ImportError(f"import {__name__} as sluice.{__name__}")

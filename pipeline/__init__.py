@@ -7,4 +7,4 @@ run starts, supervises and ends the processes; status and top show them
 """
 
 if not __name__.startswith("sluice."):
-    raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")
+    raise ImportError(f"import {__name__} as sluice.{__name__}")

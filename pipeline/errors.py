@@ -29,7 +29,7 @@ class DataError(SluiceError):
 
 
 class BrokerError(SluiceError):
-    """Redis is unreachable, refuses us, or lost data it must keep."""
+    """Redis is unreachable, refused the connection, or lost data."""
 
     exit_code = 4
 
@@ -122,14 +122,14 @@ TERMINATED = 143
 EXIT_CODES: dict[int, str] = {
     OK: "done",
     1: "another error, or a check that failed (audit, dlq, status --health)",
-    2: "wrong usage, or a configuration that cannot be used",
+    2: "wrong usage, or an unusable configuration",
     3: "data, or a truth, parse or match step that got unusable input",
-    4: "the broker: unreachable, refuses us, or lost what it must keep",
+    4: "the broker: unreachable, refused the connection, or lost data",
     5: "a model directory that cannot be loaded",
     6: "a weight version: missing, damaged or out of order",
     7: "a wait ran out of time",
     8: "the engine failed, or got a request that it can't serve",
     SOME_ROWS_FAILED: "some rows of `sluice generate` ended in an error",
-    INTERRUPTED: "interrupted by Ctrl-C; `up`, `run`, `demo` and `generate`: by SIGTERM too; what is done is kept",
+    INTERRUPTED: "interrupted by Ctrl-C; `up`, `run`, `demo` and `generate`: by SIGTERM too; finished work is kept",
     TERMINATED: "a role was stopped by SIGTERM; its work is finished or handed back",
 }

@@ -19,4 +19,4 @@ Imports run `agents → gateway → http`; `rollout_client` needs only `http`.
 """
 
 if not __name__.startswith("sluice."):
-    raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")
+    raise ImportError(f"import {__name__} as sluice.{__name__}")

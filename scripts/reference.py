@@ -162,9 +162,9 @@ def _meaning(name: str, comment: str) -> str:
 
 
 _PAGES = {
-    "role": "Every process, of itself",
-    "gateway": "The gateway, besides",
-    "rollout-server": "The rollout server, besides",
+    "role": "Every process",
+    "gateway": "The gateway, in addition",
+    "rollout-server": "The rollout server, in addition",
     "run": "The run, from the dashboard",
 }
 

@@ -5,4 +5,4 @@ queue ──claim──▶ DecodeWorker ──SequenceRequest──▶ Backend (
 """
 
 if not __name__.startswith("sluice."):
-    raise ImportError(f"{__name__} is imported as sluice.{__name__}; write `sluice.` before it")
+    raise ImportError(f"import {__name__} as sluice.{__name__}")

@@ -66,7 +66,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
                 read_json(line, _Step, "it")
                 found.append(read_json(line, dict[str, Any], "it"))
         except MessageError as error:
-            get_logger().warning("a line cannot be read and is skipped", where=f"{path}:{number}", problem=str(error))
+            get_logger().warning("skipping an unreadable line", where=f"{path}:{number}", problem=str(error))
     return found
 
 

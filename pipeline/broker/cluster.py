@@ -41,10 +41,8 @@ class SlotPrimary:
                 if first <= self.slot <= last:
                     self._learn(ranges, node)
                     return _address(primary, node)
-            problems.append(f"{node[0]}:{node[1]}: nobody serves slot {self.slot}")
-        raise redis.ConnectionError(
-            f"no node of the cluster names a primary of slot {self.slot} ({'; '.join(problems)})"
-        )
+            problems.append(f"{node[0]}:{node[1]}: no server for slot {self.slot}")
+        raise redis.ConnectionError(f"no cluster node knows a primary for slot {self.slot} ({'; '.join(problems)})")
 
     def _ask(self, node: Address) -> list[Any]:
         limits: dict[str, Any] = {"socket_timeout": self._timeout_s, "socket_connect_timeout": self._timeout_s}

@@ -117,7 +117,7 @@ def node_addresses(config: BrokerConfig, port: int) -> tuple[list[tuple[str, int
         addresses = [(each.hostname or "", each.port or port) for each in found]
         server = dict(options_of(f"{parts.scheme}://{entry}{at}node{parts.path}?{parts.query}"))
     except ValueError as error:
-        raise BrokerError(f"{hide_password(url)}: not an address of {_them(config)} ({error})") from error
+        raise BrokerError(f"{hide_password(url)}: not a valid address of {_them(config)} ({error})") from error
     if not all(host for host, _ in addresses):
         raise BrokerError(
             f"{hide_password(url)}: write {_them(config)} as redis://:password@host:{port},host2:{port}/0"
@@ -138,14 +138,14 @@ def ping(config: BrokerConfig, run: str = "") -> dict[str, Any]:
         with connect_sync(config, run) as client:
             facts = cast("dict[str, Any]", cast(Any, client).info())
     except AuthenticationError as error:
-        raise BrokerError(f"{url}: wrong password or user ({error}); put it into REDIS_URL") from error
+        raise BrokerError(f"{url}: wrong password or user ({error}); correct REDIS_URL") from error
     except ValueError:  # its text would show what is in the port's place: part of a password
         raise BrokerError(
             f"{url}: not a broker's URL; write redis://:password@host:6379/0, with %2F for / and %23 for #"
         ) from None
     except (RedisError, OSError) as error:
         raise BrokerSilent(
-            f"{url}: the broker does not answer ({error}); start it, or set REDIS_URL to one that runs"
+            f"{url}: the broker does not answer ({error}); start it, or set REDIS_URL to a running one"
         ) from error
     version = str(facts.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < (6, 2):
@@ -163,13 +163,13 @@ def refuse_unsafe(config: BrokerConfig, facts: dict[str, Any]) -> None:
     url, policy = hide_password(broker_url(config)), str(facts.get("maxmemory_policy", ""))
     if policy.startswith("allkeys"):
         raise BrokerError(
-            f"{url}: maxmemory-policy is {policy}: a full broker would throw away what nobody has read yet; set it to "
-            "noeviction (CONFIG SET maxmemory-policy noeviction, and in its configuration)"
+            f"{url}: maxmemory-policy is {policy}: a full broker would evict unread data; set it to noeviction (CONFIG "
+            "SET maxmemory-policy noeviction, and in its configuration file)"
         )
     if not facts.get("aof_enabled") and not config.allow_volatile:
         raise BrokerError(
-            f"{url}: the append-only file is off: a restart of the broker loses what is in flight; set appendonly to "
-            "yes (CONFIG SET appendonly yes, and in its configuration), or accept the loss: "
+            f"{url}: the append-only file is off: a broker restart loses everything in flight; set appendonly to yes "
+            "(CONFIG SET appendonly yes, and in its configuration file), or accept the loss: "
             "--set broker.allow_volatile=true"
         )
 

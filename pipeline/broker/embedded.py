@@ -117,7 +117,11 @@ def _join(directory: Path) -> str:
                 return url
             loading = loading or state == "loading"
         time.sleep(0.1)
-    cause = f"it was still loading its data after {LOAD_S:.0f} s" if loading else f"none came up in {START_S:.0f} s"
+    cause = (
+        f"it was still loading its data after {LOAD_S:.0f} s"
+        if loading
+        else f"no broker came up within {START_S:.0f} s"
+    )
     raise BrokerError(f"{directory}: another process holds the broker's lock, but {cause}")
 
 
@@ -184,7 +188,7 @@ class EmbeddedServer:
                 get_logger().warning("the embedded broker is back")
             except (BrokerError, OSError) as error:
                 failures += 1
-                get_logger().error("the embedded broker does not come back", failures=failures, error=str(error))
+                get_logger().error("cannot restart the embedded broker", failures=failures, error=str(error))
                 self._stopping.wait(min(0.1 * 2**failures, _PAUSE_MAX_S))
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
@@ -196,7 +200,7 @@ class EmbeddedServer:
                     return
                 if state == "loading" and not loading:
                     loading = True
-                    get_logger().warning("the embedded broker loads its data", at_most_s=LOAD_S)
+                    get_logger().warning("the embedded broker is loading its data", at_most_s=LOAD_S)
                 if time.monotonic() - started > (LOAD_S if loading else START_S):
                     break
                 time.sleep(0.02)

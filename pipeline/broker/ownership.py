@@ -25,10 +25,10 @@ async def why_fenced(scripts: Scripts, key: str) -> SluiceError:
     """The error for a process that a script refused as this role's owner: another has it, or the data are gone."""
     role = key.rpartition("owner:")[2]
     if await scripts.client.exists(key, f"{key}:last"):
-        return LeaseLost(f"{role}: another process took this role; this one stops")
+        return LeaseLost(f"{role}: another process took over this role; stopping")
     return BrokerDataGone(
-        f"{role}: the broker's data are gone: it no longer knows that this process plays this role. Start it again: "
-        "rows are read again, what is trained stays trained, and what was under way is done again"
+        f"{role}: the broker's data are gone, including this process's claim on the role. Restart the process: rows "
+        "are read again, trained sequences stay trained, and work in progress is redone"
     )
 
 

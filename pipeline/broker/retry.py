@@ -159,7 +159,7 @@ class _OfSlot(AbstractConnection):
             if not (isinstance(error, _ELSEWHERE) or str(error).startswith(_ELSEWHERE_WORDS)):
                 raise
             await self.disconnect(nowait=True)
-            raise redis.ConnectionError(f"slot {self.primary.slot} is elsewhere, or on its way: {error}") from error
+            raise redis.ConnectionError(f"slot {self.primary.slot} has moved, or is being moved: {error}") from error
 
 
 @functools.cache
@@ -226,8 +226,8 @@ class PatientSentinelPool(_Patient, SentinelConnectionPool):
 
 
 FULL_REMEDY = (
-    "give it more memory (`redis-cli config set maxmemory 4gb`, and in its configuration), or free some "
-    "(`sluice dlq drop`, runs that are over); producer.max_in_flight_mb bounds what a run holds"
+    "give it more memory (`redis-cli config set maxmemory 4gb`, and in its configuration file), or free some "
+    "(`sluice dlq drop`, finished runs); producer.max_in_flight_mb limits what a run holds"
 )
 _SAY_EVERY_S = 30.0
 
@@ -259,7 +259,7 @@ def _note_wait(call: object, *, at_most_s: float) -> None:
     _room.calls.setdefault(call, now)
     if now - _room.said >= _SAY_EVERY_S:
         _room.said = now
-        get_logger().warning("the broker is full; waiting for room", at_most_s=at_most_s, help=FULL_REMEDY)
+        get_logger().warning("the broker is full; waiting for space", at_most_s=at_most_s, help=FULL_REMEDY)
 
 
 def _forget_wait(call: object) -> None:
@@ -269,4 +269,4 @@ def _forget_wait(call: object) -> None:
 
 def _too_long(error: Exception, waited_s: float) -> OutOfMemoryError:
     """The error that ends the wait."""
-    return OutOfMemoryError(f"the broker is full ({error}), and no room came in {waited_s:g} s: {FULL_REMEDY}")
+    return OutOfMemoryError(f"the broker is full ({error}), and no space was freed in {waited_s:g} s: {FULL_REMEDY}")

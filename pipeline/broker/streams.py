@@ -175,7 +175,7 @@ async def hand_off(
     if answer == "fenced":
         raise await why_fenced(scripts, owner_key)
     if answer == "lost":
-        raise ResultsLost(f"{reader.stream}: results that were read are gone; reading again")
+        raise ResultsLost(f"{reader.stream}: results that were already read are gone; reading from the start")
     reader.release(result_ids)
     return cast("Literal['ok', 'dup']", answer)
 

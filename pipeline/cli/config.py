@@ -11,7 +11,7 @@ from sluice.pipeline.cli.options import ConfigPath, Json, Overrides
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.terminal import say
 
-app = App(name="config", help="Look at and check configurations: every key, its value, and what is wrong with a file.")
+app = App(name="config", help="Show and check configurations: every key, its value, and the errors in a file.")
 SCHEMA = 1
 
 
@@ -34,9 +34,7 @@ def show(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json 
 
 
 @app.command
-def check(
-    *files: Annotated[Path, Parameter(help="YAML files; without one nothing is checked.")], as_json: Json = False
-) -> int:
+def check(*files: Annotated[Path, Parameter(help="One or more YAML files.")], as_json: Json = False) -> int:
     """Check configuration files; exit code 2 when one of them cannot be used.
 
     An unknown key is an error that names the nearest valid one. The environment does not matter here.

@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 
 app = App(
     name="dlq",
-    help="Dead letters: sequences that failed for good. Inspect them, send them back, or throw them away.",
+    help="Dead letters: sequences that failed for good. Inspect, replay or drop them.",
 )
 SeqIds = Annotated[str, Parameter(help="Ids of dead sequences, as `sluice dlq list` shows them.")]
 
 Job = Annotated[str | None, Parameter(help="Every dead sequence of this job.")]
-Reason = Annotated[str | None, Parameter(help="Every one that is dead for this reason, e.g. worker_deaths.")]
+Reason = Annotated[str | None, Parameter(help="Every one with this reason, e.g. worker_deaths.")]
 Everything = Annotated[bool, Parameter(name="--all", negative="", help="Every dead letter of the run.")]
-Dropped = Annotated[
-    bool, Parameter(negative="", help="The newest dropped sequences instead; these can only be looked at.")
-]
+Dropped = Annotated[bool, Parameter(negative="", help="The newest dropped sequences instead; these are read-only.")]
 
 
 @app.command(name="list")
@@ -107,7 +105,7 @@ def drop(
     job: Job = None,
     reason: Reason = None,
     everything: Everything = False,
-    yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative="", help="Do not ask.")] = False,
+    yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative="", help="Skip the confirmation.")] = False,
     as_json: Json = False,
 ) -> int:
     """Throw dead sequences away; they stay counted as dead, and the bytes that they hold become credit.
@@ -122,7 +120,9 @@ def drop(
 
     selection, settings = _selection(seq_ids, job, reason, everything), load_config(config, overrides)
     if not yes and not sys.stdin.isatty():
-        raise SluiceError("dropped dead letters are gone for good, and nobody is there to ask; confirm with --yes")
+        raise SluiceError(
+            "dropped dead letters are gone for good, and there is no terminal to ask for confirmation; pass --yes"
+        )
     if not yes and not _agrees(dead_letters.matching(settings, selection)):
         say("nothing was dropped", file=sys.stderr)
         return 1
@@ -139,7 +139,7 @@ def _selection(seq_ids: tuple[str, ...], job: str | None, reason: str | None, ev
     from sluice.pipeline.queue.dead_letters import Selection
 
     if sum((bool(seq_ids), job is not None, reason is not None, everything)) != 1:
-        raise ConfigError("say which dead letters: sequence ids, or one of --job ID, --reason R, --all")
+        raise ConfigError("select dead letters by sequence ids, or with one of --job ID, --reason R, --all")
     return Selection(seq_ids=frozenset(seq_ids), job=job, reason=reason, everything=everything)
 
 

@@ -9,7 +9,7 @@ from sluice.pipeline.terminal import say
 def doctor(*, config: ConfigPath = None, overrides: Overrides = (), as_json: Json = False) -> int:
     """Check Python, engine, broker, configuration, model and data, and say how to fix what is wrong.
 
-    Exit code 0 when all is well, else that of the first thing that is wrong: 2 configuration, 3 data, 4 broker,
+    Exit code 0 when every check passes, else that of the first failed one: 2 configuration, 3 data, 4 broker,
     5 model, 1 any other.
 
     Example: `sluice doctor -c configs/text.yaml --set model.path=./my-model --set data.path=prompts.jsonl`

@@ -41,13 +41,15 @@ def _unknown(error: UnknownCommandError) -> str:
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell that you use.")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Your shell.")],
     /,
     *,
     install: Annotated[
         bool,
         Parameter(
-            negative="", show_default=False, help="Write it where that shell looks, and add a line to its start file."
+            negative="",
+            show_default=False,
+            help="Write it to where the shell looks for completions, and add a line to its startup file.",
         ),
     ] = False,
 ) -> None:
@@ -63,7 +65,7 @@ def completion(
     if not install:
         say(app.generate_completion(shell=shell))
         return
-    say(f"written: {app.install_completion(shell=shell)}; it works in shells that you open from now on")
+    say(f"written: {app.install_completion(shell=shell)}; open a new shell to use it")
 
 
 def help_(
@@ -71,7 +73,7 @@ def help_(
         str, Parameter(help="A command such as `dlq replay`, or `exit-codes`; without one, all commands.")
     ],
     markdown: Annotated[
-        bool, Parameter(negative="", show_default=False, help="All commands on one page; docs/cli.md is made with it.")
+        bool, Parameter(negative="", show_default=False, help="All commands on one page, as in docs/cli.md.")
     ] = False,
 ) -> int | None:
     """Explain a command, or the exit codes.
@@ -90,7 +92,7 @@ def help_(
 GROUP = "sluice.commands"
 _HELP = """Rollouts for post-training language models, as a queue on Redis.
 
-Every command has its examples: `sluice COMMAND --help`. All of them on one page: docs/cli.md. The way in: README.md.
+`sluice COMMAND --help` shows examples. All commands on one page: docs/cli.md. Getting started: README.md.
 
 Exit codes: 0 done, 1 other, 2 usage or configuration, 3 data, 4 broker, 5 model, 6 weights, 7 out of time, 8 engine,
 9 some rows of `sluice generate` failed, 130 Ctrl-C, 143 SIGTERM. More: `sluice help exit-codes`.
@@ -165,7 +167,7 @@ def _ours(cause: BaseException) -> BaseException:
     """What the broker's client raises once its retries are used up, as our error; `--help` never imports the client."""
     client: Any = sys.modules.get("redis")
     if client is not None and isinstance(cause, client.RedisError):
-        return BrokerError(f"the broker fails us ({cause}); is it running? `sluice doctor` looks")
+        return BrokerError(f"broker error ({cause}); is it running? Check with `sluice doctor`")
     return cause
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 ConfigPath = Annotated[
-    Path | None, Parameter(name=["--config", "-c"], help="The run's YAML file. Without one, every key has its default.")
+    Path | None, Parameter(name=["--config", "-c"], help="The run's YAML file. Without it, every key has its default.")
 ]
 """The run's YAML file."""
 
@@ -34,8 +34,8 @@ DryRunFlag = Annotated[
         name="--dry-run",
         negative="",
         show_default=False,
-        help="Check everything and say what would be started and where; start and write nothing. The exit code is that "
-        "of the first thing that is wrong.",
+        help="Check everything and print what would be started and where; start and write nothing. "
+        "The exit code is that of the first failed check.",
     ),
 ]
 DryRunJson = Annotated[

@@ -11,7 +11,9 @@ from sluice.pipeline.terminal import say
 
 Why = Annotated[
     bool,
-    Parameter(negative="", show_default=False, help="Say whether the run moves, what keeps it, and what to do."),
+    Parameter(
+        negative="", show_default=False, help="Say whether the run makes progress, what blocks it, and what to do."
+    ),
 ]
 Health = Annotated[
     str | None,
@@ -29,8 +31,8 @@ def status(
 ) -> int:
     """Show a run's counts, queue, leases, streams, credit and processes, and what waits for what.
 
-    With `--why` it looks twice, one second apart, and says in sentences whether the run moves, and for each thing that
-    keeps it what waits for what, since when, and what to do. Exit code 0 when the run is healthy or complete, 1 when
+    With `--why` it looks twice, one second apart, and says whether the run makes progress, and for each thing that
+    blocks it what waits for what, since when, and what to do. Exit code 0 when the run is healthy or complete, 1 when
     it is stuck or about to be, 4 when the broker doesn't answer. It only reads, and needs no space in the broker.
 
     `--json` prints all of it as one object, with `stalls`, up to 20 leases (the oldest first), and with `--why` also
@@ -64,12 +66,12 @@ def status(
 
 Once = Annotated[
     bool,
-    Parameter(negative="", show_default=False, help="Print one frame as plain text and end."),
+    Parameter(negative="", show_default=False, help="Print one frame as plain text and exit."),
 ]
 
 
 def top(*, config: ConfigPath = None, overrides: Overrides = (), once: Once = False) -> None:
-    """Watch a run in a terminal: the flow with counts and rates, stages, processes, what keeps it, dead letters.
+    """Watch a run in a terminal: the flow with counts and rates, stages, processes, what blocks it, dead letters.
 
     It fits 80 x 24, works over ssh, only reads, and outlives a broker that goes away. Keys: tab or arrows turn pages,
     ? helps, q quits.

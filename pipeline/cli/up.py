@@ -37,7 +37,9 @@ def run(
     *,
     config: ConfigPath = None,
     model: Annotated[Path | None, Parameter(help="Directory with config, tokenizer and safetensors.")] = None,
-    data: Annotated[Path | None, Parameter(help="JSONL or Parquet: rows of messages, with truth where known.")] = None,
+    data: Annotated[
+        Path | None, Parameter(help="JSONL or Parquet: rows of messages, with the truth where it is known.")
+    ] = None,
     workers: Annotated[int | None, Parameter(help="Decode workers; the same as --set worker.count=N.")] = None,
     overrides: Overrides = (),
     dry_run: DryRunFlag = False,
@@ -65,7 +67,7 @@ def start(
     from sluice.pipeline.run.stack import run_stack, with_workers
 
     if as_json and not dry_run:
-        raise ConfigError(f"--json goes with --dry-run; a run is watched with `sluice status --json` ({command})")
+        raise ConfigError(f"--json needs --dry-run; to watch a run, use `sluice status --json` ({command})")
     settings = load_config(config, overrides)
     if workers is not None:
         settings = with_workers(settings, workers)

@@ -224,12 +224,12 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _measure(node: Any, above: set[int], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """(values, levels) of a node with its aliases written out, as a reader of the tree meets them."""
+    """(values, levels) of a node with its aliases expanded, as a reader of the tree meets them."""
     if (found := known.get(id(node))) is not None:
         return found
     line = node.start_mark.line + 1
     if id(node) in above:
-        raise ConfigError(f"the alias in line {line} stands within what it names; write that out")
+        raise ConfigError(f"the alias in line {line} refers to a value that contains it; write the value out")
     if len(above) >= MAX_DEPTH:
         raise ConfigError(f"line {line} is nested deeper than {MAX_DEPTH} levels; flatten it")
     inner: list[Any] = []
@@ -244,8 +244,8 @@ def _measure(node: Any, above: set[int], known: dict[int, tuple[int, int]]) -> t
     levels = 1 + max((level for _, level in sizes), default=0)
     if values > _MOST_VALUES or len(above) + levels > MAX_DEPTH:
         raise ConfigError(
-            f"what begins in line {line} has more than {_MOST_VALUES} values or {MAX_DEPTH} levels, with its aliases "
-            "written out; use fewer of them"
+            f"with its aliases expanded, the value at line {line} has more than {_MOST_VALUES} values or {MAX_DEPTH} "
+            "levels; use fewer of them"
         )
     known[id(node)] = values, levels
     return values, levels

@@ -33,13 +33,13 @@ def check_guard(guard: RepeatTerminateConfig, origin: str, where: str = "repeat_
         (keys is None or bool(guard.object_key_prefix), "object_key_prefix is empty, and max_object_keys counts it"),
         (
             not re.search("[\ud800-\udfff]", guard.object_key_prefix),
-            "object_key_prefix has half of a surrogate pair, which no token writes; write the character itself",
+            "object_key_prefix has half of a surrogate pair, which no token produces; write the whole character",
         ),
         (
             blocks or not guard.any_period,
             "any_period looks at the last ngram_size * ngram_repeats tokens; set ngram_size >= 1, ngram_repeats >= 2",
         ),
-        (not (guard.enabled and off), "enabled is true, and every rule is off; set one of its thresholds"),
+        (not (guard.enabled and off), "enabled is true, but every rule is off; set one of its thresholds"),
     )
     for holds, complaint in checks:
         if not holds:
@@ -128,7 +128,8 @@ def _flow(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             not config.trainer.external or config.trainer.max_versions is None,
-            "trainer.max_versions is for the built-in trainer, and trainer.external leaves that out; end your own loop",
+            "trainer.max_versions applies to the built-in trainer, which trainer.external turns off; end your own loop "
+            "instead",
         ),
         (
             worker.renew_s * 2 <= worker.lease_s,
@@ -179,7 +180,7 @@ def policy_warnings(config: Config) -> list[str]:
         found.append(
             f"{', '.join(changed)}: logprobs are raw, so importance ratios are those of the raw policy, not of the "
             "sampler that drew the tokens; for exact ratios set temperature and top_p to 1, top_k to 0 and "
-            "repetition_penalty to 1, or for a temperature alone worker.logprobs_mode to processed (hf)"
+            "repetition_penalty to 1, or, if only the temperature differs, worker.logprobs_mode to processed (hf)"
         )
     if config.scorer.count == 0 and config.producer.max_staleness >= 2:
         found.append(
@@ -209,7 +210,7 @@ def _policy_numbers(config: Config) -> list[tuple[bool, str]]:
         (cap >= 1, f"policy.weight_cap {cap} must be at least 1: a weight of 1 is on-policy"),
         (0 <= policy.ce_weight < inf, f"policy.ce_weight {policy.ce_weight} must be at least 0, 0 for none"),
         (0 < wait_s < inf, f"policy.score_wait_s {wait_s} must be a number of seconds above 0"),
-        (bound >= 0, f"policy.max_token_staleness {bound} must be at least 0, which trains on-policy tokens alone"),
+        (bound >= 0, f"policy.max_token_staleness {bound} must be at least 0, which trains on-policy tokens only"),
     ]
 
 
@@ -231,18 +232,18 @@ def _policy_and_others(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             not processed or config.worker.backend == "hf",
-            "worker.logprobs_mode processed needs worker.backend hf: vLLM's decode and re-score agree on raw logprobs "
-            "alone; set it to raw",
+            "worker.logprobs_mode processed needs worker.backend hf: vLLM's decode and re-score agree only on raw "
+            "logprobs; set it to raw",
         ),
         (
             not processed or plain,
-            "worker.logprobs_mode processed takes a temperature alone: a token that top_p, top_k or a penalty leaves "
-            "out under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
+            "worker.logprobs_mode processed supports a temperature only: a token that top_p, top_k or a penalty "
+            "excludes under the next version has no logprob there; set sampling.top_p 1, top_k 0, repetition_penalty 1",
         ),
         (
             not policy.enabled or every == 1,
-            f"trainer.checkpoint_every {every} must be 1 with policy.enabled: the trainer's weights have to be those "
-            "of a version at every step",
+            f"trainer.checkpoint_every {every} must be 1 with policy.enabled: the trainer's weights must be a "
+            "published version at every step",
         ),
         (
             not policy.enabled or not by_group or size >= 2,
@@ -293,7 +294,7 @@ def _rollouts(config: Config) -> list[tuple[bool, str]]:
     low, high = server.tool_latency_ms
     found.append((0 <= low <= high, f"rollout_server.tool_latency_ms must be [low, high], 0 <= low, got {[low, high]}"))
     ttl, call = gateway.rollout_ttl_s, gateway.request_timeout_s
-    complaint = f"gateway.rollout_ttl_s must be > gateway.request_timeout_s ({call:g}), which a call may take: {ttl:g}"
+    complaint = f"gateway.rollout_ttl_s must be > gateway.request_timeout_s ({call:g}), the longest call: {ttl:g}"
     found.append((ttl > call, complaint))
     return found
 

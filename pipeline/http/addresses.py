@@ -41,13 +41,13 @@ class AllowedHosts:
     def admit(self, text: str, where: str) -> URL:
         """The URL to fetch. Raises RequestError unless it is a plain http(s) URL of a listed host."""
         if not self._listed:
-            raise RequestError(f"{where}: no URL is fetched here; set {self._key} in the configuration")
+            raise RequestError(f"{where}: fetching URLs is off; set {self._key} in the configuration")
         if not text.isprintable() or " " in text or "\\" in text:
             raise RequestError(f"{where}: its URL has blanks, backslashes or control characters; encode them")
         try:
             url = URL(text)
         except (ValueError, IndexError) as error:  # IndexError: yarl on "http://host[]@"
-            raise RequestError(f"{where}: its URL cannot be read; correct it") from error
+            raise RequestError(f"{where}: its URL is malformed; correct it") from error
         if url.scheme not in _PORTS:
             raise RequestError(f"{where}: only http and https URLs are fetched")
         if url.raw_user is not None or url.raw_password is not None:
@@ -56,7 +56,7 @@ class AllowedHosts:
         ports = (port, "*", None) if port == _PORTS[url.scheme] else (port, "*")
         if not any((host, port) in self._listed for port in ports):
             raise RequestError(
-                f"{where}: {_shown(host, port)} is not a listed host; add it to {self._key} if it is to be trusted"
+                f"{where}: {_shown(host, port)} is not a listed host; add it to {self._key} if you trust it"
             )
         return url.with_fragment(None)
 
@@ -69,8 +69,8 @@ class AllowedHosts:
             for host, at in self._listed
         ):
             raise RefusedAddress(
-                f"its host is at {address}, this host itself, and {self._key} has no 127.0.0.1, localhost or [::1] "
-                f"with port {port}; list it if that service is meant"
+                f"its host resolves to {address}, this machine, and {self._key} has no 127.0.0.1, localhost or [::1] "
+                f"with port {port}; list it if you mean that service"
             )
         return socket.socket(family=family, type=kind, proto=protocol)
 
@@ -89,8 +89,8 @@ def refuse_address(text: str) -> None:
         kind = next((kind for kind in kinds if getattr(address, f"is_{kind}")), None)
         if kind is not None:
             raise RefusedAddress(
-                f"its host is at {text}, a {kind.replace('_', '-')} address, and nothing is fetched from there; "
-                "correct the URL or the name's records"
+                f"its host resolves to {text}, a {kind.replace('_', '-')} address, which is never fetched from; "
+                "correct the URL or the DNS records"
             )
 
 

@@ -24,7 +24,7 @@ _KINDS = {
 class ProblemDetail(BaseModel):
     """What went wrong, where, and what to do."""
 
-    message: str = Field(description="In words; it never repeats a key.")
+    message: str = Field(description="For people; never contains an API key.")
     type: str = Field(description="Such as `invalid_request_error` or `server_error`.")
     param: str | None = Field(description="The path of the field, such as `messages.0.role`.")
     code: str | None = Field(description="For programs, such as `rate_limited`.")

@@ -121,7 +121,7 @@ class HostGate:
         if scope["type"] != "http" or self._has_key or scope["path"] in OPEN_PATHS or self._is_ours(scope):
             await self._app(scope, receive, send)
         else:
-            says = f"this server has no such name; ask it as localhost, or list the name in {self._setting}"
+            says = f"this server does not have that name; use localhost, or list the name in {self._setting}"
             await _refusal(421, says)(scope, receive, send)
 
     def _is_ours(self, scope: Scope) -> bool:
@@ -161,7 +161,7 @@ class JsonOnly:
         if scope["type"] != "http" or scope["method"] != "POST" or _is_json(scope):
             await self._app(scope, receive, send)
         else:
-            says = "a POST has a JSON body here; send it with 'Content-Type: application/json'"
+            says = "a POST needs a JSON body; send it with 'Content-Type: application/json'"
             await _refusal(415, says)(scope, receive, send)
 
 

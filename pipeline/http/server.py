@@ -41,7 +41,7 @@ _LINGER_S, _LINGER_BYTES = 2.0, 1 << 20  # what a refused caller may still send,
 _MOST, _LEAST = 2_048, 64  # connections
 ALWAYS = (b"/health", b"/metrics")  # answered even at the limit
 RESERVED = 16  # connections for them, beyond the limit
-_FULL = (503, "too many connections; come again later")
+_FULL = (503, "too many connections; try again later")
 
 
 @cache
@@ -125,10 +125,10 @@ class Connection(HttpToolsProtocol):
         if size > self.max_head_bytes:
             self._refuse_head()
         elif hosts != 1 and (hosts or version == "1.1"):
-            self._refuse(400, "a request names one host; send one Host header")
+            self._refuse(400, "send exactly one Host header")
         elif self.parser.should_upgrade() and self._has_body():  # type: ignore[union-attr]
             # httptools would skip the body and read it as the next request.
-            self._refuse(400, "an Upgrade with a body may be read in two ways; send the request without Upgrade")
+            self._refuse(400, "an Upgrade with a body is ambiguous; send the request without Upgrade")
         elif self._is_reserved and self._is_full() and not self._asks_how_it_is():
             self._refuse(*_FULL)
         else:
@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "the request is not HTTP, or may be read in two ways")
+        self._refuse(400, "the request is not HTTP, or ambiguous")
 
     def _is_full(self) -> bool:
         """Whether all unreserved connections are in use."""
@@ -235,11 +235,11 @@ class Connection(HttpToolsProtocol):
             elif left > 0:
                 self._arm(left)
             else:
-                self._refuse(408, "the body did not come to its end in time")
+                self._refuse(408, "the body was not complete in time")
         elif self._answers():
             self._arm(self.head_s)  # part of the next request, before the answer to this one
         elif self._in_head:
-            self._refuse(408, f"the headers did not come to their end within {self.head_s:g} s")
+            self._refuse(408, f"the headers were not complete within {self.head_s:g} s")
         else:
             self.transport.close()
 

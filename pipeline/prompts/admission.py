@@ -73,7 +73,7 @@ def admit_json(raw: bytes, where: str) -> None:
     if bare.count(b"[") + bare.count(b"{") + bare.count(b",") > MAX_VALUES:
         raise _too_many(where)
     if _depth(bare.translate(None, _NO_BRACKETS)) > MAX_DEPTH:
-        raise RequestError(f"{where}: nested too deeply; at most {MAX_DEPTH} levels are taken")
+        raise RequestError(f"{where}: nested too deeply; the limit is {MAX_DEPTH} levels")
 
 
 def admit_prompt(messages: object, tools: object, limits: Limits, where: str = "messages") -> None:
@@ -117,7 +117,7 @@ def _admit_message(message: Mapping[str, Any], where: str) -> None:
 
 def _at_most(count: int, most: int, where: str, what: str) -> None:
     if count > most:
-        raise RequestError(f"{where}: {count} {what}; at most {most} are taken")
+        raise RequestError(f"{where}: {count} {what}; the limit is {most}")
 
 
 def _too_many(where: str) -> RequestError:

@@ -154,7 +154,7 @@ def _apply(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOpt
                     raise
             return applied()
     except (TemplateError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"the chat template refuses the messages: {error}") from error
+        raise RequestError(f"the chat template rejects the messages: {error}") from error
 
 
 def _check_cost(tokenizer: Any, messages: list[Message], how: dict[str, Any]) -> None:
@@ -243,8 +243,8 @@ def check_parts(messages: Sequence[Message]) -> None:
             if kind := _media(part):
                 where = f"messages[{at}].content[{place}] is a part of type {kind!r}"
                 if kind in _OTHERS:
-                    raise RequestError(f"{where}; a prompt has text and images alone, so take it out")
-                raise RequestError(f"{where}, and no image came with the prompt; give it in `images`, or take it out")
+                    raise RequestError(f"{where}; a prompt can have only text and images; remove it")
+                raise RequestError(f"{where}, but no image was sent; add one to `images`, or remove the part")
 
 
 def check_token_ids(token_ids: Iterable[int], placeholders: Mapping[int, str]) -> None:
@@ -254,8 +254,8 @@ def check_token_ids(token_ids: Iterable[int], placeholders: Mapping[int, str]) -
     found = [token for token in token_ids if token in placeholders]
     if found:
         raise RequestError(
-            f"the prompt has {len(found)} image placeholders ({placeholders[found[0]]}), and no image came with it; "
-            "give it in `images` with an image part in the messages, or take the placeholder out"
+            f"the prompt has {len(found)} image placeholders ({placeholders[found[0]]}), but no image was sent; add "
+            "one to `images` with an image part in the messages, or remove the placeholder"
         )
 
 

@@ -140,7 +140,7 @@ def _read_parquet(path: Path, kind: type[_RowT], name: str, limits: Limits) -> I
         except _DAMAGE as error:
             problem = str(error) or repr(error)
         for lost in range(number + 1, begin + num_rows + 1):
-            yield Malformed(f"{name}: row {lost}", f"row group {group} is damaged ({problem}); write the file anew")
+            yield Malformed(f"{name}: row {lost}", f"row group {group} is damaged ({problem}); write the file again")
         number = begin + num_rows
 
 

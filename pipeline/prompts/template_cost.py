@@ -47,7 +47,7 @@ def check_cost(template: str, **context: Any) -> None:
             if num_chars > MAX_CHARS:
                 raise _TooCostly(f"a prompt of more than {MAX_CHARS} characters")
     except (_TooCostly, MemoryError) as error:
-        raise RequestError(f"the chat template costs too much: {error or 'memory'}") from error
+        raise RequestError(f"the chat template is too expensive: {error or 'memory'}") from error
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError):
         return
 

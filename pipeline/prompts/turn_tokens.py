@@ -76,8 +76,8 @@ class Renderer:
         elif whole[: len(turn)] == turn:
             return whole[len(turn) :]
         raise TemplateDrift(
-            f"message {at}: the chat template renders it differently once others follow, so nothing says which tokens "
-            "are new; use a template that only appends"
+            f"message {at}: the chat template renders it differently once others follow, so the new tokens are "
+            "unknown; use a template that only appends"
         )
 
     def _count(self, token_ids: Sequence[int]) -> int:

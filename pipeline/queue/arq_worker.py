@@ -170,7 +170,7 @@ class ArqFunctions:
                 raise
             ending = self._again(claim, 0.0, "it cancelled itself")
             if claim.job_id in self._overdue:
-                late = TimeoutError(f"not done in {self._limit_of(claim)} s")
+                late = TimeoutError(f"not done within {self._limit_of(claim)} s")
                 late.__cause__ = cut
                 ending = Ending(failure=("failed", repr(late), "".join(traceback.format_exception(late))))
         # The function has ended: recording its result is not subject to the limit.

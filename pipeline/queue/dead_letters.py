@@ -37,7 +37,7 @@ _PASSES = 3
 _REPLAYS = "replays"  # field of counts: the number of the newest replay
 _REPLAY_MARK = re.compile(rb"~r\d+$")
 NO_PAYLOAD = "its payload is gone; it can only be dropped"
-TAKEN_ELSEWHERE = "no longer there: somebody else replayed or dropped it"
+TAKEN_ELSEWHERE = "already replayed or dropped by somebody else"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,8 +358,8 @@ async def read_letter(
     """The same for a caller that is already connected, and may know the entry."""
     found = await letters.find(seq_id, dropped=dropped, entry_id=entry_id)
     if found is None:
-        word = "dropped sequence is kept" if dropped else "dead letter is there"
-        raise SluiceError(f"no {word} under the id {seq_id!r}; `sluice dlq list` shows the ids")
+        word = "dropped sequence" if dropped else "dead letter"
+        raise SluiceError(f"no {word} has the id {seq_id!r}; `sluice dlq list` shows the ids")
     row, payload = found
     shown: dict[str, Any] = msgspec.structs.asdict(_shown(row, time.time()))
     job, problem = _payload(row.job_id, payload)
@@ -420,9 +420,9 @@ def _nothing(selection: Selection, reasons: Iterable[str]) -> SluiceError:
         hint = f"did you mean {close!r}?" if close else f"there are: {', '.join(present)}"
         return SluiceError(f"no dead letter has the reason {selection.reason!r}; {hint}")
     if selection.job is not None:
-        return SluiceError(f"no dead letter is of the job {selection.job!r}; `sluice dlq list` shows what is there")
+        return SluiceError(f"no dead letter belongs to job {selection.job!r}; `sluice dlq list` shows them")
     names = ", ".join(sorted(selection.seq_ids))
-    return SluiceError(f"no dead letter is there under {names}; `sluice dlq list` shows the ids")
+    return SluiceError(f"no dead letter has the id {names}; `sluice dlq list` shows the ids")
 
 
 def _with(config: Config, use: Callable[[DeadLetters], Awaitable[T]]) -> T:
@@ -467,7 +467,7 @@ def _payload(job_id: str, payload: bytes) -> tuple[Any, str | None]:
     try:
         return msgspec.to_builtins(envelope.job or call, enc_hook=_plain, str_keys=True), None
     except (TypeError, ValueError, RecursionError) as error:
-        return None, f"no JSON can say it: {error}"
+        return None, f"not representable as JSON: {error}"
 
 
 def _plain(value: Any) -> Any:

@@ -144,4 +144,4 @@ def _decode_job(job_id: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dic
 def _failure(value: Any) -> dict[str, str]:
     if isinstance(value, BaseException):
         return {"error": type(value).__name__, "message": str(value)}
-    raise NotImplementedError(f"{type(value).__name__} does not travel as msgpack")
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded as msgpack")

@@ -66,9 +66,9 @@ class LeaseKeeper(threading.Thread):
                 held = dict(self._held)
             self.stalled = bool(held) and idle_s > worker.stall_timeout_s
             if self.stalled:
-                get_logger().error("stalled; its leases run out", idle_s=round(idle_s, 1), jobs=sorted(held)[:8])
+                get_logger().error("stalled; letting its leases expire", idle_s=round(idle_s, 1), jobs=sorted(held)[:8])
                 if idle_s > worker.stall_timeout_s + worker.lease_s:
-                    get_logger().error("still stalled; this process ends", idle_s=round(idle_s, 1))
+                    get_logger().error("still stalled; exiting", idle_s=round(idle_s, 1))
                     os._exit(EngineError.exit_code)
             elif held:
                 self._renew(held)

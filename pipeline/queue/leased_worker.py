@@ -229,7 +229,7 @@ class LeasedWorker:
         while self._unaccepted:
             claim = self._unaccepted[0]
             if holder.lose(claim.job_id, None):
-                get_logger().warning("own lease had run out; its attempt starts anew", job=claim.job_id)
+                get_logger().warning("own lease had expired; its attempt starts over", job=claim.job_id)
             if claim.alone:
                 self._suspects.add(claim.job_id)
             await holder.accept(claim)
@@ -270,7 +270,7 @@ class LeasedWorker:
         if self.keeper.stalled:
             raise EngineError(f"no progress for {self.settings.stall_timeout_s:.0f} s")
         if not self.keeper.is_alive():
-            raise EngineError("the thread that keeps the leases has ended")
+            raise EngineError("the lease keeper thread has died")
         self._pulse.check()
 
     def _alive(self) -> float:

@@ -291,7 +291,8 @@ class JobQueue:
         swept = await self._ask(scripts.Sweep(every_ms=_ms(every_s), keys_at_once=keys_at_once, pattern=pattern))
         if swept.sequences:
             get_logger().error(
-                "a foreign worker takes jobs from this queue: only producers may be arq's", ended=swept.sequences
+                "a foreign worker takes jobs from this queue: stock arq is supported for producers only",
+                ended=swept.sequences,
             )
         return swept
 
@@ -420,7 +421,7 @@ def joined(stored: bytes) -> Progress:
         size = int.from_bytes(stored[at : at + _PREFIX], "little")
         piece = decode(Progress, stored[at + _PREFIX : at + _PREFIX + size])
         if piece.offset != len(whole):
-            raise MessageError(f"progress: a piece starts at token {piece.offset}, {len(whole)} were stored before")
+            raise MessageError(f"progress: a piece starts at token {piece.offset}, but {len(whole)} are stored")
         whole += piece.sampled
         at += _PREFIX + size
     return Progress.of(0, whole)

@@ -57,7 +57,7 @@ class Replies:
                     due = time.monotonic() + _LOOK_S
         finally:
             for one in [one for some in self._open.values() for one in some]:
-                one.fail(BrokerError("this process no longer reads replies: it stops, or the broker is away"))
+                one.fail(BrokerError("this process no longer reads replies: it is stopping, or the broker is down"))
 
     @contextlib.contextmanager
     def expect(self, job_id: str, n: int = 1) -> Generator[Expected]:

@@ -228,7 +228,7 @@ class Rollouts:
 
     async def sweep(self) -> int:
         """Drop those without a call for `ttl_s`, reason `abandoned`, at most 100; returns how many."""
-        detail = f"no call for {self._ttl_s:g} s, and nobody finished it"
+        detail = f"no call for {self._ttl_s:g} s, and it was not finished"
         return await self._scripts.ask(self._names, SweepRollouts(most=_SWEPT, detail=detail))
 
     async def still_open(self) -> list[RolloutHead]:

@@ -111,7 +111,7 @@ class Scores:
                 return found
             if queued < len(waiting) and lost < _MOST_LOST:
                 lost += 1
-                get_logger().warning("the broker lost score jobs; they are put out again", jobs=len(waiting))
+                get_logger().warning("the broker lost score jobs; enqueueing them again", jobs=len(waiting))
                 entry_ids += await self._put(waiting.jobs(), left_s)
             await asyncio.sleep(min(_POLL_S, left_s))
 
@@ -266,7 +266,7 @@ class ScoreJobs:
         if taken.has_expired:
             return row.entry_id, job.reply_to, None
         if row.given >= _MOST_GIVEN:
-            error = f"{row.given} scorers took this job and did not answer; their logs say why"
+            error = f"{row.given} scorers took this job without answering; see their logs"
             get_logger().warning("score job given up", seq_id=job.seq_id, version=job.version, error=error)
             return row.entry_id, job.reply_to, refusal(job.seq_id, job.version, error)
         return taken

@@ -62,7 +62,7 @@ class TrainedIds:
         try:
             self._catch_up(step)
         except sqlite3.DatabaseError as error:
-            get_logger().warning("the index of trained ids is made again", cause=str(error))
+            get_logger().warning("rebuilding the index of trained ids", cause=str(error))
             self.close()
             for suffix in ("", "-journal"):
                 self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
@@ -218,7 +218,7 @@ def _read(path: Path) -> str:
     """Empty if missing or not written here: then the broker's counts."""
     raw = path.read_bytes().strip() if path.exists() else b""
     if raw and not _NONCE.fullmatch(raw):
-        get_logger().warning("a file cannot be read and is written again", file=str(path), content=shown(raw))
+        get_logger().warning("a file cannot be read; writing it again", file=str(path), content=shown(raw))
         return ""
     return raw.decode()
 
@@ -235,8 +235,8 @@ async def begin_again(client: Redis, config: Config, run_dir: Path, version: int
         await raw.hset(keys.counts, "thinned", samples)
     _write(run_dir / INCARNATION, cast(bytes, await raw.get(keys.incarnation) or b"").decode(errors="replace"))
     get_logger().warning(
-        "the broker's data are gone: rows are read again, what was trained is not trained again, and what was under "
-        "way is done again",
+        "the broker's data are gone: rows are read again, trained sequences are not trained again, and work in "
+        "progress is redone",
         run=config.run,
         trained_to=so_far,
         version=version,

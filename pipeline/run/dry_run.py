@@ -72,7 +72,7 @@ def _place(config: Config) -> tuple[ResumePoint, Source]:
     try:
         return resume_point(config)
     except BrokerError as error:
-        return unknown(f"the broker cannot be asked: {error}"), {}
+        return unknown(f"cannot query the broker: {error}"), {}
 
 
 def as_text(found: DryRun) -> str:
@@ -81,13 +81,13 @@ def as_text(found: DryRun) -> str:
     lines += [line(check) for check in found.checks]
     lines += ["", f"place    {found.place.says}"]
     lines += _table(
-        "processes, on the resolved configuration, which is written first",
+        "processes (the resolved configuration is written first)",
         {name: shlex.join(command) for name, command in found.processes.items()},
     )
     if found.addresses:
         lines += ["", "addresses", *(f"  {address}" for address in found.addresses)]
     lines += _table("directories", found.directories)
-    end = "it can be started" if not found.exit_code else "mend what is marked WRONG before it is started"
+    end = "ready to start" if not found.exit_code else "fix what is marked WRONG first"
     return "\n".join([*lines, "", end])
 
 

@@ -38,7 +38,7 @@ def claim_gpu(gpus: list[str], lock_dir: Path) -> tuple[str, IO[str]] | None:
             lock = (lock_dir / f"gpu-{gpu}.lock").open("a")
         except OSError as error:
             raise EngineError(
-                f"GPU locks cannot be made ({error}); set {LOCK_DIR} to a directory that every user may write"
+                f"cannot create GPU locks ({error}); set {LOCK_DIR} to a directory that every user can write to"
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

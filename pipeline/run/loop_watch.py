@@ -56,7 +56,9 @@ class LoopWatch:
             while not sign.wait(self._limit_s):
                 if self.stop.is_set():
                     return
-            get_logger().warning("the event loop goes on", task=task, blocked_s=round(time.monotonic() - asked, 2))
+            get_logger().warning(
+                "the event loop is running again", task=task, blocked_s=round(time.monotonic() - asked, 2)
+            )
 
     def _task(self) -> str:
         try:

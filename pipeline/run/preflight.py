@@ -58,7 +58,7 @@ def python() -> str:
     """A supported version."""
     found = sys.version.split()[0]
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        raise SluiceError(f"Python {found}; Sluice is made for 3.11 to 3.13")
+        raise SluiceError(f"Python {found}; Sluice supports 3.11 to 3.13")
     return found
 
 
@@ -78,7 +78,7 @@ def broker(config: Config) -> str:
     if not facts:
         return f"none running; `sluice up` will start {Path(find_server()).name} in {config.broker.embedded_dir}"
     connections.refuse_unsafe(config.broker, facts)
-    notes = "" if facts.get("aof_enabled") else "; AOF is off: a restart of the broker loses what is in flight"
+    notes = "" if facts.get("aof_enabled") else "; AOF is off: a broker restart loses everything in flight"
     policy = facts.get("maxmemory_policy")
     notes += "" if policy == "noeviction" else f"; maxmemory-policy is {policy}: set noeviction"
     name = "valkey" if "valkey_version" in facts else "redis"
@@ -104,7 +104,7 @@ def model(config: Config, *, needed: bool = False) -> str:
     path = Path(config.model.path)
     if not config.model.path:
         if needed:
-            raise ModelError("no model is named; give --model DIR or --set model.path=DIR")
+            raise ModelError("no model is set; pass --model DIR or --set model.path=DIR")
         return "not set (model.path or --model)"
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory; give one made by save_pretrained")
@@ -129,7 +129,7 @@ def data(config: Config, *, needed: bool = False) -> str:
     bad = f"{found.malformed:,} of {found.rows:,} {_rows(found.rows)} malformed{seen}"
     count = f"{bad}, the first at {found.first_malformed}"
     if config.data.on_malformed == "stop":
-        raise DataError(f"{count}; mend it, or skip such rows: --set data.on_malformed=skip")
+        raise DataError(f"{count}; fix it, or skip such rows: --set data.on_malformed=skip")
     return f"{config.data.path}: {count}; they are skipped"
 
 
@@ -150,7 +150,7 @@ def source(config: Config, held: dict[bytes, bytes]) -> str:
 def _of_producers(name: str) -> Any:
     for entry in importlib.metadata.entry_points(group=GROUP, name=name):
         return entry.load()
-    raise SluiceError(f"nothing is installed that reads prompts (entry point {GROUP}: {name}); `pip install sluice`")
+    raise SluiceError(f"no installed package reads prompts (entry point {GROUP}: {name}); `pip install sluice`")
 
 
 def disk(config: Config) -> str:
@@ -159,7 +159,7 @@ def disk(config: Config) -> str:
     free = {place: shutil.disk_usage(place).free for place in sorted(places)}
     least = min(free, key=lambda place: free[place])
     if free[least] < _LITTLE:
-        raise SluiceError(f"{least}: {gib(free[least])} free; weights and checkpoints need more, make room")
+        raise SluiceError(f"{least}: {gib(free[least])} free; weights and checkpoints need more; free some space")
     return f"{gib(free[least])} free in {least}"
 
 
@@ -205,7 +205,7 @@ def diagnose(config: Path | None, overrides: tuple[str, ...], *, as_json: bool =
         return code
     for each in found:
         say(line(each))
-    say("all is well" if not code else "mend what is marked WRONG, then run `sluice doctor` again")
+    say("all checks passed" if not code else "fix what is marked WRONG, then run `sluice doctor` again")
     return code
 
 

@@ -41,7 +41,7 @@ def resume_point(config: Config) -> tuple[ResumePoint, Source]:
     try:
         now, source = asyncio.run(asyncio.wait_for(_ask(config), _LOOK_S))
     except TimeoutError as error:
-        raise BrokerError(f"the broker did not say within {_LOOK_S:.0f} s how far the run is") from error
+        raise BrokerError(f"the broker did not report the run's progress within {_LOOK_S:.0f} s") from error
     return _by_broker(now, source), source
 
 
@@ -60,13 +60,13 @@ def unknown(says: str) -> ResumePoint:
 def _by_broker(now: Snapshot, source: Source) -> ResumePoint:
     cursor = source.get(b"cursor")
     if cursor is None and not now.enqueued:
-        return ResumePoint(kind="fresh", says="a fresh run: the broker knows none of this name")
+        return ResumePoint(kind="fresh", says="a fresh run: the broker has none of this name")
     version = "no weights yet" if now.latest_version is None else f"weights v{now.latest_version}"
     counts = f"{version}; {now.enqueued:,} sequences enqueued, {now.trained:,} trained, {now.dead:,} dead"
     epoch, row = read_cursor(cursor or b"0:-1") or (0, -1)
-    says = f"goes on behind row {row + 1:,} of epoch {epoch + 1}; {counts}"
+    says = f"resumes after row {row + 1:,} of epoch {epoch + 1}; {counts}"
     if now.complete:
-        says = f"complete: nothing is left to do, and it would end at once; {counts}; --set run=NAME starts another"
+        says = f"complete: nothing is left to do, and it would exit at once; {counts}; --set run=NAME starts another"
     return ResumePoint(
         kind="complete" if now.complete else "goes_on",
         says=says,
@@ -95,12 +95,13 @@ def _by_files(config: Config) -> ResumePoint:
                 kind="fresh", says=f"a fresh run: nothing in {home}, and the broker's directory is empty"
             )
         return unknown(
-            f"a broker has kept data in {data.parent}; whether they are of this run shows when it is started"
+            f"{data.parent} has data of a broker; whether it belongs to this run is known only once the broker is "
+            "started"
         )
     newest = ", ".join(paths[-1].name for paths in (steps, versions) if paths)
     version = newest_number(home / "weights") if versions else None
-    kept = "the broker's data" if data.exists() else "NO data of a broker: the rows would be read from the first one on"
-    return ResumePoint(kind="goes_on", says=f"goes on: {newest} in {home}, and {kept}", version=version)
+    kept = "the broker's data" if data.exists() else "NO broker data: rows would be read from the first one"
+    return ResumePoint(kind="goes_on", says=f"resumes: {newest} in {home}, and {kept}", version=version)
 
 
 def _numbered(directory: Path, pattern: str) -> list[Path]:

@@ -102,7 +102,7 @@ async def take_part(
             old, new = theirs.get("consumer.count"), mine["consumer.count"]
             raise ConfigError(
                 f"run {config.run!r}: consumer.count changes from {old} to {new}, and {said.count} {said.what}; "
-                f"let the roles with consumer.count={old} end them first"
+                f"let the roles with consumer.count={old} finish them first"
             )
         if said.word == "stale":
             if not is_longer:
@@ -132,8 +132,8 @@ def _refusal(run: str, mine: dict[str, Any], theirs: dict[str, Any], alive: list
     both = [f"{key} is {_shown(theirs.get(key))} there and {_shown(mine.get(key))} here" for key in keys]
     names = ", ".join(alive[:_SHOWN]) + (f" and {len(alive) - _SHOWN} more" if len(alive) > _SHOWN else "")
     return (
-        f"run {run!r} is under way with another configuration: {'; '.join(both)}; give this process the same one, or "
-        f"end the others first ({names}): a change needs that nobody else takes part"
+        f"run {run!r} is running with another configuration: {'; '.join(both)}; give this process the same one, or "
+        f"stop the others first ({names}): the configuration can change only when no other process runs"
     )
 
 
@@ -148,8 +148,8 @@ async def _refuse_old_names(client: Redis, keys: Keys) -> None:
         return
     async for name in raw.scan_iter(match=f"sluice:{keys.run}:*", count=10_000):
         raise ConfigError(
-            f"run {keys.run!r} was begun by an earlier release, which named its keys differently "
-            f"({name.decode(errors='replace')}): finish it with that release, or begin a run of another name "
+            f"run {keys.run!r} was started by an earlier release, which named its keys differently "
+            f"({name.decode(errors='replace')}): finish it with that release, or start a run of another name "
             "(--set run=NAME)"
         )
 
@@ -269,7 +269,7 @@ def _begin_stop(role: Role, number: int) -> None:
 
 
 def _cut_off(name: str, grace_s: float) -> None:
-    logs.get_logger().error("did not stop in time; leaving", process=name, grace_s=grace_s)
+    logs.get_logger().error("did not stop in time; exiting", process=name, grace_s=grace_s)
     os._exit(SluiceError.exit_code)
 
 

@@ -140,7 +140,7 @@ class RunMonitor:
         had_ended = producer.done  # checked first: the producer reports its end before it exits
         now = await self._see()
         if had_ended and not now.exhausted:
-            get_logger().warning("the broker lost its newest part; the producer goes over its rows again")
+            get_logger().warning("the broker lost its latest writes; the producer reads its rows again")
             self._supervisor.start_again(producer.name)
         if self._watch:
             await self._watch(now, self._supervisor, self._progress)
@@ -162,7 +162,7 @@ class RunMonitor:
                 if not (said or task.done() or asked.done()):
                     said = True
                     patience = f"{self._config.broker.retry_for_s:.0f} s"
-                    self._progress.say(f"the broker does not answer; waiting for it for up to {patience}")
+                    self._progress.say(f"the broker does not answer; waiting up to {patience}")
             if task.done():
                 task.result()
             return not asked.done()
@@ -198,7 +198,7 @@ async def _end(task: asyncio.Task[Any]) -> None:
 
 
 INTERRUPTED = 130
-_GO_ON = "start the same command again to go on from here"
+_GO_ON = "run the same command again to continue"
 
 
 def with_workers(config: Config, count: int) -> Config:

@@ -110,7 +110,7 @@ class Supervisor:
         until += await grace_s() if grace_s else self.config.stop_grace_s
         for child, process in running:
             if not await _gone(process, until):
-                get_logger().warning("killed after its grace time", pid=process.pid)
+                get_logger().warning("killed after its grace period", pid=process.pid)
                 child.killed = process.pid
                 process.kill()
                 process.wait()
@@ -180,7 +180,7 @@ def last_line(log: Path) -> str:
         lines = [line for line in log.read_text(errors="replace")[-4000:].splitlines() if line.strip()]
         if lines:
             return lines[-1].strip()
-    return "it wrote nothing"
+    return "no output"
 
 
 def end_session(leader: int) -> None:
@@ -198,7 +198,7 @@ async def _hear(on_death: OnDeath, child: Child, pid: int, most_s: float = _HEAR
         async with asyncio.timeout(most_s):
             await on_death(child, pid)
     except Exception as error:  # whatever it is, the other children still need supervision
-        get_logger().warning("nobody was told of a death", process=child.name, pid=pid, error=repr(error))
+        get_logger().warning("could not report a death", process=child.name, pid=pid, error=repr(error))
 
 
 async def _gone(process: subprocess.Popen[bytes], until: float) -> bool:

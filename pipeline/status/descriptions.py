@@ -20,11 +20,11 @@ _MIB = 1 << 20
 _SHOWN_ENTRIES = 3
 _COUNTED = {"committed": "decoded", "accepted": "handed on"}  # display names of counts, if different
 _FIX = {
-    "ConfigError": "mend the configuration as the message says",
-    "GuardImpossible": "mend the model or rollout_matching.repeat_terminate as the message says",
-    "DataError": "mend the data as the message says, or set data.on_malformed=skip",
-    "TaskError": "mend the data or the task as the message says",
-    "ModelError": "mend model.path as the message says",
+    "ConfigError": "fix the configuration as the message says",
+    "GuardImpossible": "fix the model or rollout_matching.repeat_terminate as the message says",
+    "DataError": "fix the data as the message says, or set data.on_malformed=skip",
+    "TaskError": "fix the data or the task as the message says",
+    "ModelError": "fix model.path as the message says",
 }
 
 
@@ -109,7 +109,7 @@ def policy(now: Snapshot) -> str:
             f"reward {found.get('reward_mean', 0):.3f}",
             f"{found['tokens']:,.0f} tokens, {lag}",
             *([f"left out: {', '.join(words)}"] if words else []),
-            *([f"trainer and engine differ by {gap:.1e} nats at most"] if gap is not None else []),
+            *([f"trainer and engine differ by at most {gap:.1e} nats"] if gap is not None else []),
         ]
     )
 
@@ -123,7 +123,7 @@ def credit(use: CreditUse) -> str:
 
 def doing(row: Process) -> str:
     """What a live process is doing, or waits for and since when."""
-    return "is at work" if row.wait is None else f"{waits_for(row)}, {length(row.waiting_s or 0)}"
+    return "is working" if row.wait is None else f"{waits_for(row)}, {length(row.waiting_s or 0)}"
 
 
 def waits_for(row: Process) -> str:
@@ -145,7 +145,7 @@ def stall_text(now: Snapshot, stall: Stall) -> StallText:
 def _broker_full(now: Snapshot, stall: Stall) -> StallText:
     use = now.broker
     used, limit, refused = (0, 0, 0) if use is None else (use.used_bytes, use.max_bytes or 0, use.refused)
-    full = f"the broker is full ({used / _MIB:,.1f} of {limit / _MIB:,.1f} MiB): who writes waits"
+    full = f"the broker is full ({used / _MIB:,.1f} of {limit / _MIB:,.1f} MiB): writers wait"
     return StallText(full, f"it has refused {counted(refused, 'write')} so far" if refused else "", FULL_REMEDY)
 
 
@@ -154,10 +154,10 @@ def _unreadable(now: Snapshot, stall: Stall) -> StallText:
     more = f"; and {len(now.unreadable) - _SHOWN_ENTRIES} more" if len(now.unreadable) > _SHOWN_ENTRIES else ""
     number = counted(len(now.unreadable), "entry", "entries")
     return StallText(
-        f"{number} of the run in the broker cannot be read and left out: {some}{more}",
+        f"{number} of the run in the broker cannot be read and are left out: {some}{more}",
         "",
-        "where a newer release writes it, upgrade this one; else delete the entry (HDEL, XDEL) or the key (DEL) with "
-        "redis-cli: its process, if it lives, writes it anew",
+        "if a newer release wrote it, upgrade this one; otherwise delete the entry (HDEL, XDEL) or the key (DEL) with "
+        "redis-cli: its process, if alive, writes it again",
     )
 
 
@@ -165,13 +165,13 @@ def _failed(now: Snapshot, stall: Stall) -> StallText:
     row = now.process(stall.process)
     kind, error = (row.error_kind or "", row.error) if row else ("", None)
     refused = stall.kind == "guard_refused"
-    how = "refused to start, as its repeat guard cannot be proved to work" if refused else "failed"
-    again = "it is started again by itself under `sluice run` and `sluice up`; if it fails again, read its log"
-    remedy = f"{_FIX[kind]}, then start it again" if kind in _FIX else again
+    how = "refused to start because its repeat guard could not be verified" if refused else "failed"
+    again = "`sluice run` and `sluice up` restart it; if it fails again, read its log"
+    remedy = f"{_FIX[kind]}, then restart it" if kind in _FIX else again
     if kind == "GuardRefused":
         remedy = (
-            "install the engine that this release names, or, to go on without a guard, set "
-            "rollout_matching.repeat_terminate.enabled=false; then start the worker again"
+            "install the engine version that this release names, or, to run without the guard, set "
+            "rollout_matching.repeat_terminate.enabled=false; then restart the worker"
         )
     return StallText(f"{stall.process} {how}: {error}", "", remedy)
 
@@ -180,7 +180,7 @@ def _no_process(now: Snapshot, stall: Stall) -> StallText:
     return StallText(
         f"no process is alive, {now.credit.sequences:,} sequences are in flight",
         "",
-        "start `sluice run` or `sluice up` again with the same configuration: it goes on from here",
+        "start `sluice run` or `sluice up` again with the same configuration: the run continues",
     )
 
 
@@ -200,12 +200,12 @@ def _nobody(now: Snapshot, stall: Stall) -> StallText:
     more = ""
     if stall.process is not None and stall.since is not None:
         ended = any(row.name == stall.process and row.ended_at for row in dead_rows(now, role.name))
-        more = f"{stall.process} {'failed' if ended else 'fell silent'} {length(now.at - stall.since)} ago"
+        more = f"{stall.process} {'failed' if ended else 'went silent'} {length(now.at - stall.since)} ago"
     return StallText(
         f"no {role.name} is alive, and {work}",
         more,
-        f"start one with `sluice {role.command} -c CONFIG`; under `sluice run` and `sluice up` that happens by "
-        f"itself, see the {role.name}'s log",
+        f"start one with `sluice {role.command} -c CONFIG`; `sluice run` and `sluice up` do so themselves, see the "
+        f"{role.name}'s log",
     )
 
 
@@ -213,15 +213,15 @@ def _old_versions(now: Snapshot, stall: Stall) -> StallText:
     workers = [row for row in now.processes if row.role == "worker" and row.is_alive and row.version is not None]
     newest = max((row.version for row in workers if row.version is not None), default=0)
     row = now.process(stall.process)
-    remedy = "look at the disk that holds the weights; a worker gives up after weights.load_timeout_s"
+    remedy = "check the disk that holds the weights; a worker gives up after weights.load_timeout_s"
     if row is None:
-        why = "the workers are busy with what they have"
+        why = "the workers are busy with their current sequences"
     elif refuses_newest(now, row):
-        why, remedy = f"{row.name} refused it", f"the log of {row.name} says why; the next version may be taken"
+        why, remedy = f"{row.name} refused it", f"the log of {row.name} says why; it may accept the next version"
     else:
         why = f"{row.name} {waits_for(row)}"
     who = "the one live worker decodes" if len(workers) == 1 else f"all {len(workers)} live workers decode"
-    there = f"v{now.latest_version} has been there for {length(now.at - (stall.since or now.at))}"
+    there = f"v{now.latest_version} has been available for {length(now.at - (stall.since or now.at))}"
     return StallText(f"{who} with weights v{newest} or older, and {there}: {why}", "", remedy)
 
 
@@ -232,14 +232,14 @@ def _consumer_lag(now: Snapshot, stall: Stall) -> StallText:
     unread, oldest_s = sum(lag.entries - lag.taken for lag in late), now.at - (stall.since or now.at)
     who = f"{counted(len(consumers), 'consumer')} for {counted(partitions, 'partition')}"
     if len(consumers) < partitions:
-        remedy = f"a partition has nobody: start `sluice {ROLES['consumer'].command} -c CONFIG` once more"
+        remedy = f"a partition has no consumer: start another `sluice {ROLES['consumer'].command} -c CONFIG`"
     else:
         remedy = (
-            "the consumer is slower than the workers, or hangs in its parse or match function: look at its CPU time "
-            "and its log; a new run may have a higher consumer.count"
+            "the consumer is slower than the workers, or hangs in its parse or match function: check its CPU time and "
+            "its log; a new run can use a higher consumer.count"
         )
     return StallText(
-        f"{waiting(unread, 'result')} unread, the oldest for {length(oldest_s)}, beside {who} ({', '.join(consumers)})",
+        f"{waiting(unread, 'result')} unread, the oldest for {length(oldest_s)}, with {who} ({', '.join(consumers)})",
         "",
         remedy,
     )
@@ -250,11 +250,11 @@ def _credit_exhausted(now: Snapshot, stall: Stall) -> StallText:
     use = now.credit
     full = f"the credit is used up ({credit(use)}): nothing is enqueued until the trainer frees some"
     if "versions" in use.used_up:
-        ahead = f"{use.ahead:,} sequences are enqueued of the {use.max_ahead or 0:,} that may come"
+        ahead = f"{use.ahead:,} of at most {use.max_ahead or 0:,} sequences are enqueued"
         return StallText(
             full,
             f"{ahead} before weights v{(now.latest_version or 0) + 1}",
-            "it ends with the next version; a higher producer.max_staleness lets decoding run further ahead",
+            "it resolves with the next version; a higher producer.max_staleness lets decoding run further ahead",
         )
     results = work_for(now, "consumer")[1]
     held = [
@@ -263,20 +263,22 @@ def _credit_exhausted(now: Snapshot, stall: Stall) -> StallText:
         *([counted(now.waiting_batches, "batch", "batches")] if now.waiting_batches else []),
         *([counted(now.dead_letters, "dead letter")] if now.dead_letters and "bytes" in use.used_up else []),
     ]
-    why = f"held by {', '.join(held)}" if held else "held by sequences on their way"
+    why = f"held by {', '.join(held)}" if held else "held by sequences in flight"
     if "bytes" in use.used_up and now.dead_letters:
         free = "`sluice dlq replay` or `sluice dlq drop` frees what dead letters hold"
         return StallText(full, why, f"{free}; or raise producer.max_in_flight_mb")
     limit = "max_in_flight_mb" if "bytes" in use.used_up else "max_in_flight"
-    return StallText(full, why, f"it ends as sequences are trained; a higher producer.{limit} lets more be under way")
+    return StallText(
+        full, why, f"it resolves as sequences are trained; a higher producer.{limit} allows more in flight"
+    )
 
 
 def _runs_alone(now: Snapshot, stall: Stall) -> StallText:
     jobs = counted(now.depth.alone if now.depth else 0, "job")
     return StallText(
-        f"{jobs} over which workers died run apart from others: a worker empties itself first",
+        f"{jobs} with worker deaths must run in isolation: a worker finishes its other sequences first",
         "",
-        "it ends by itself; a job that goes on to kill workers becomes a dead letter: `sluice dlq list`",
+        "it resolves by itself; a job that keeps killing workers becomes a dead letter: `sluice dlq list`",
     )
 
 
@@ -318,10 +320,10 @@ def _role(now: Snapshot, stage: Stage) -> tuple[str, str, str]:
     if stage.state == "done":
         return "the run is complete" if now.complete else "all rows are enqueued", "", ""
     if stage.state == "off":
-        return f"no {stage.name} is alive, and nothing waits for one", "", ""
+        return f"no {stage.name} is alive, and none is needed", "", ""
     first = next(iter(stage.waiting), None)
     if stage.busy or first is None:
-        return f"{_names(stage.busy)} at work", f"{first.name} {waits_for(first)}" if first else "", ""
+        return f"{_names(stage.busy)} working", f"{first.name} {waits_for(first)}" if first else "", ""
     more = f" (and {counted(len(stage.waiting) - 1, 'other')})" if len(stage.waiting) > 1 else ""
     return f"{first.name}{more} {doing(first)}", "", ""
 
@@ -337,7 +339,7 @@ def _queue(now: Snapshot, stage: Stage, rate: str) -> StageText:
     if not now.queued_jobs:
         if now.exhausted:
             return StageText(count, rate, "no job is left")
-        return StageText(count, rate, "no job waits or runs", since=_idle(stage))
+        return StageText(count, rate, "no job is waiting or running", since=_idle(stage))
     if depth is None:
         return StageText(count, rate, f"{count} ready or running")
     words = [f"{depth.running:,} running", f"{depth.ready:,} ready"]
@@ -352,13 +354,13 @@ def _stream(stage: Stage, rate: str, names: tuple[str, str], reader: str) -> Sta
     count = counted(entries, *names)
     if not entries:
         return StageText(count, rate, f"no {names[0]} waits for {reader}", since=_idle(stage))
-    unread = f"{entries - stage.taken:,} unread, {stage.taken:,} in the hands of {reader}"
-    return StageText(count, rate, unread, f"the oldest came {length(stage.oldest_s or 0.0)} ago")
+    unread = f"{entries - stage.taken:,} unread, {stage.taken:,} taken by {reader}"
+    return StageText(count, rate, unread, f"the oldest arrived {length(stage.oldest_s or 0.0)} ago")
 
 
 def _weights(now: Snapshot, stage: Stage) -> StageText:
     if now.latest_version is None:
-        says = "no weights are registered yet: the trainer does it once its model is loaded"
+        says = "no weights are registered yet: the trainer registers some once its model is loaded"
         return StageText("none", "", says, since=_idle(stage))
     age = "" if now.latest_at is None else f", published {length(now.at - now.latest_at)} ago"
     lag = now.version_lag
@@ -379,22 +381,22 @@ def _idle(stage: Stage) -> str:
 def verdict_text(now: Snapshot, verdict: Verdict) -> str:
     """The headline of `sluice status --why`."""
     within = f"{verdict.over_s:.1f} s"
-    seen = f"{_moved(verdict.moved)} within {within}" if verdict.moved else f"nothing was counted within {within}"
+    seen = f"{_moved(verdict.moved)} within {within}" if verdict.moved else f"no progress within {within}"
     match verdict.state:
         case "complete":
             return "the run is complete: nothing is left to do"
         case "idle":
-            return "nothing was enqueued under this name and no process is alive: is it the run's name?"
+            return "nothing was enqueued under this name and no process is alive: is the run's name right?"
         case "stalled":
             causes = counted(sum(stall.blocks for stall in now.stalls) or len(now.stalls), "cause")
-            how = "it still moves, and will stop" if verdict.moved else "it stands still"
+            how = "it still makes progress, but will stop" if verdict.moved else "it is stuck"
             return f"{how}: {causes}, below; {seen}"
         case "moving":
-            return f"it moves: {seen}"
+            return f"it makes progress: {seen}"
         case "working":
-            return f"it works: {seen}, and {verdict.busy} is at work"
+            return f"it works: {seen}, and {verdict.busy} is working"
         case "waiting":
-            return f"it waits: {seen}, every process waits, and nothing that is known keeps them"
+            return f"it waits: {seen}, every process waits, for no known cause"
 
 
 def _moved(counts: dict[str, int]) -> str:

@@ -85,8 +85,8 @@ def look_twice(config: Config, apart_s: float = APART_S) -> Why:
     except BrokerSilent as error:
         patience = f"{config.broker.retry_for_s:g} s"
         raise BrokerError(
-            f"{error}. Every process of the run waits for it for up to {patience} (broker.retry_for_s), and goes on "
-            "where it was once it is back"
+            f"{error}. Every process of the run waits up to {patience} (broker.retry_for_s), and continues once it is "
+            "back"
         ) from error
     return asyncio.run(_look_twice(hasty, apart_s))
 
@@ -101,8 +101,8 @@ async def _look_twice(config: Config, apart_s: float) -> Why:
             return Why(now=now, verdict=verdict(before, now))
     except TimeoutError as error:
         raise BrokerError(
-            f"the broker is too slow: it did not answer a look at the run within {_DEADLINE_S:g} s; is its machine "
-            "overloaded, or does it swap?"
+            f"the broker is too slow: it did not answer a status query within {_DEADLINE_S:g} s; is its machine "
+            "overloaded or swapping?"
         ) from error
     finally:
         await client.aclose()

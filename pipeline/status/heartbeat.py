@@ -44,7 +44,7 @@ _RowT = TypeVar("_RowT", bound="Heartbeat")
 
 
 class Heartbeat(msgspec.Struct, kw_only=True):
-    """What each process says of itself once a second, in the hash `processes`; times are Unix seconds."""
+    """What each process reports once a second, in the hash `processes`; times are Unix seconds."""
 
     role: str
     name: str
@@ -53,10 +53,10 @@ class Heartbeat(msgspec.Struct, kw_only=True):
     started: float
     at: float = 0.0
     wait: Wait | None = None  # None while it works
-    waiting_for: str | None = None  # `wait` in words, for people and for earlier releases, which have no `wait`
+    waiting_for: str | None = None  # `wait` as text, for people and for earlier releases, which have no `wait`
     waiting_since: float | None = None  # as in `wait`
     facts: dict[str, Any] = {}
-    error: str | None = None  # the last words of a role that failed
+    error: str | None = None  # last message of a failed role
     error_kind: str | None = None  # its class
     ended_at: float | None = None
 
@@ -129,7 +129,7 @@ class StatusReporter:
             async with asyncio.timeout(_LAST_S):
                 await self.beat()
         except (TimeoutError, RedisError, OSError) as problem:
-            get_logger().warning("the broker was not told why this process ends", cause=repr(problem))
+            get_logger().warning("could not tell the broker why this process ends", cause=repr(problem))
 
     async def run(self) -> None:
         """Publish until cancelled; occasionally remove the rows of processes that died long ago."""

@@ -87,7 +87,7 @@ def why_text(why: Why, width: int | None = None) -> str:
     for number, stall in enumerate(now.stalls, 1):
         lines += ["", *_numbered(number, stall, now, width)]
     alive = [] if now.complete else [row for row in now.processes if row.is_alive]
-    lines += ["", "what each process says"] if alive else []
+    lines += ["", "what each process reports"] if alive else []
     for row in alive:
         lines += _wrapped(f"{row.name} {doing(row)}", width, "  ", "    ")
     return "\n".join(lines)
@@ -100,7 +100,7 @@ def _numbered(number: int, stall: Stall, now: Snapshot, width: int) -> list[str]
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stall.since))
         lines.append(f"   since:  {clock} ({length(now.at - stall.since)})")
     if not stall.blocks:
-        lines.append("   this ends by itself as long as the rest goes on")
+        lines.append("   this resolves by itself as long as the rest keeps running")
     return lines + _wrapped(told.remedy, width, "   do:     ", "           ")
 
 

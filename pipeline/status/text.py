@@ -6,7 +6,7 @@ from sluice.pipeline.wire.waits import Wait, WaitKind
 
 _WAITS: dict[WaitKind, str] = {
     WaitKind.CREDIT: "credit (sequences, bytes or versions ahead; the trainer frees it, dead letters hold bytes too)",
-    WaitKind.BROKER_MEMORY: "room in the broker, which is full",
+    WaitKind.BROKER_MEMORY: "memory in the broker, which is full",
     WaitKind.ROLE: "the role {subject}, which another process holds",
     WaitKind.PARTITION: "a partition of results; others hold them all",
     WaitKind.ENGINE: "the engine to load {subject}",
@@ -25,13 +25,13 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.REQUESTS: "requests",
     WaitKind.PEER: "{subject}",
     WaitKind.ROLLOUTS: "the rollout server at {subject} ({count} rollouts)",
-    WaitKind.DRAIN: "{count} {subject} to end (draining)",
-    WaitKind.ISOLATION: "{count} running sequences to end: they, or the next ones, run apart from others",
+    WaitKind.DRAIN: "{count} {subject} to finish (draining)",
+    WaitKind.ISOLATION: "{count} running sequences to finish: they, or the next ones, run in isolation",
     WaitKind.OTHER: "{subject}",
 }
 _BESIDE: dict[WaitKind, str] = {  # appended if there is a count
-    WaitKind.WEIGHTS: ", beside {count} running sequences",
-    WaitKind.BATCHES: "; {count} samples are given and not finished, and hold credit until `publish` or `done`",
+    WaitKind.WEIGHTS: ", with {count} sequences running",
+    WaitKind.BATCHES: "; {count} samples are handed out and hold credit until `publish` or `done`",
 }
 
 

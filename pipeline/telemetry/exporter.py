@@ -108,8 +108,8 @@ def _open(config: MetricsConfig, telemetry: Telemetry) -> MetricsServer | None:
             get_logger().warning("no metrics of this process", host=config.host, cause=reason)
             return None
         raise ConfigError(
-            f"metrics.port {config.port} on {config.host} cannot be had ({reason}): every process of this host needs "
-            "one of its own; set metrics.port=0 (SLUICE_METRICS_PORT=0) for a free one, or metrics.enabled=false"
+            f"metrics.port {config.port} on {config.host} is not available ({reason}): each process on this host needs "
+            "its own; set metrics.port=0 (SLUICE_METRICS_PORT=0) for a free one, or metrics.enabled=false"
         ) from error
 
 

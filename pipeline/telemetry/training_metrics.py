@@ -192,8 +192,8 @@ _F1 = Ratio((_MATCHED,), ("rollout/valid_pred_objects", "rollout/gt_objects"), s
 
 _TABLE: list[Metric] = [
     _counter("rollout/parse_dropped_invalid", "objects", "complete objects that broke a rule"),
-    _counter("rollout/parse_truncated", "sequences", "answers that did not close"),
-    _rate("rollout/parse_truncated_rate", "parse_truncated", "samples", "share that did not close"),
+    _counter("rollout/parse_truncated", "sequences", "unclosed answers"),
+    _rate("rollout/parse_truncated_rate", "parse_truncated", "samples", "share of unclosed answers"),
     _counter("rollout/parse_obj_total", "objects", "complete objects, valid or not"),
     _rate("rollout/parse_obj_valid_frac", "valid_pred_objects", "parse_obj_total", "valid share"),
     _rate("rollout/sample_valid_pred_rate", "valid_samples", "samples", "share with a valid object"),

@@ -21,18 +21,18 @@ _PAGES = {
 }  # fmt: skip
 _TITLES = {"stages": "stages", "processes": "processes", "why": "why", "letters": "dead letters"}
 _HELP = """\
-sluice top: one run, looked at once a second. It only reads.
+sluice top: one run, refreshed once a second, read-only.
 
   tab, right    next page          shift+tab, left  page before
   up, down      scroll             page up, page down
   ?             this help          q                quit
 
 stages        each stage of the flow: what it does, or what it waits for
-processes     what each process says of itself
-why           what keeps the run, since when, and what to do
-dead letters  the newest sequences that could not be done
+processes     what each process reports
+why           what blocks the run, since when, and what to do
+dead letters  the newest sequences that failed for good
 
-`sluice status --why` says the same as text. Any key closes this help."""
+`sluice status --why` prints the same as text. Any key closes this help."""
 
 
 class Help(ModalScreen[None]):

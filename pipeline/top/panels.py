@@ -48,7 +48,7 @@ def why(view: View) -> RenderableType:
     """Each stall: what, since when, remedy."""
     now = view.now
     if now is None or not now.stalls:
-        return _text("nothing keeps the run")
+        return _text("nothing blocks the run")
     table = Table.grid(padding=(0, 1))
     for number, stall in enumerate(now.stalls, 1):
         since = "" if stall.since is None else f" (for {length(now.at - stall.since)})"
@@ -78,7 +78,7 @@ def process_rows(view: View) -> RenderableType:
         table.add_row(
             _text(row.name, colour(row.role)), Text.assemble(_doing(row), _text(f"\n{facts}" if facts else "", "dim"))
         )
-    return table if rows else _text("no process has said anything within the last hour")
+    return table if rows else _text("no process has reported within the last hour")
 
 
 def letter_rows(view: View) -> RenderableType:
@@ -120,7 +120,7 @@ def _silence(view: View) -> str:
     if not view.problem:
         return ""
     since = length(time.time() - (view.silent_since or time.time()))
-    return f"! {view.trouble} for {since}: {view.problem}. What is shown was seen before; it is asked again."
+    return f"! {view.trouble} for {since}: {view.problem}. Showing the last known state; retrying."
 
 
 def _counts(now: Snapshot) -> str:
@@ -208,9 +208,9 @@ def print_once(config: Config, apart_s: float = _APART_S) -> None:
     """
     view = asyncio.run(_look_twice(config, apart_s))
     if view.problem and view.trouble == UNREADABLE:
-        raise DataError(f"{UNREADABLE} ({view.problem}); look with the release that runs it")
+        raise DataError(f"{UNREADABLE} ({view.problem}); use the release that runs it")
     if view.problem:
-        raise BrokerError(f"the broker does not answer ({view.problem}); start it, or set REDIS_URL to one that runs")
+        raise BrokerError(f"the broker does not answer ({view.problem}); start it, or set REDIS_URL to a running one")
     say(frame(view, shutil.get_terminal_size((80, 24)).columns))
 
 

@@ -20,9 +20,9 @@ from sluice.pipeline.wire.messages import MOST_VERSION, WeightVersion, decode, e
 
 _unreadable = Unreadable()  # reported by this process
 _REFUSED = {
-    "conflict": "that number is registered with other weights, and keeps its digest; is this an older copy of the "
+    "conflict": "that number is already registered with other weights; is this an older copy of the "
     "run's directory? Restore the newer one, or start a run of another name (--set run=NAME)",
-    "order": "a newer one is registered, and numbers only rise; take `WeightsRegistry.next_number`",
+    "order": "a newer one is registered, and numbers only increase; use `WeightsRegistry.next_number`",
 }
 
 
@@ -36,7 +36,7 @@ class WeightsRegistry:
             value = await cast("Awaitable[bytes | None]", self._client.get(self._keys.latest))
             return None if value is None else integer(value, "it", most=MOST_VERSION)
         except (MessageError, ResponseError) as error:  # ResponseError: the key has another type
-            _unreadable.skip(self._keys.latest, "", f"{error}; the next version that is published mends it")
+            _unreadable.skip(self._keys.latest, "", f"{error}; the next published version repairs it")
             return None
 
     async def next_number(self, after: int, root: Path) -> int:

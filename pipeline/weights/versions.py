@@ -28,7 +28,7 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files, sorted; raises WeightsError if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise WeightsError(f"{directory}: no *.safetensors file; give a model directory that holds its weights")
+        raise WeightsError(f"{directory}: no *.safetensors file; give a model directory with weights")
     return files
 
 
@@ -66,14 +66,14 @@ def _header(file: Path) -> dict[str, _Entry]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= min(size - 8, _MOST_HEADER):
-                raise WeightsError(f"{file}: cut short or not a safetensors file")
+                raise WeightsError(f"{file}: truncated or not a safetensors file")
             tree = read_json(stream.read(length), dict[str, Any], "its header")
         tree.pop("__metadata__", None)
         header = msgspec.convert(tree, dict[str, _Entry])
     except (OSError, msgspec.MsgspecError, MessageError, ValueError, RecursionError) as error:
         raise WeightsError(f"{file}: not a safetensors file ({error})") from error
     if 8 + length + max((entry.data_offsets[1] for entry in header.values()), default=0) > size:
-        raise WeightsError(f"{file}: cut short; copy or download it again")
+        raise WeightsError(f"{file}: truncated; copy or download it again")
     return header
 
 
@@ -86,8 +86,8 @@ def write_version(source: Path, root: Path, manifest: WeightVersion) -> WeightVe
     digest = digest_of(source)
     if target.exists() and read_manifest(target).digest != digest:
         raise WeightsError(
-            f"{target}: already holds other weights, and a version number never gets a second digest; "
-            "delete that directory if it is a leftover, or start a run of another name (--set run=NAME)"
+            f"{target}: already holds other weights, and a version number keeps its digest; delete that directory if "
+            "it is a leftover, or start a run of another name (--set run=NAME)"
         )
     full = msgspec.structs.replace(manifest, path=str(target), digest=digest, tensors=tensor_table(source))
     if target.exists():

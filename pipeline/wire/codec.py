@@ -86,10 +86,7 @@ def lone_surrogate(value: Any, where: str) -> str | None:
         inner: list[tuple[str, Any]] = []
         if isinstance(one, str):
             if (found := _first(one)) is not None:
-                return (
-                    f"{place} has a lone surrogate ({one[found]!r}) at character {found}, which is no Unicode text; "
-                    "remove it"
-                )
+                return f"{place} has a lone surrogate ({one[found]!r}) at character {found}; remove it"
         elif isinstance(one, Mapping):
             for key, item in cast("Mapping[Any, Any]", one).items():
                 inner += [(f"a key of {place or 'the whole'}", key), (f"{place}.{key}" if place else str(key), item)]
@@ -235,7 +232,7 @@ class Unreadable:
         self.count += 1
         if told not in self._told:
             self._told[told] = None
-            get_logger().warning("an entry cannot be read and is skipped", key=key, entry=name, problem=str(problem))
+            get_logger().warning("skipping an unreadable entry", key=key, entry=name, problem=str(problem))
             if len(self._told) > _TOLD:
                 self._told.popitem(last=False)
         self._told.move_to_end(told)
@@ -254,7 +251,7 @@ def _too_long(value: Any, where: str) -> str | None:
     while rest:
         place, one = rest.pop()
         if isinstance(one, int) and not LEAST <= one < 2**64:
-            return f"{place} is an integer beyond 64 bits; write it as text"
+            return f"{place} is an integer beyond 64 bits; send it as a string"
         if isinstance(one, Mapping):
             rest += [(f"{place}.{key}" if place else str(key), item) for key, item in cast(Any, one).items()]
         elif isinstance(one, list | tuple):

@@ -49,26 +49,27 @@ class Keys:
     def __init__(self, run: str) -> None:
         self.run = run
         self.prefix = f"sluice:{{{run}}}:"
-        self.jobs = f"{self.prefix}jobs"  # zset: job id → place in the line, or ms of a lease's or a delay's end
-        self.leases = f"{self.prefix}leases"  # zset: job id → ms of its lease's end
-        # zset: suspects, which run apart; + :turns → zset: workers that empty themselves for them
+        self.jobs = f"{self.prefix}jobs"  # zset: job id → place in the queue, or end of its lease or delay in ms
+        self.leases = f"{self.prefix}leases"  # zset: job id → end of its lease in ms
+        # zset: suspects, which run in isolation; + :turns → zset: workers that are draining for them
         self.alone = f"{self.prefix}alone"
-        self.claim = f"{self.prefix}claim:"  # + owner → list: number of its last claim that took jobs, their ids;
-        # + :leaving → string: it was told to end, expires
+        # + owner → list: number of its last claim that took jobs, their ids; + :leaving → string: it was told to end,
+        # expires
+        self.claim = f"{self.prefix}claim:"
         self.wake = f"{self.prefix}wake"  # list: one element wakes one idle worker
-        self.watch = f"{self.prefix}watch"  # string: the worker that looks for what rings no bell, expires
+        self.watch = f"{self.prefix}watch"  # string: the worker that polls for work without a wake-up, expires
         # + job id → hash: n, ndone, score, at, bytes, expires, call, reply, foreign, owner, worker, since, attempt,
         # excused, shared, deaths, alone (suspects that may run together), together (that do), moved (the attempt that
         # got on), blames:<owner>, d:<index> (done), p and p:<index> (tokens of stored progress), far:<index>, log
         # (queue/live_jobs.py)
         self.job_state = f"{self.prefix}job:"
-        # string: where the last look for jobs without a place in the line ended; + :turn → one looks at a time
+        # string: where the last sweep for jobs without a place in the queue ended; + :turn → lock of the sweep
         self.sweep = f"{self.prefix}sweep"
-        self.aborts = f"{self.prefix}aborts"  # zset, on a cluster: what ARQ_ABORT is elsewhere
+        self.aborts = f"{self.prefix}aborts"  # zset, on a cluster: in place of ARQ_ABORT
         self.progress = f"{self.prefix}progress:"  # + job id + : + index → pieces of a running sequence
         # hash, sequences: enqueued, committed, accepted, trained, dead, dropped, dead:<reason>, …, thinned (dropped by
         # the trainer from steps that made a version); also bytes (in flight), tokens, called, replied, redelivered,
-        # replays, places (numbers that were given out), last:<stream>
+        # replays, places (numbers given out), last:<stream>
         self.counts = f"{self.prefix}counts"
         self.results = f"{self.prefix}results:"  # + partition → stream
         self.batches = f"{self.prefix}batches"  # stream
@@ -81,16 +82,15 @@ class Keys:
         self.score_jobs = f"{self.prefix}score:jobs"  # stream of ScoreJobs, group SCORE_GROUP
         self.score_answers = f"{self.prefix}score:answers:"  # + the trainer's nonce → list of ScoreResults, expires
         # + job id + : + index → the SequenceResult or DeadLetter that its caller has not read yet, expires;
-        # + mailbox:<reply_to> → list of what came for one caller: TokenDeltas, and ids of sequences that ended, expires
+        # + mailbox:<reply_to> → list for one caller: TokenDeltas, and ids of sequences that ended, expires
         self.replies = f"{self.prefix}reply:"
         self.rollouts = f"{self.prefix}rollouts"  # zset: open rollout id → ms when it counts as abandoned
         # + rollout id → hash: state (open | closed), head, stream, g, i, n, bytes, turns (how many), turn:<place>,
-        # t:<turn key> (its place); of a closed one state, g, i, n, and it expires
+        # t:<turn key> (its place); if closed only state, g, i, n, and it expires
         self.rollout = f"{self.prefix}rollout:"
         self.metrics = f"{self.prefix}metrics"  # string: newest metrics record
-        self.owner = (
-            f"{self.prefix}owner:"  # + role → nonce of the one process that plays it; + :last → the newest that did
-        )
+        # + role → nonce of the one process that has the role; + :last → the newest that had it
+        self.owner = f"{self.prefix}owner:"
         self.contract = f"{self.prefix}contract"  # string: JSON, what all processes of the run agree on
         self.incarnation = f"{self.prefix}incarnation"  # string: made with the first data, and again when they are gone
         self.state = f"{self.prefix}state"  # string: running | finished

@@ -65,7 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ImageRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An image by reference; bytes never travel the queue. A digest beside path or URL is checked. [P]"""
+    """An image by reference; its bytes never go through the queue. A digest given with a path or URL is checked. [P]"""
 
     path: str | None = None
     url: str | None = None
@@ -126,19 +126,19 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     group_size: int  # [W]
     index: int  # [W]
     rollout_id: str | None = None  # [P] agent rollouts only
-    turn: int | None = None  # [P] of the rollout; of a whole trajectory: how many turns it has
+    turn: int | None = None  # [P] of the rollout; for a whole trajectory: its number of turns
     reply_to: str | None = None  # [P] carried through
-    part: int = 0  # [P] of a rollout whose history forked: which trajectory this is, of `parts`
+    part: int = 0  # [P] for a rollout with a forked history: number of this trajectory, of `parts`
     parts: int = 1  # [P]
-    reward: float | None = None  # [P] what the agent's side says of the whole rollout; None: the task decides
+    reward: float | None = None  # [P] of the whole rollout, from the agent's side; None: the task decides
     attempt: int = 1  # [W] fencing number of the attempt that committed it
     worker: str = ""  # [W]
     backend: str = ""  # [W] hf | vllm
     engine_version: str = ""  # [W]
     prompt_token_ids: TokenArray  # [W] as the model saw them: image placeholders expanded, no padding
-    prompt_truncated: int = 0  # [W] tokens that were cut from its left
+    prompt_truncated: int = 0  # [W] tokens cut from its left
     token_ids: TokenArray  # [W] int32
-    resumed_tokens: int = 0  # [W] of these, what an earlier attempt had decoded and stored
+    resumed_tokens: int = 0  # [W] how many of these an earlier attempt decoded and stored
     response_mask: Runs = Runs()  # [W] 1 = sampled by the policy; empty = all ones
     logprobs: FloatArray  # [W] nats, of each token under versions[i]
     versions: Runs  # [W] weight version that sampled each token; -1 where the mask is 0
@@ -147,7 +147,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     text: str = ""  # [W] cleaned
     raw_text: str = ""  # [W] with special tokens, never truncated
     finish_reason: FinishReason  # [W]
-    stop_reason: str | int | None = None  # [W] the string, id, plugin or rule that ended it
+    stop_reason: str | int | None = None  # [W] the string, id, plugin or rule that ended the sequence
     triggers: dict[str, Any] = {}  # [W] repeat_terminate: 0|1, rule, at_token
     logprobs_mode: str = "raw_logprobs"  # [W] raw: temperature 1; processed_logprobs: the sampling temperature
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
@@ -174,7 +174,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
 
 
 class Progress(Wire, frozen=True, kw_only=True, tag="progress"):
-    """[W] A piece of a running sequence, from token `offset` on; from which a redelivered job can continue."""
+    """[W] A piece of a running sequence, from token `offset` on; a redelivered job can continue from it."""
 
     offset: int
     token_ids: TokenArray
@@ -207,7 +207,7 @@ class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
     version: int
     temperature: float = 1.0  # of the scores
     reply_to: str = ""  # the asking trainer's nonce
-    expires_at: float = 0.0  # Unix time after which nobody waits for the answer; 0 = never
+    expires_at: float = 0.0  # Unix time after which the answer is no longer needed; 0 = never
 
 
 class ScoreResult(Wire, frozen=True, kw_only=True, tag="score_result"):
@@ -259,10 +259,10 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     weights: FloatArray  # cross-entropy weight
     segments: Runs  # codes of `Segment`
     prompt_len: int
-    images: list[ImageRef] = []  # what the prompt showed; nothing here trains with pixels yet, so it is refused by name
+    images: list[ImageRef] = []  # of the prompt; training with pixels is not supported, so such a sample is refused
     geometry: list[GeometryTarget] = []
     logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # behaviour; 0 outside the rollout
-    temperature: float = 1.0  # of every logprob here: not 1 where the worker's logprobs_mode is processed
+    temperature: float = 1.0  # of every logprob here: not 1 if the worker's logprobs_mode is processed
     versions: Runs = Runs()  # -1 outside the rollout
     proximal_logprobs: FloatArray = msgspec.field(default_factory=FloatArray)
     proximal_versions: Runs = Runs()
@@ -271,7 +271,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     reward: float | None = None
     advantage: float | None = None
     index: int = -1  # place in its group; -1 = not stamped
-    group_rewards: int = 0  # how many rewards of the group its advantage was computed from; 0 = it was not
+    group_rewards: int = 0  # number of rewards its advantage was computed from; 0 = none computed
     enqueued_at: float = 0.0  # Unix time, [Q] carried through
     metrics: dict[str, float] = {}  # counters of this sample, keys of sluice.pipeline.telemetry.training_metrics
 
@@ -298,7 +298,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
 
 
 class TrainingBatch(Wire, frozen=True, kw_only=True, tag="training_batch"):
-    """Samples that are handed to the trainer together. [C]; `batch_seq` is the stream's entry order."""
+    """Samples handed to the trainer together. [C]; `batch_seq` is the stream's entry order."""
 
     batch_id: str
     samples: list[TrainingSample]
@@ -316,7 +316,7 @@ class WeightVersion(Wire, frozen=True, kw_only=True, tag="weight_version"):
     probe_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)
     probe_score: float | None = None  # summed logprob (nats) of the probe tokens after the first
     previous: int | None = None  # the version before, if the trainer knows it
-    previous_score: float | None = None  # that one's
+    previous_score: float | None = None  # probe_score of `previous`
     step: int = 0
     published_at: float = 0.0
 
@@ -348,16 +348,16 @@ MAX_ID = 256  # characters
 class Turn(Wire, frozen=True, kw_only=True, tag="turn"):
     """One generation of a rollout; its number is its place among the rollout's turns."""
 
-    key: str  # of the call that asked for it: a repeat is known by it
+    key: str  # idempotency key of the call that requested it
     parent: int  # number of the turn that it follows; -1 = none
-    history: str  # hash of the conversation up to and with it
-    added_token_ids: TokenArray  # after the parent's last sampled token; of a root the whole prompt
+    history: str  # hash of the conversation up to and including it
+    added_token_ids: TokenArray  # after the parent's last sampled token; for a root the whole prompt
     result: SequenceResult  # its prompt_token_ids are empty
-    message: Message  # as the caller was given it
+    message: Message  # as returned to the caller
 
 
 class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
-    """Whose rollout it is. Raises MessageError for an id that is blank or too long, or a place outside its group."""
+    """Identity of a rollout. Raises MessageError for an id that is blank or too long, or a place outside its group."""
 
     rollout_id: str
     group_id: str
@@ -366,8 +366,8 @@ class RolloutHead(Wire, frozen=True, kw_only=True, tag="rollout"):
     task: str
     truth: Any = None
     metadata: dict[str, Any] = {}
-    request: dict[str, Any] = {}  # what the producer posts, so that it can be posted again
-    opened_at: float = 0.0  # Unix s, stamped when it is opened
+    request: dict[str, Any] = {}  # the producer's request, so that it can be sent again
+    opened_at: float = 0.0  # Unix s, stamped on opening
 
     def __post_init__(self) -> None:
         if not self.rollout_id.strip() or len(self.rollout_id) > MAX_ID:

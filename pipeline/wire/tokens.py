@@ -64,7 +64,7 @@ class Runs:
             raise MessageError(f"runs need lengths in 1..{_MOST_ITEMS} and values of 63 bits, got {self.runs[:4]}")
         self._length = sum(count for _, count in self.runs)
         if self._length > _MOST_ITEMS:
-            raise MessageError(f"runs stand for {self._length} items; at most {_MOST_ITEMS} make sense")
+            raise MessageError(f"runs stand for {self._length} items; the limit is {_MOST_ITEMS}")
 
     @classmethod
     def of(cls, values: Iterable[int]) -> Runs:

@@ -14,7 +14,7 @@ from sluice.pipeline.wire.codec import check_time
 
 
 class WaitKind(StrEnum):
-    """What it is that a process waits for."""
+    """What a process waits for."""
 
     CREDIT = "credit"
     BROKER_MEMORY = "broker_memory"

@@ -27,9 +27,9 @@ async def test_a_reader_that_lost_its_role_takes_nothing_from_its_successor(clie
     await client.delete(owner.key)  # it was paused, and its claim ran out
     _, successor = await reader_of(client, keys, "successor")
     await client.xadd(late.stream, {"r": "x"})
-    with pytest.raises(LeaseLost, match="took this role"):
+    with pytest.raises(LeaseLost, match="took over this role"):
         await late.read(8, block_ms=10)
-    with pytest.raises(LeaseLost, match="took this role"):
+    with pytest.raises(LeaseLost, match="took over this role"):
         await owner.confirm()
     assert [entry.fields for entry in await successor.read(8, block_ms=10)] == [{b"r": b"x"}]
 
@@ -50,9 +50,9 @@ async def test_a_role_that_another_one_played_to_its_end_is_not_taken_up_again(c
     successor, _ = await reader_of(client, keys, "successor")
     await successor.release()
     await client.xadd(late.stream, {"r": "x"})
-    with pytest.raises(LeaseLost, match="took this role"):
+    with pytest.raises(LeaseLost, match="took over this role"):
         await late.read(8, block_ms=10)
-    with pytest.raises(LeaseLost, match="took this role"):
+    with pytest.raises(LeaseLost, match="took over this role"):
         await owner.confirm()
 
 

@@ -106,7 +106,7 @@ def test_a_producer_that_was_done_goes_over_its_rows_again_when_the_broker_lost_
         client.hset(stack.keys.source, "exhausted", "0")
     wait(lambda: stack.snapshot().exhausted, "the producer to say it again", run)
     assert run.wait(2 * DEADLINE_S) == 0, run.tail()
-    assert "goes over its rows again" in run.text()
+    assert "reads its rows again" in run.text()
     stack.assert_exactly_once()
 
 
@@ -156,7 +156,7 @@ def test_arqs_own_command_ends_within_its_grace_time_when_the_broker_is_gone(
     broker.kill()
     worker.expendable = True
     assert worker.terminate(20) == 1, worker.tail()
-    assert "did not stop in time; leaving" in worker.text()
+    assert "did not stop in time; exiting" in worker.text()
 
 
 def test_a_run_whose_broker_is_flushed_trains_nothing_twice(outer: tuple[Stack, KillableBroker]) -> None:

@@ -99,7 +99,7 @@ def test_a_prompt_that_speaks_of_an_image_and_has_none_is_an_error_of_its_own(en
     ]
     results = engine.generate_text_batch(requests, SHORT)
     assert [result.finish_reason for result in results] == ["error"] * 4 + ["length"]
-    assert "messages[0].content[0] is a part of type 'image', and no image came" in str(results[0].error)
+    assert "messages[0].content[0] is a part of type 'image', but no image was sent" in str(results[0].error)
     assert all("has 1 image placeholders (<image>)" in str(result.error) for result in results[1:3])
     assert "messages[0].content[0].text has a lone surrogate ('\\ud800') at character 1" in str(results[3].error)
 

@@ -92,10 +92,10 @@ def test_letters_are_shown_and_dropped(make_stack: MakeStack) -> None:
     shown = dlq(stack, "show", f"{job_id}:0")
     assert "malformed_envelope" in shown
     assert "80 04 6a 75 6e 6b" in shown
-    assert "no dead letter is there under the id 'x:0'" in " ".join(dlq(stack, "show", "x:0", code=1).split())
+    assert "no dead letter has the id 'x:0'" in " ".join(dlq(stack, "show", "x:0", code=1).split())
     assert status(stack)["dead_letters"] == 1
     assert "--yes" in dlq(stack, "drop", "--all", code=1)
-    assert "say which dead letters" in dlq(stack, "drop", "--yes", code=2)
+    assert "select dead letters" in dlq(stack, "drop", "--yes", code=2)
     assert "dropped: 1 sequence of 1 job" in dlq(stack, "drop", f"{job_id}:0", "--yes")
     assert "there are no dead letters" in dlq(stack, "drop", "--all", "--yes", code=1)
     assert "no dead letters" in dlq(stack, "list")

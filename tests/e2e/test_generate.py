@@ -264,7 +264,7 @@ def test_rows_with_and_without_an_image_in_one_file(generate: Callable[..., Any]
     assert [text["num_new_tokens"], seen["num_new_tokens"]] == [3, 3]
     assert seen["num_prompt_tokens"] > text["num_prompt_tokens"]
     assert "no.png: cannot be read" in missing["error"]
-    assert "no image came with the prompt; give it in `images`" in blind["error"]
+    assert "but no image was sent; add one to `images`" in blind["error"]
 
 
 def test_a_text_model_answers_the_rows_without_an_image(generate: Callable[..., Any], tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ async def test_a_contract_that_cannot_be_read_is_another_one(client: Any, keys: 
     async with role_of(made(), "trainer", "t"):
         for damaged in (b"[" * 5000, b'{"a": "\\ud800"}', b"\xff", b'{"consumer.count": 1e18}'):
             await client.set(keys.contract, damaged)
-            with pytest.raises(ConfigError, match=r"run .* is under way with another configuration"):
+            with pytest.raises(ConfigError, match=r"run .* is running with another configuration"):
                 await take_part(client, made(), "w")
 
 
@@ -157,5 +157,5 @@ async def test_a_role_that_the_broker_forgot_is_not_called_taken(client: Any, ke
     with pytest.raises(BrokerDataGone, match="the broker's data are gone"):
         await owner.confirm()
     assert await other.try_acquire()
-    with pytest.raises(LeaseLost, match="another process took this role"):
+    with pytest.raises(LeaseLost, match="another process took over this role"):
         await owner.confirm()

@@ -106,9 +106,9 @@ def test_what_is_not_there_is_refused_with_a_hint(config: Config) -> None:
         dead_letters.replay(config, Selection(reason="expire"))
     with pytest.raises(SluiceError, match="there are: expired, failed, max_tries"):
         dead_letters.drop(config, Selection(reason="zzz"))
-    with pytest.raises(SluiceError, match="no dead letter is of the job"):
+    with pytest.raises(SluiceError, match="no dead letter belongs to job"):
         dead_letters.matching(config, Selection(job="x"))
-    with pytest.raises(SluiceError, match="under the id 'x:0'"):
+    with pytest.raises(SluiceError, match="has the id 'x:0'"):
         dead_letters.letter(config, "x:0")
     with pytest.raises(SluiceError, match="--limit"):
         dead_letters.listing(config, job=None, reason=None, limit=0)

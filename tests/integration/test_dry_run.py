@@ -79,7 +79,7 @@ async def test_it_says_from_where_a_run_goes_on(
     found = await asyncio.to_thread(dry, home, keys, url=broker_config.url)
     place = found.place
     assert (place.kind, place.version, place.cursor, place.enqueued, place.ended) == ("goes_on", 3, "0:41", 42, 32)
-    assert "behind row 42 of epoch 1; weights v3; 42 sequences enqueued, 30 trained, 2 dead" in place.says
+    assert "after row 42 of epoch 1; weights v3; 42 sequences enqueued, 30 trained, 2 dead" in place.says
     raw: Any = client
     await raw.hset(keys.source, "exhausted", 1)
     await raw.hset(keys.counts, "dropped", 10)

@@ -207,9 +207,9 @@ async def test_a_prompt_that_speaks_of_an_image_and_has_none_is_refused(
         done, dead = await endings(client, keys, len(jobs))
     assert set(done) == {"good:0", "sampled:0"}
     assert {letter.reason for letter in dead.values()} == {"invalid_request"}
-    assert "messages[0].content[0] is a part of type 'image', and no image came" in dead["part:0"].detail
+    assert "messages[0].content[0] is a part of type 'image', but no image was sent" in dead["part:0"].detail
     for name in ("spelled:0", "ids:0"):
-        assert "has 1 image placeholders (<image>), and no image came with it" in dead[name].detail
+        assert "has 1 image placeholders (<image>), but no image was sent" in dead[name].detail
 
 
 async def test_a_text_model_refuses_images_and_goes_on(
@@ -229,4 +229,4 @@ async def test_a_text_model_refuses_images_and_goes_on(
     assert set(done) == {"text:0"}
     assert {letter.reason for letter in dead.values()} == {"invalid_request"}
     assert "image" in dead["ids:0"].detail
-    assert "no image came with the prompt" in dead["blind:0"].detail
+    assert "no image was sent" in dead["blind:0"].detail

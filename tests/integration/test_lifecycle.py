@@ -46,7 +46,7 @@ async def test_a_wait_keeps_its_first_time_while_its_cause_is_the_same(client: A
     since = status.row.waiting_since
     status.waiting(WaitKind.DRAIN, "requests", 4)
     assert status.row.waiting_since == since
-    assert status.row.waiting_for == "4 requests to end (draining)"
+    assert status.row.waiting_for == "4 requests to finish (draining)"
     status.waiting(WaitKind.JOBS)
     assert status.row.waiting_for == "jobs (none is ready)"
     assert (status.row.waiting_since or 0) > (since or 0)

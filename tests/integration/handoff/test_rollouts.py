@@ -204,9 +204,7 @@ def test_waiting_for_batches_has_a_deadline_with_a_cause(make_run: MakeRun) -> N
     with Rollouts(config) as rollouts:
         batches = rollouts.batches()
         next(batches)
-        with pytest.raises(
-            DeadlineExceeded, match=r"0 s without training batches.*2 samples are given and not finished"
-        ):
+        with pytest.raises(DeadlineExceeded, match=r"0 s without training batches.*2 samples are handed out"):
             next(batches)
         assert look(config).alive("trainer"), "the session goes on"
         rollouts.done()

@@ -64,10 +64,10 @@ async def test_a_listed_trap_is_refused_when_it_is_asked(serve: Serve, site: Sit
     async with serve(hosts=(f"{host}:*",)) as server:
         _, answer = await server.post("/rollout", a_request(url))
         assert answer["extra_fields"]["error_category"] == "validation_error", answer
-        assert "its host is at" in answer["error_message"]
+        assert "its host resolves to" in answer["error_message"]
         _, answer = await server.post("/rollout", a_request(url, "r-2", tool_server_url=url))
         assert answer["extra_fields"]["error_category"] == "tool_error", answer
-        assert "its host is at" in answer["error_message"]
+        assert "its host resolves to" in answer["error_message"]
     assert not site.asked
 
 
@@ -78,7 +78,7 @@ async def test_a_listed_name_whose_record_is_a_trap_is_refused(
     async with ScriptedTrainer(tools_tokenizer, [Says("1")]).serving() as trainer:
         hosts = ("metadata.example:*", "local.example:*")
         async with served_with(names, tokenizer_dirs, *hosts) as (server, _), aiohttp.ClientSession() as caller:
-            for name, why in (("metadata", "a link-local address"), ("local", "this host itself")):
+            for name, why in (("metadata", "a link-local address"), ("local", "this machine")):
                 body = a_request(f"http://{name}.example:{trainer.url.rpartition(':')[2]}", name)
                 async with caller.post(server.url("/rollout"), json=body) as response:
                     assert why in (await response.json())["error_message"]

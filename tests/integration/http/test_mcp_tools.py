@@ -187,7 +187,7 @@ async def test_only_listed_hosts_are_asked(url: str) -> None:
 async def test_the_address_is_checked_as_well() -> None:
     hosts = AllowedHosts(["tools.example:*"], "rollout_server.hosts")
     for address in ("169.254.169.254", "127.0.0.1"):
-        with pytest.raises(RequestError, match=f"its host is at {address}"):
+        with pytest.raises(RequestError, match=f"its host resolves to {address}"):
             async with mcp_tools(
                 "http://tools.example/mcp", hosts, timeout_s=10, resolver=Names(tools_example=[address])
             ):

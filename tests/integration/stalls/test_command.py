@@ -42,7 +42,7 @@ async def test_exit_codes_and_words(
     await produce(config)
     assert await status(config, "--why") == 1
     said = capsys.readouterr().out
-    assert said.startswith(f"run {keys.run}: not running\n  it stands still: 1 cause, below")
+    assert said.startswith(f"run {keys.run}: not running\n  it is stuck: 1 cause, below")
     assert "1. no process is alive, 2 sequences are in flight" in said
     assert "do:     start `sluice run`" in said
     assert await status(config, "--why", "--json") == 1

@@ -47,7 +47,7 @@ async def test_every_worker_on_an_old_version(
         await eventually(refused, "the worker to refuse the version")
         look, stall = await stalled(config, "old_versions")
     assert stall_text(look.now, stall).says.startswith(
-        "the one live worker decodes with weights v0 or older, and v1 has been there for 3"
+        "the one live worker decodes with weights v0 or older, and v1 has been available for 3"
     )
     assert "worker-0 refused it" in stall_text(look.now, stall).says
     assert stall.since == torn.published_at
@@ -60,7 +60,7 @@ LIMITS = {
     "versions": (
         {"samples_per_version": 2, "max_staleness": 0},
         "(2 of 64 sequences",
-        "2 sequences are enqueued of the 2 that may come before weights v1",
+        "2 of at most 2 sequences are enqueued before weights v1",
         "producer.max_staleness",
     ),
     "bytes": ({"max_in_flight_mb": 0}, " of 0 MiB)", "held by 1 job", "producer.max_in_flight_mb"),

@@ -87,7 +87,7 @@ async def test_every_process_waits_for_room_and_goes_on(
         await eventually(some_trained, "the first step", 60)
         await small.config_set("maxmemory", 1)
         look, stall = await stalled(config, "broker_full")
-        assert "who writes waits" in stall_text(look.now, stall).says
+        assert "writers wait" in stall_text(look.now, stall).says
         assert "maxmemory" in stall_text(look.now, stall).remedy
         assert look.verdict.state == "stalled"
         await asyncio.sleep(2.5)  # longer than a lease and half an ownership: neither runs out
@@ -154,7 +154,7 @@ async def test_a_wait_for_room_ends_with_an_error_that_says_what_to_do(settings:
     await small.config_set("maxmemory", 1)
     hasty: Any = connection.connect(replace(settings, retry_for_s=0.3))
     try:
-        with pytest.raises(OutOfMemoryError, match=r"no room came in 0.3 s: give it more memory \(`redis-cli"):
+        with pytest.raises(OutOfMemoryError, match=r"no space was freed in 0.3 s: give it more memory \(`redis-cli"):
             await hasty.set("a", 1)
     finally:
         await hasty.aclose()

@@ -88,7 +88,9 @@ async def test_it_outlives_a_broker_that_goes_away(keys: Keys, tmp_path: Path) -
             server.start()
             await eventually(shows(app, f"run {config.run}: nothing enqueued yet"), "the broker's answer")
             server.kill()
-            await eventually(shows(app, "no answer from the broker for", "it is asked again"), "the silence")
+            await eventually(
+                shows(app, "no answer from the broker for", "Showing the last known state; retrying."), "the silence"
+            )
             assert app.query_one("#head", Static).is_attached
             server.start()
 
@@ -118,7 +120,7 @@ async def test_a_state_of_another_release_is_said_and_ends_nothing(config: Confi
     await client.hset(keys.processes, "other", b'{"role": 7}')
     view = await feed.look()
     assert not view.problem
-    assert "1 entry of the run in the broker cannot be read and left out" in " ".join(frame(view, 80).split())
+    assert "1 entry of the run in the broker cannot be read and are left out" in " ".join(frame(view, 80).split())
     await asyncio.to_thread(print_once, config, 0.0)
     await client.hdel(keys.processes, "other")
     assert "cannot be read" not in frame(await feed.look(), 80)

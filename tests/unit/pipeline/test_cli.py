@@ -142,7 +142,7 @@ def test_the_doctor_finds_a_good_set_up_good(
     settings = (f"broker.url={broker_config.url}", f"model.path={model}", f"data.path={data}")
     assert diagnose(None, settings) == 0
     said = capsys.readouterr().out
-    assert "all is well" in said
+    assert "all checks passed" in said
     assert "2 tensors" in said
     assert str(broker_config.url) not in said, "the password stays secret"
 

@@ -32,7 +32,7 @@ ON = ["policy.enabled=true", "producer.group_size=4", "producer.samples_per_vers
         ("scorer.lease_s=0", "scorer.lease_s 0.0 must be above 0"),
         ("trainer.keep_rollouts=-1", "trainer.keep_rollouts -1 must be at least 0"),
         ("worker.logprobs_mode=processed worker.backend=vllm", "processed needs worker.backend hf"),
-        ("worker.logprobs_mode=processed sampling.top_p=0.9", "processed takes a temperature alone"),
+        ("worker.logprobs_mode=processed sampling.top_p=0.9", "processed supports a temperature only"),
         ("weights.retention=3", "weights.retention 3 must be >= producer.max_staleness + 2"),
     ],
 )

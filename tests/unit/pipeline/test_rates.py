@@ -103,7 +103,7 @@ def test_a_stage_that_waits_says_for_what_and_since_when() -> None:
     assert (found["worker"].state, found["worker"].says) == (
         "waiting", "worker-0 waits for jobs (none is ready), 30 s",
     )  # fmt: skip
-    assert (found["trainer"].state, found["trainer"].says) == ("working", "trainer-0 is at work")
+    assert (found["trainer"].state, found["trainer"].says) == ("working", "trainer-0 is working")
     assert found["gateway"].state == "off"
 
 
@@ -114,7 +114,7 @@ def test_what_is_empty_says_since_when_as_far_as_that_was_seen() -> None:
     now = look(10, queued_jobs=0)
     rates.add(now)
     says = {name: found.says for name, found in words_of(now, stages(now, rates)).items()}
-    assert says["queue"] == "no job waits or runs (for 9.0 s)"
+    assert says["queue"] == "no job is waiting or running (for 9.0 s)"
     assert says["results"] == "no result waits for the consumers (for at least 10 s)"
     assert says["batches"] == "no batch waits for the trainer (for at least 10 s)"
     assert says["weights"].endswith("once its model is loaded (for at least 10 s)")
@@ -149,5 +149,5 @@ def test_what_is_stored_is_counted() -> None:
         "5 jobs", "3 results", "1 batch", "v2",
     ]  # fmt: skip
     assert found["queue"].says == "3 running, 2 ready; the next one was enqueued 7.0 s ago"
-    assert found["results"].says == "2 unread, 1 in the hands of the consumers; the oldest came 4.0 s ago"
+    assert found["results"].says == "2 unread, 1 taken by the consumers; the oldest arrived 4.0 s ago"
     assert found["weights"].says.startswith("v2, published 9.0 s ago; ")

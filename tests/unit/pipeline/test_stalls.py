@@ -90,7 +90,7 @@ def test_a_role_with_work_that_nobody_plays(role: str, kind: str, work: dict[str
     assert "`sluice " in text.remedy
     stall, text = only(now := state(*others(role, process(role, age_s=40)), **work)), text_of(now)
     assert stall.since == pytest.approx(NOW - 40)
-    assert text.says.endswith(f"; {role}-0 fell silent 40 s ago")
+    assert text.says.endswith(f"; {role}-0 went silent 40 s ago")
 
 
 def test_a_dead_trainer_is_missed_as_soon_as_sequences_are_in_flight() -> None:
@@ -122,7 +122,7 @@ def test_last_words_are_shown_until_a_newer_process_plays_the_role() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [("GuardRefused", "install the engine"), ("GuardImpossible", "mend the model or rollout_matching")],
+    [("GuardRefused", "install the engine"), ("GuardImpossible", "fix the model or rollout_matching")],
 )
 def test_a_refused_guard_has_a_kind_of_its_own(kind: str, remedy: str) -> None:
     now = state(*others("worker", failed("worker", kind, "it does not fire")), queued_jobs=1)
@@ -157,7 +157,7 @@ def test_old_versions() -> None:
     stall, text = only(now := at(3, 2)), text_of(now)
     assert (stall.kind, stall.blocks, stall.since) == ("old_versions", False, NOW - 20)
     assert text.says == (
-        "all 2 live workers decode with weights v3 or older, and v5 has been there for 20 s: "
+        "all 2 live workers decode with weights v3 or older, and v5 has been available for 20 s: "
         "the workers are busy with what they have"
     )
     assert only(at(3, latest_at=NOW - 90)).blocks
@@ -178,7 +178,7 @@ def test_results_that_are_late_beside_a_consumer() -> None:
     )
     assert stall.kind == "consumer_lag"
     assert "7 results wait unread, the oldest for 40 s, beside 1 consumer for 2 partitions" in text.says
-    assert "a partition has nobody" in text.remedy
+    assert "a partition has no consumer" in text.remedy
     late.unread_s = 2
     assert stalls(state(lag=[late])) == []
 
@@ -201,7 +201,7 @@ def test_credit_says_which_limit_and_who_holds_it() -> None:
     assert text.says.endswith("held by 2 jobs, 1 batch")
     ahead = CreditUse(sequences=3, max_sequences=64, ahead=12, max_ahead=12)
     assert (
-        "12 sequences are enqueued of the 12 that may come before weights v4"
+        "12 of at most 12 sequences are enqueued before weights v4"
         in text_of(state(*rows, credit=ahead, latest_version=3)).says
     )
     letters = CreditUse(sequences=1, bytes=10, max_bytes=10)
@@ -214,7 +214,7 @@ def test_credit_says_which_limit_and_who_holds_it() -> None:
 def test_jobs_that_run_alone_are_no_hindrance() -> None:
     stall, text = only(now := state(depth=Depth(alone=1))), text_of(now)
     assert (stall.kind, stall.blocks) == ("runs_alone", False)
-    assert text.says == "1 job over which workers died run apart from others: a worker empties itself first"
+    assert text.says == "1 job with worker deaths must run in isolation: a worker finishes its other sequences first"
 
 
 def test_the_verdict_of_two_looks() -> None:
@@ -228,11 +228,14 @@ def test_the_verdict_of_two_looks() -> None:
     early.at -= 1
     rows = [process(role, cause="something") for role in ROLES]
     state_, says = told(early, state(*rows, tokens=300, trained=5, latest_version=2))
-    assert (state_, says) == ("moving", "it moves: 200 tokens, 1 trained, 1 new version of the weights within 1.0 s")
+    assert (state_, says) == (
+        "moving",
+        "it makes progress: 200 tokens, 1 trained, 1 new version of the weights within 1.0 s",
+    )
     assert told(early, state(tokens=100, latest_version=1))[0] == "working"
     assert told(early, state(*rows, tokens=100, latest_version=1))[0] == "waiting"
     assert told(early, state(*others("worker"), tokens=300, queued_jobs=1))[1].startswith(
-        "it still moves, and will stop"
+        "it still makes progress, but will stop"
     )
     full = CreditUse(sequences=16, max_sequences=16)
     assert told(early, state(*rows, tokens=100, latest_version=1, credit=full))[0] == "stalled"

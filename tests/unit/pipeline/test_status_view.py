@@ -97,7 +97,7 @@ def test_what_keeps_a_run_is_said_in_words() -> None:
         "no producer is alive, and there are rows to read",
         "no worker is alive, and 5 jobs wait",
         "no consumer is alive, and 2 results wait",
-        "2 jobs over which workers died run apart from others: a worker empties itself first",
+        "2 jobs with worker deaths must run in isolation: a worker finishes its other sequences first",
     ]
     now.stalls = stalls(now)
     assert waits(now)[:4] == findings(now)
@@ -144,7 +144,7 @@ def test_a_policy_loss_says_what_it_trained_on_and_what_it_left_out() -> None:
     }
     line = next(line for line in as_text(state(metrics=metrics)).splitlines() if "policy" in line)
     for words in (
-        "reward 0.250", "960 tokens, 1.5 versions old, the oldest 3", "left out: 7 stale;", "differ by 2.0e-06 nats"
+        "reward 0.250", "960 tokens, 1.5 versions old, the oldest 3", "left out: 7 stale;", "at most 2.0e-06 nats"
     ):  # fmt: skip
         assert words in line
 

@@ -88,7 +88,7 @@ def _placeholder(directory: Path) -> str:
 
 @pytest.mark.parametrize("image", [*IMAGE_PARTS, {"type": "input_image"}, {"type": "x", "image": "a.png"}])
 def test_an_image_part_without_an_image_is_refused(prompts: Prompts, image: dict[str, Any]) -> None:
-    says = r"^messages\[1\]\.content\[0\] is a part of type '\w+', and no image came with the prompt"
+    says = r"^messages\[1\]\.content\[0\] is a part of type '\w+', but no image was sent"
     with pytest.raises(RequestError, match=says):
         prompts.text(_ask(image))
     with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[0\] is a part"):
@@ -96,7 +96,7 @@ def test_an_image_part_without_an_image_is_refused(prompts: Prompts, image: dict
 
 
 def test_a_part_that_no_prompt_takes_is_refused(prompts: Prompts) -> None:
-    with pytest.raises(RequestError, match=r"content\[0\] is a part of type 'video'; a prompt has text and images"):
+    with pytest.raises(RequestError, match=r"content\[0\] is a part of type 'video'; a prompt can have only text"):
         prompts.text(_ask({"type": "video"}))
 
 
@@ -109,7 +109,7 @@ def test_a_placeholder_without_an_image_is_refused_however_it_came_there(prompts
         [{"role": token, "content": [{"type": "text", "text": "hi"}]}],
     ]
     for messages in spelled:
-        with pytest.raises(RequestError, match=r"has 1 image placeholders .*, and no image came with it"):
+        with pytest.raises(RequestError, match=r"has 1 image placeholders .*, but no image was sent"):
             prompts.text(messages)
     token_id = prompts.tokenizer.convert_tokens_to_ids(token)
     with pytest.raises(RequestError, match="has 2 image placeholders"):
@@ -141,7 +141,7 @@ def test_a_text_model_whose_template_makes_something_of_an_image_refuses_it(tmp_
     save_tiny_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     prompts = Prompts(ModelConfig(path=str(tmp_path)))
-    with pytest.raises(RequestError, match="no image came with the prompt"):
+    with pytest.raises(RequestError, match="no image was sent"):
         prompts.text(_ask({"type": "image"}))
     spelled = prompts.text([{"role": "user", "content": [{"type": "text", "text": "<image>"}]}])
     assert "<image>" in prompts.tokenizer.decode(spelled), "text like any other for a model without vision"
@@ -160,7 +160,7 @@ def test_the_gateway_s_prompts_have_the_same_check_and_keep_what_was_sampled(tmp
     renderer, token = load_renderer(str(save_tiny_qwen_vl(tmp_path))), "<|image_pad|>"
     first: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "what?"}]}
     for messages in ([{"role": "user", "content": [{"type": "text", "text": token}]}], _ask({"type": "image"})):
-        with pytest.raises(RequestError, match="no image came with"):
+        with pytest.raises(RequestError, match="no image was sent"):
             renderer.prompt(messages)
     sampled = renderer.tokenizer.encode(f"a {token}<|im_end|>", add_special_tokens=False)
     said = {"role": "assistant", "content": [{"type": "text", "text": f"a {token}"}]}

@@ -54,7 +54,7 @@ def test_a_sentence_begins_with_a_capital_unless_it_begins_with_a_name() -> None
         "sluice worker",
         ".",
     ]
-    assert formats.sentence("worker-0 is at work.") == ["worker-0 is at work."]
+    assert formats.sentence("worker-0 is working.") == ["worker-0 is working."]
 
 
 def test_a_long_sentence_keeps_its_first_part_and_since_when() -> None:
