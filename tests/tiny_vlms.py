@@ -55,9 +55,9 @@ QWEN_TEMPLATE = (
 
 def save_tiny_llava(directory: Path, *, seed: int = 0) -> Path:
     """Write a LLaVA: a CLIP of two layers, and a Qwen3 of two layers and head size 32 (vLLM's CPU attention)."""
-    tokenizer = _tokenizer(["<image>"])
+    tokenizer = vlm_tokenizer(["<image>"])
     config = LlavaConfig(
-        text_config=Qwen3Config(**_text(tokenizer), head_dim=32, hidden_size=64, intermediate_size=128),
+        text_config=Qwen3Config(**tiny_text(tokenizer), head_dim=32, hidden_size=64, intermediate_size=128),
         vision_config=CLIPVisionConfig(
             hidden_size=32,
             intermediate_size=64,
@@ -75,7 +75,7 @@ def save_tiny_llava(directory: Path, *, seed: int = 0) -> Path:
     )
     edges = {"height": _IMAGE_EDGE, "width": _IMAGE_EDGE}
     torch.manual_seed(seed)
-    _save(LlavaForConditionalGeneration(config), directory)
+    save_wide(LlavaForConditionalGeneration(config), directory)
     LlavaProcessor(
         image_processor=LlavaImageProcessorPil(size={"shortest_edge": _IMAGE_EDGE}, crop_size=edges),
         tokenizer=tokenizer,
@@ -90,11 +90,11 @@ def save_tiny_llava(directory: Path, *, seed: int = 0) -> Path:
 def save_tiny_qwen_vl(directory: Path, *, seed: int = 0) -> Path:
     """Write a Qwen2.5-VL: mRoPE, pixel budgets; 4 to 36 tokens an image."""
     specials = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = _tokenizer(specials)
+    tokenizer = vlm_tokenizer(specials)
     token_ids = dict(zip(specials, tokenizer.convert_tokens_to_ids(specials), strict=True))
     config = Qwen2_5_VLConfig(
         text_config={
-            **_text(tokenizer),
+            **tiny_text(tokenizer),
             "hidden_size": 128,
             "intermediate_size": 128,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
@@ -117,7 +117,7 @@ def save_tiny_qwen_vl(directory: Path, *, seed: int = 0) -> Path:
         tie_word_embeddings=False,
     )
     torch.manual_seed(seed)
-    _save(Qwen2_5_VLForConditionalGeneration(config), directory)
+    save_wide(Qwen2_5_VLForConditionalGeneration(config), directory)
     Qwen2VLImageProcessorPil(
         size={"shortest_edge": _QWEN_MIN_PIXELS, "longest_edge": _QWEN_MAX_PIXELS},
         patch_size=QWEN_TOKEN_EDGE // 2,
@@ -134,7 +134,7 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(grains).resize((width, height))
 
 
-def _tokenizer(specials: list[str]) -> Any:
+def vlm_tokenizer(specials: list[str]) -> Any:
     tokenizer: PreTrainedTokenizerFast = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     tokenizer.chat_template = None
@@ -142,7 +142,7 @@ def _tokenizer(specials: list[str]) -> Any:
     return tokenizer
 
 
-def _text(tokenizer: Any) -> dict[str, Any]:
+def tiny_text(tokenizer: Any) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "num_hidden_layers": 2,
@@ -157,7 +157,7 @@ def _text(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _save(model: Any, directory: Path) -> None:
+def save_wide(model: Any, directory: Path) -> None:
     """Every matrix wide, in the vision part as well."""
     with torch.no_grad():
         for parameter in model.parameters():
