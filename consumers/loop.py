@@ -25,7 +25,7 @@ from typing import NamedTuple
 from sluice.consumers.groups import Assembler, Group
 from sluice.consumers.history.recorder import FinishedJob, Recorder
 from sluice.consumers.pack import pack_rows
-from sluice.consumers.samples import Sampler, letter
+from sluice.consumers.samples import Sampler, image_token_of, letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.tasks.registry import check_options, load_task
 from sluice.consumers.tasks.task import Task, TaskContext
@@ -60,7 +60,7 @@ class Consumer:
 
     def __init__(self, role: Role, partition: int, owner: Ownership, task: Task, context: TaskContext) -> None:
         self._role, self._owner = role, owner
-        self._sampler = Sampler(task, context, role.config.consumer)
+        self._sampler = Sampler(task, context, role.config.consumer, image_token_of(role.config.model))
         self._reader = result_reader(role.client, role.keys, partition, role.name, owner)
         self._groups = Assembler()
         self._history = Recorder(role.config, partition)

@@ -3,17 +3,19 @@
 - Best-fit decreasing; the same lengths give the same rows. A sample over the budget gets its own row.
 - `labels[i]` is the target AT position i, predicted from positions < i of the same sample; the loss does the
   shift. So the first position of every sample is off: only its neighbour could predict it.
+- A sample with images costs its tokens, their expanded placeholders included, and the tokens of the vision tower.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from sluice.pipeline.images.processor import VisionInputs
 from sluice.pipeline.wire.messages import TrainingSample
 
 IGNORED = -100
@@ -34,6 +36,7 @@ class PackedRows:
 
     `input_ids` int64 [R, L]; `labels` int64 [R, L], -100 where off; `weights` float32 [R, L], 0 where off;
     `position_ids` int64 [R, L], from 0 in every sample; `segment_ids` int32 [R, L], 0.. per row, padding -1.
+    `token_types` int64 [R, L]: 1 at the expanded placeholders of images, else 0. `vision`: by index of the sample.
     """
 
     input_ids: np.ndarray
@@ -41,7 +44,9 @@ class PackedRows:
     weights: np.ndarray
     position_ids: np.ndarray
     segment_ids: np.ndarray
+    token_types: np.ndarray
     places: list[Place]
+    vision: dict[int, VisionInputs] = field(default_factory=dict)
 
 
 def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -62,8 +67,13 @@ def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return rows
 
 
-def collate(samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]], pad_id: int) -> PackedRows:
-    """Lay out the samples according to `rows`."""
+def collate(
+    samples: Sequence[TrainingSample],
+    rows: Sequence[Sequence[int]],
+    pad_id: int,
+    vision: Mapping[int, VisionInputs] | None = None,
+) -> PackedRows:
+    """Lay out the samples according to `rows`; `vision`: of those with images, by index of the sample."""
     widths = [sum(len(samples[index].token_ids) for index in row) for row in rows]
     shape = (len(rows), max(widths, default=0))
     packed = PackedRows(
@@ -72,7 +82,9 @@ def collate(samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]], pa
         weights=np.zeros(shape, dtype=np.float32),
         position_ids=np.zeros(shape, dtype=np.int64),
         segment_ids=np.full(shape, -1, dtype=np.int32),
+        token_types=np.zeros(shape, dtype=np.int64),
         places=[],
+        vision={index: vision[index] for row in rows for index in row if index in vision} if vision else {},
     )
     for row, indices in enumerate(rows):
         start = 0
@@ -95,3 +107,5 @@ def _lay(packed: PackedRows, sample: TrainingSample, place: Place, segment: int)
     packed.weights[at] = weights
     packed.position_ids[at] = np.arange(place.length)
     packed.segment_ids[at] = segment
+    if (vision := packed.vision.get(place.sample)) is not None:
+        packed.token_types[at] = vision.token_types.reshape(-1)

@@ -3,6 +3,8 @@
 - A reward from the agent's side takes precedence over the task's.
 - With a policy loss, members with a reward also get their advantage within the group, unless the task set one.
   Parts of one index share one advantage: that of the first part that yields a sample.
+- A sample has the images of its result, whatever the task. Their expanded placeholders are never trained. For a model
+  that takes no images, a result with images is dropped.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ import math
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from sluice.consumers.groups import Group, Place
 from sluice.consumers.tasks.rollout import rewarded
 from sluice.consumers.tasks.task import Task, TaskContext
-from sluice.pipeline.config.types import ConsumerConfig
+from sluice.pipeline.config.types import ConsumerConfig, ModelConfig
 from sluice.pipeline.errors import TaskError
 from sluice.pipeline.wire.messages import CUT_SHORT, DeadLetter, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 
 _DETAIL_CHARS = 1500
 HAS_IMAGES = "has_images"
@@ -31,8 +37,12 @@ _EPS = 1e-6
 class Sampler:
     """Runs the task's three steps. Pure: the same group gives the same samples and letters."""
 
-    def __init__(self, task: Task, context: TaskContext, config: ConsumerConfig) -> None:
+    def __init__(
+        self, task: Task, context: TaskContext, config: ConsumerConfig, image_token_id: int | None = None
+    ) -> None:
+        """`image_token_id`: see `image_token_of`."""
         self._task, self._context, self._config = task, context, config
+        self._image_token_id = image_token_id
 
     def samples_of(self, group: Group) -> tuple[list[TrainingSample], list[DeadLetter]]:
         """Samples ordered by index and part, and letters for the members dropped here."""
@@ -70,7 +80,7 @@ class Sampler:
     def _outcome(self, result: SequenceResult) -> TrainingSample | DeadLetter:
         if result.finish_reason in CUT_SHORT:
             return letter(result.seq_id, result.finish_reason, f"decode ended with {result.finish_reason}")
-        if result.images:
+        if result.images and self._image_token_id is None:
             return letter(result.seq_id, HAS_IMAGES, blind(len(result.images)))
         try:
             parsed = self._task.parse(result, self._context)
@@ -87,6 +97,8 @@ class Sampler:
         length, most = len(sample.token_ids), self._config.max_sample_tokens
         if length > most:
             return letter(result.seq_id, "too_long", f"{length} tokens; consumer.max_sample_tokens is {most}")
+        if result.images and self._image_token_id is not None:
+            return _with_images(sample, result, self._image_token_id)
         return sample
 
 
@@ -97,6 +109,30 @@ def _with_numbers(sample: TrainingSample) -> TrainingSample:
     return replace(sample, metrics={name: float(value) for name, value in sample.metrics.items()})
 
 
+def _with_images(sample: TrainingSample, result: SequenceResult, image_token_id: int) -> TrainingSample:
+    """The sample with the images of its result, and their placeholders off; a token that was sampled isn't one."""
+    ids = np.array(sample.token_ids)
+    versions = np.array(sample.versions.expand() or [-1] * len(ids))
+    is_placeholder = (ids == image_token_id) & (versions < 0)
+    weights, mask = np.array(sample.weights), np.array(sample.response_mask.expand() or [0] * len(ids))
+    sample = replace(sample, images=result.images)
+    if weights[is_placeholder].any():
+        sample = replace(sample, weights=FloatArray(np.where(is_placeholder, 0.0, weights).tolist()))
+    if mask[is_placeholder].any():
+        sample = replace(sample, response_mask=Runs.of(np.where(is_placeholder, 0, mask).tolist()))
+    return sample
+
+
+def image_token_of(model: ModelConfig) -> int | None:
+    """Id of the token that images expand to, from the model's config.json; None if the model takes no images."""
+    try:
+        found: Any = msgspec.json.decode((Path(model.path) / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    token = found.get("image_token_id", found.get("image_token_index")) if isinstance(found, dict) else None
+    return token if isinstance(token, int) and found.get("vision_config") and model.variant != "text" else None
+
+
 def _is_number(value: float | None) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) <= _MOST)
 
@@ -105,8 +141,8 @@ def blind(num_images: int) -> str:
     """Why a sequence with images in its prompt isn't trained."""
     images = "1 image" if num_images == 1 else f"{num_images} images"
     return (
-        f"its prompt has {images}, and training has no pixels: its tokens would be trained blind; decode "
-        "such prompts with `sluice generate` or the gateway"
+        f"its prompt has {images}, and the run's model takes none: its tokens would be trained blind; train a model "
+        "with a vision part (model.variant auto or vlm), or decode such prompts with `sluice generate`"
     )
 
 

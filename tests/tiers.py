@@ -32,7 +32,7 @@ TIERS = {
             "chaos/",
             "hosts/",
             "e2e/",
-            "contract/test_architectures.py",
+            "contract/test_architectures",
             "contract/test_vllm_ends.py",
             "contract/test_vllm_parity.py",
             "contract/test_vllm_start.py",

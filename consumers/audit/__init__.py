@@ -7,5 +7,6 @@
       <run>/history ─▶ as handed off ─────────────┘
 
 - It shares no code with the engines, the scorer or the trainer's passes: a number it confirms was computed twice.
+- Only the preparation of images is shared: fetched, checked and processed as for engines and trainer.
 - It only reads files; it needs no broker and changes nothing in the run.
 """

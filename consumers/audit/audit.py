@@ -3,7 +3,7 @@
 - wrong: a number is off, not finite, or claims another version than `versions[i] + 1`; a marked token's proximal
   logprob isn't its behaviour logprob; its mask, or the advantage it was trained with, is incorrect; or it differs from
   what the consumer handed off.
-- unchecked: nothing was found wrong, but a version it needs is gone, or its sequence had an image.
+- unchecked: nothing was found wrong, but a version it needs is gone, or an image of its sequence is gone or changed.
 - marked: the behaviour logprob is right, and there is no proximal one, as `proximal_versions[i] == -1` says.
 - right: both logprobs are right.
 """
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from sluice.consumers.audit.evidence import Compared, Evidence, Groups, Mask, evidence_of
-from sluice.consumers.audit.recompute import Recomputed, recompute
+from sluice.consumers.audit.recompute import Recomputed, pixels_of, recompute
 from sluice.consumers.audit.report import Advantages, Fault, FaultKind, NotChecked, Report, Unchecked
 from sluice.consumers.audit.stored import Stored, choose, read_sequences, trained_versions
 from sluice.consumers.history.reader import HistoryReader
@@ -50,18 +50,20 @@ def audit_run(
     folder = directory / ROLLOUTS
     groups = Groups(config)
     sequences, stored = choose(groups.noting(read_sequences(folder, steps)), limit, seed)
-    pairs = [(sequence, Recomputed.empty(len(sequence.token_ids))) for sequence in sequences]
-    needed = sorted(set().union(*(sequence.needed() for sequence in sequences)))
-    if not needed and not any(sequence.has_images for sequence in sequences):
+    if not any(sequence.sampled.any() for sequence in sequences):
         raise DataError(f"{folder}: none of its {stored} sequences has a token that the policy sampled")
-    missing = recompute(directory / WEIGHTS, config.model, pairs, needed)
+    pairs = [(sequence, Recomputed.empty(len(sequence.token_ids))) for sequence in sequences]
+    with pixels_of(config, sequences) as pixels:
+        visible = [pair for pair in pairs if pair[0].name not in pixels.gone]
+        needed = sorted(set().union(*(sequence.needed() for sequence, _ in visible)))
+        missing = recompute(directory / WEIGHTS, config.model, visible, needed, pixels)
     trained_at = trained_versions(directory)
     # The step after which a version is published is recorded before the version is.
     newest = max(newest_number(directory / WEIGHTS), max(trained_at.values()) + 1) if trained_at else None
     tally = Tally(tolerance, frozenset(missing), newest)
     with closing(HistoryReader(directory / HISTORY)) as history:
         for sequence, again in pairs:
-            if sequence.has_images:
+            if sequence.name in pixels.gone:
                 tally.refuse(sequence, "images")
             else:
                 tally.judge(sequence, again, evidence_of(sequence, config, groups, trained_at, history))

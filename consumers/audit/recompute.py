@@ -1,9 +1,17 @@
-"""Logprobs from plain forward passes of a stored version: fp32, eval, no cache, no padding, one sequence at a time."""
+"""Logprobs from plain forward passes of a stored version: fp32, eval, no cache, no padding, one sequence at a time.
+
+Images come from where the run's configuration finds them, and are prepared as everywhere (`pipeline/images`); the
+positions and masks of a sequence with images are the model's own.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sluice.consumers.audit.report import listed
 from sluice.consumers.audit.stored import Stored
-from sluice.pipeline.config.types import ModelConfig
+from sluice.consumers.training.images import SampleImages, joined_tensors, token_type_names
+from sluice.pipeline.config.types import Config, ModelConfig
 from sluice.pipeline.errors import DataError, ModelError, WeightsError
+from sluice.pipeline.logs import get_logger
 from sluice.pipeline.terminal import Console
 from sluice.pipeline.weights.versions import read_manifest, verify
 
@@ -39,7 +49,43 @@ class Recomputed:
 Pairs = list[tuple[Stored, Recomputed]]
 
 
-def recompute(root: Path, config: ModelConfig, pairs: Pairs, needed: list[int]) -> set[int]:
+@dataclass(frozen=True, eq=False)
+class Pixels:
+    """The images of the audited sequences."""
+
+    images: SampleImages | None = None  # None: no sequence has any, or the model takes none
+    gone: frozenset[str] = field(default_factory=frozenset[str])  # names of the sequences whose images can't be used
+
+
+@contextmanager
+def pixels_of(config: Config, sequences: Sequence[Stored]) -> Iterator[Pixels]:
+    """Fetch and prepare the images of all sequences; they're on disk, outside the run, inside the block."""
+    seen = [sequence for sequence in sequences if sequence.has_images]
+    with tempfile.TemporaryDirectory(prefix="sluice-audit-") as directory:
+        images = SampleImages.of(config, Path(directory) / "pixels") if seen else None
+        if images is None:
+            yield Pixels(None, frozenset(sequence.name for sequence in seen))
+            return
+        failed = asyncio.run(_fetched(images, seen, config.trainer.batch_wait_s))
+        for seq_id, why in failed.items():
+            get_logger().warning("not checked", sequence=seq_id, cause=why)
+        yield Pixels(images, frozenset(failed))
+
+
+async def _fetched(images: SampleImages, seen: Sequence[Stored], limit_s: float) -> dict[str, str]:
+    try:
+        return await images.take([sequence.named for sequence in seen], limit_s)
+    finally:
+        await images.stop_fetching()
+
+
+def recompute(
+    root: Path,
+    config: ModelConfig,
+    pairs: Pairs,
+    needed: list[int],
+    pixels: Pixels = Pixels(),
+) -> set[int]:
     """Fill in every version on disk, one load each; returns the missing ones."""
     work: dict[int, Pairs] = {version: [] for version in needed}
     for pair in pairs:
@@ -49,7 +95,7 @@ def recompute(root: Path, config: ModelConfig, pairs: Pairs, needed: list[int]) 
     with Meter(sum(map(len, work.values()))) as meter:
         for version, its_pairs in work.items():
             meter.doing(f"version {version}")
-            if not _recompute_version(root, version, config, its_pairs, meter):
+            if not _recompute_version(root, version, config, its_pairs, meter, pixels):
                 missing.add(version)
     if needed and len(missing) == len(needed):
         raise WeightsError(
@@ -59,8 +105,10 @@ def recompute(root: Path, config: ModelConfig, pairs: Pairs, needed: list[int]) 
     return missing
 
 
-def _recompute_version(root: Path, version: int, config: ModelConfig, pairs: Pairs, meter: Meter) -> bool:
-    model = open_version(root, version, config)
+def _recompute_version(
+    root: Path, version: int, config: ModelConfig, pairs: Pairs, meter: Meter, pixels: Pixels
+) -> bool:
+    model = open_version(root, version, config, sees=any(stored.has_images for stored, _ in pairs))
     if model is None:
         meter.advance(len(pairs))
         return False
@@ -69,17 +117,17 @@ def _recompute_version(root: Path, version: int, config: ModelConfig, pairs: Pai
         next_one = stored.scored & (stored.proximal_versions == version)
         found = np.full(len(stored.token_ids), np.nan, dtype=np.float32)
         positions = np.flatnonzero(own | next_one)
-        found[positions] = logprobs_of(model, stored, positions)
+        found[positions] = logprobs_of(model, stored, positions, pixels)
         again.behaviour[own] = found[own]
         again.proximal[next_one] = found[next_one]
         meter.advance()
     return True
 
 
-def open_version(root: Path, version: int, config: ModelConfig) -> Any | None:
+def open_version(root: Path, version: int, config: ModelConfig, *, sees: bool = False) -> Any | None:
     """The model of `root/v000012`, its digest checked; None if it isn't there (any more).
 
-    Raises WeightsError (damaged) or ModelError (transformers can't load it).
+    `sees`: it has to take images. Raises WeightsError (damaged) or ModelError (transformers can't load it).
     """
     directory = root / f"v{version:06d}"
     if not directory.is_dir():
@@ -89,14 +137,19 @@ def open_version(root: Path, version: int, config: ModelConfig) -> Any | None:
         if manifest.version != version:
             raise WeightsError(f"{directory}: its manifest is that of version {manifest.version}; was it renamed?")
         verify(msgspec.structs.replace(manifest, path=str(directory)))  # the run's directory may have been moved
-        return _load(directory, config)
+        return _load(directory, config, sees=sees)
     except (WeightsError, ModelError):
         if directory.is_dir():
             raise
         return None  # retired by its run during the read
 
 
-def logprobs_of(model: Any, sequence: Stored, positions: NDArray[np.intp]) -> NDArray[np.float32]:
+def logprobs_of(
+    model: Any,
+    sequence: Stored,
+    positions: NDArray[np.intp],
+    pixels: Pixels = Pixels(),
+) -> NDArray[np.float32]:
     """Logprob (nats) of each token at `positions` given all tokens before it, shape (positions,); NaN at position 0."""
     found = np.full(len(positions), np.nan, dtype=np.float32)
     wanted = np.flatnonzero(positions > 0)
@@ -107,7 +160,10 @@ def logprobs_of(model: Any, sequence: Stored, positions: NDArray[np.intp]) -> ND
     ids = torch.tensor(sequence.token_ids[: last + 1], dtype=torch.long, device=model.device)
     places = torch.tensor(positions[wanted], device=model.device)
     with torch.inference_mode():
-        logits = model(input_ids=ids[None, :last], use_cache=False).logits[0]
+        if sequence.has_images:
+            logits = _with_images(model, sequence, pixels)
+        else:
+            logits = model(input_ids=ids[None, :last], use_cache=False).logits[0]
         parts = [
             (logits[rows - 1].float() / sequence.temperature).log_softmax(-1).gather(1, ids[rows, None]).squeeze(1)
             for rows in places.split(_ROWS)
@@ -116,7 +172,31 @@ def logprobs_of(model: Any, sequence: Stored, positions: NDArray[np.intp]) -> ND
     return found
 
 
-def _load(directory: Path, config: ModelConfig) -> Any:
+def _with_images(model: Any, sequence: Stored, pixels: Pixels) -> torch.Tensor:
+    """Logits of the whole sequence, float [tokens, vocab]."""
+    inputs = pixels.images.inputs(sequence.named) if pixels.images else None
+    if inputs is None:
+        raise DataError(f"{sequence.name}: its images were not fetched")
+    given: dict[str, Any] = {}
+    for name, values in joined_tensors([inputs]).items():
+        tensor = torch.from_numpy(values).to(model.device)
+        given[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    ids = torch.tensor(sequence.token_ids, dtype=torch.long, device=model.device)[None]
+    types = torch.from_numpy(np.array(inputs.token_types)).to(model.device)
+    given |= dict.fromkeys(token_type_names(model), types)
+    # A token that the policy wrote is looked up in the embedding, even one equal to an image's placeholder.
+    token = model.config.image_token_id
+    written = (ids == token) & (types == 0)
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, args: (args[0].masked_fill(written, token), *args[1:])
+    )
+    try:
+        return model(input_ids=ids.masked_fill(written, 0), use_cache=False, **given).logits[0]
+    finally:
+        hook.remove()
+
+
+def _load(directory: Path, config: ModelConfig, *, sees: bool) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging as transformers_logging
 
@@ -124,7 +204,8 @@ def _load(directory: Path, config: ModelConfig) -> Any:
     transformers_logging.set_verbosity_error()  # about the vision tensors that a text model ignores, for every version
     attention = config.attn_implementation if config.attn_implementation in ("eager", "sdpa") else None
     refused: list[Exception] = []
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    kinds = (AutoModelForImageTextToText,) if sees else (AutoModelForCausalLM, AutoModelForImageTextToText)
+    for kind in kinds:
         try:
             loaded: Any = kind.from_pretrained(
                 directory,

@@ -14,7 +14,7 @@ from sluice.pipeline.terminal import Console
 
 FaultKind = Literal["version", "proximal_version", "behaviour", "proximal", "marked", "mask", "advantage", "handed_on"]
 Unchecked = Literal[
-    "images",  # its logprobs depend on pixels, which aren't stored: nothing in the sequence is judged
+    "images",  # an image that its logprobs depend on is gone or changed: nothing in the sequence is judged
     "version_gone",  # a version that its numbers need is not on disk
     "group_incomplete",  # some members with a reward in the advantage aren't among the stored samples
     "advantage_of_task",  # the task set the advantage itself
@@ -37,7 +37,7 @@ _FAULTS: dict[FaultKind, str] = {
     "handed_on": "not what was handed to the trainer",
 }
 _NOT_CHECKED: dict[Unchecked, str] = {
-    "images": "sequences with images: stored samples hold no pixels, so nothing of them was judged",
+    "images": "sequences with an image that is gone, changed or cannot be read here: nothing of them was judged",
     "version_gone": "a version that their logprobs need is not there any more",
     "group_incomplete": "advantages: members of the group were not trained, so their rewards are not stored",
     "advantage_of_task": "advantages: the task gave them itself",

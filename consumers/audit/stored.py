@@ -47,8 +47,18 @@ class Stored:
         return self.sample.temperature
 
     @property
+    def name(self) -> str:
+        """Unique in the run: an id may be used again in a later step."""
+        return f"step {self.step}, {self.seq_id}"
+
+    @property
+    def named(self) -> TrainingSample:
+        """The sample, its `seq_id` replaced by that name."""
+        return msgspec.structs.replace(self.sample, seq_id=self.name)
+
+    @property
     def has_images(self) -> bool:
-        """If true, its logprobs depend on pixels, which aren't stored."""
+        """If true, its logprobs depend on pixels, which aren't stored: they come from where the images are."""
         return bool(self.sample.images)
 
     @property
@@ -69,11 +79,7 @@ class Stored:
 
     def needed(self) -> set[int]:
         """The versions whose forward pass this sequence needs."""
-        return (
-            set()
-            if self.has_images
-            else {*self.versions[self.sampled].tolist(), *self.proximal_versions[self.scored].tolist()}
-        )
+        return {*self.versions[self.sampled].tolist(), *self.proximal_versions[self.scored].tolist()}
 
 
 def read_sequences(folder: Path, steps: str | None = None) -> Iterator[Stored]:

@@ -5,5 +5,6 @@
                   │   └────▶ handoff (`Rollouts`: your own training loop)
                   └──▶ step_log, trackers · checkpoint · weight versions
 
-`model` loads and writes models; `distributed` shards them under `accelerate launch`.
+`images` has the pixels of the samples in hand. `model` loads and writes models; `distributed` shards them under
+`accelerate launch`.
 """

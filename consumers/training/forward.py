@@ -17,30 +17,41 @@ Batches for your own training loop use a fourth layout, proved in the same way (
 
 | padded  | one sample each         | an attention mask of 1 and 0                                 |
 
-The proof: a probe row with samples shorter and longer than the model's window, compared to plain passes of each sample
-alone, a token at a time (pipeline/weights/agreement.py). It runs on the model, device and kernels used for training.
+The proof: a probe row with samples shorter and longer than the model's window, and with one and two images if the model
+takes them, compared to plain passes of each sample alone, a token at a time (pipeline/weights/agreement.py). It runs on
+the model, device and kernels used for training.
+
+Images: the model gets the pixels of all samples of a pass, in order, and the type of each token. Models with three
+position axes get those of each sample, computed by their own code. A token that the policy wrote and that equals the
+placeholder is looked up in the embedding, as the engines do: the model itself would take it for an image.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from sluice.consumers.pack import PackedRows, collate, pack_rows
+from sluice.consumers.samples import blind
+from sluice.consumers.training.images import joined_tensors, token_type_names
 from sluice.consumers.training.losses import row_logprobs
 from sluice.consumers.training.model import random_rates
-from sluice.pipeline.errors import ModelError
+from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.agreement import Agreement, Gaps, largest, strata, window_of
-from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.messages import ImageRef, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _PROBE_SEED = 20
@@ -48,6 +59,7 @@ _MOST_SAMPLES = 16
 _FEW = 4
 _MODEL_CODE = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)  # what model code may raise
 _DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
+_PROBE_IMAGES = ((64, 48), (40, 72))  # width, height
 
 
 class Layout(StrEnum):
@@ -71,14 +83,43 @@ class Proof:
     tolerance: float  # nats
 
 
+class VisionSource(Protocol):
+    """The images of samples; `SampleImages` (images.py) is one."""
+
+    processor: VisionProcessor
+
+    def inputs(self, sample: TrainingSample) -> VisionInputs | None:
+        """None for a sample without images."""
+        ...
+
+    def cost(self, sample: TrainingSample) -> int:
+        """Tokens of the vision tower; 0 without images."""
+        ...
+
+
 class TrainerForward:
     """Logits of packed rows. The layout is proved at `prove`, or before its first use."""
 
-    def __init__(self, model: Any, *, pad_id: int, row_tokens: int, micro_batch_tokens: int) -> None:
-        """`row_tokens`: most tokens in a row with several samples; `micro_batch_tokens`: padded tokens per pass."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        pad_id: int,
+        row_tokens: int,
+        micro_batch_tokens: int,
+        images: VisionSource | None = None,
+    ) -> None:
+        """`row_tokens`: most tokens in a row with several samples; `micro_batch_tokens`: padded tokens per pass.
+
+        Both count the tokens of the vision tower as well. `images` None: samples with images are refused.
+        """
         self.model = model
         self._pad_id, self._row_tokens, self._micro_batch_tokens = pad_id, row_tokens, micro_batch_tokens
+        self._images = images
         self._proof: Proof | None = None
+        self._probe_inputs: dict[str, VisionInputs] = {}  # by seq_id
+        self._type_names = token_type_names(model)
+        self._rope_index: Any = getattr(getattr(model, "model", None), "get_rope_index", None)
 
     @property
     def proof(self) -> Proof:
@@ -89,20 +130,38 @@ class TrainerForward:
         """The samples in rows, at most `micro_batch_tokens` padded tokens per pass, or one row."""
         layout = self.proof.layout
         lengths = [len(sample.token_ids) for sample in samples]
-        rows = pack_rows(lengths, 0 if layout is Layout.single else self._row_tokens)
+        vision = [self._cost(sample) for sample in samples]
+        costs = [length + cost for length, cost in zip(lengths, vision, strict=True)]
+        rows = pack_rows(costs, 0 if layout is Layout.single else self._row_tokens)
         chunk: list[list[int]] = []
-        width = 0
+        width = seen = 0
         for row in rows:
-            length = sum(lengths[index] for index in row)
-            wider = max(width, length)
-            full = layout is Layout.bounded or wider * (len(chunk) + 1) > self._micro_batch_tokens
+            length, sees = sum(lengths[index] for index in row), sum(vision[index] for index in row)
+            wider, more = max(width, length), seen + sees
+            full = layout is Layout.bounded or wider * (len(chunk) + 1) + more > self._micro_batch_tokens
             if chunk and full:
-                yield collate(samples, chunk, self._pad_id)
-                chunk, wider = [], length
+                yield self._collate(samples, chunk)
+                chunk, wider, more = [], length, sees
             chunk.append(row)
-            width = wider
+            width, seen = wider, more
         if chunk:
-            yield collate(samples, chunk, self._pad_id)
+            yield self._collate(samples, chunk)
+
+    def _cost(self, sample: TrainingSample) -> int:
+        if not sample.images:
+            return 0
+        if self._images is None:
+            raise ModelError(f"{sample.seq_id}: {blind(len(sample.images))}")
+        return self._images.cost(sample)
+
+    def _collate(self, samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]]) -> PackedRows:
+        found = {index: self._inputs(samples[index]) for row in rows for index in row}
+        return collate(samples, rows, self._pad_id, {at: inputs for at, inputs in found.items() if inputs is not None})
+
+    def _inputs(self, sample: TrainingSample) -> VisionInputs | None:
+        if not sample.images or self._images is None:
+            return None
+        return self._probe_inputs.get(sample.seq_id) or self._images.inputs(sample)
 
     def logits(self, packed: PackedRows) -> Tensor:
         """Logits of every position, [R, L, V]."""
@@ -114,9 +173,9 @@ class TrainerForward:
         window = window_of(config)
         context = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         most = min(context, max(self._row_tokens, self._micro_batch_tokens))
-        samples = _probe(self._row_tokens, window, most, int(config.vocab_size))
+        samples = _probe(self._row_tokens, window, most, int(config.vocab_size)) + self._probe_with_images()
         try:
-            plain = [self._scored(collate([one], [[0]], self._pad_id), Layout.single, plain=True) for one in samples]
+            plain = [self._scored(self._collate([one], [[0]]), Layout.single, plain=True) for one in samples]
             agreement = Agreement.of(
                 self._noise(samples, plain),
                 [scores[0].double().cpu().numpy() for scores in plain],
@@ -134,6 +193,36 @@ class TrainerForward:
                 f"{type(self.model).__name__} cannot make a plain forward pass ({type(error).__name__}: {error}); this "
                 "model cannot be trained here: set model.attn_implementation to eager, or take another model"
             ) from error
+
+    def _probe_with_images(self) -> list[TrainingSample]:
+        """Samples with one image and with two, if the model takes images. Raises ModelError if they can't be made."""
+        if self._images is None:
+            return []
+        processor, drawn = self._images.processor, np.random.default_rng(_PROBE_SEED)
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        pictures = [_picture(drawn, size) for size in _PROBE_IMAGES]
+        samples: list[TrainingSample] = []
+        for count in (1, 2):
+            ids = [self._probe_id(drawn, vocabulary) for _ in range(4 + count)]
+            for _ in range(count):
+                ids += [processor.image_token_id, *(self._probe_id(drawn, vocabulary) for _ in range(5))]
+            try:
+                inputs = processor.prepare(ids, pictures[:count])
+            except RequestError as error:
+                raise ModelError(f"{type(self.model).__name__}: no probe with images can be made ({error})") from error
+            sample = _sample(f"{count} images", list(inputs.token_ids), count)
+            self._probe_inputs[sample.seq_id] = inputs
+            samples.append(sample)
+        return samples
+
+    def _probe_id(self, drawn: np.random.Generator, vocabulary: int) -> int:
+        """A random token that stands for no image."""
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        special = {getattr(self.model.config, name, None) for name in names}
+        special |= {self._images.processor.image_token_id} if self._images else set()
+        while (found := int(drawn.integers(0, vocabulary))) in special:
+            pass
+        return found
 
     def _first_right(
         self,
@@ -170,8 +259,9 @@ class TrainerForward:
     ) -> list[Gaps]:
         """Gaps of each sample in each row it appears in, by stratum."""
         found: list[Gaps] = []
-        for rows in _passes(layout, [len(sample.token_ids) for sample in samples]):
-            packed = collate(samples, rows, self._pad_id)
+        seen = [at for at, sample in enumerate(samples) if sample.images]
+        for rows in _passes(layout, [len(sample.token_ids) for sample in samples], seen):
+            packed = self._collate(samples, rows)
             scores = self._scored(packed, layout)
             for place in packed.places:
                 here = scores[place.row, place.start + 1 : place.start + place.length]
@@ -182,7 +272,7 @@ class TrainerForward:
         """How much plain passes differ among themselves: the longest and a few short samples, beside another."""
         order = sorted(range(len(samples)), key=lambda at: len(samples[at].token_ids))
         for at in dict.fromkeys((order[-1], *order[:_FEW])):
-            beside = collate(samples, [[at], [order[-2]]], self._pad_id)
+            beside = self._collate(samples, [[at], [order[-2]]])
             again = self._scored(beside, Layout.single, plain=True)[0, 1 : plain[at].shape[1]]
             yield _difference(again, plain[at][0, 1:])
 
@@ -193,14 +283,14 @@ class TrainerForward:
         if head is not None:
             hook = head.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
             try:
-                self._scored(collate(samples, [[0]], self._pad_id), Layout.single, plain=True)
+                self._scored(self._collate(samples, [[0]]), Layout.single, plain=True)
             finally:
                 hook.remove()
         return max(torch.finfo(dtype).eps for dtype in seen)
 
     @torch.no_grad()
     def _scored(self, packed: PackedRows, layout: Layout, *, plain: bool = False) -> Tensor:
-        """Logprobs of the rows' own tokens, [R, L]; `plain`: from the token ids only, in evaluation mode.
+        """Logprobs of the rows' own tokens, [R, L]; `plain`: from token ids and pixels only, in evaluation mode.
 
         A layout is tried in training mode, unless dropout is on: then no two passes are equal.
         """
@@ -208,30 +298,76 @@ class TrainerForward:
         self.model.train(was_training and not plain and not _has_dropout(self.model))
         try:
             ids = torch.from_numpy(packed.input_ids).to(self.model.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits if plain else self._logits(packed, layout)
-            return row_logprobs(logits, ids)
+            return row_logprobs(self._logits(packed, Layout.single if plain else layout), ids)
         finally:
             self.model.train(was_training)
 
     def _logits(self, packed: PackedRows, layout: Layout) -> Tensor:
         device = self.model.device
         ids = torch.from_numpy(packed.input_ids).to(device)
+        given: dict[str, Any] = {}
         if layout is Layout.padded:
-            mask = torch.from_numpy(packed.segment_ids >= 0).to(device, torch.int64)
-            return self.model(input_ids=ids, attention_mask=mask).logits
-        if layout is Layout.single:
-            return self.model(input_ids=ids, use_cache=False).logits
-        positions = torch.from_numpy(packed.position_ids).to(device)
-        if hasattr(getattr(self.model, "model", None), "get_rope_index"):
-            # Models with three position axes tell samples apart by a fourth plane in front, the text positions.
-            positions = positions.expand(4, *positions.shape)
-        given: dict[str, Any] = _boundaries(packed, device) if layout is Layout.bounded else {}
-        return self.model(
-            input_ids=ids,
-            position_ids=positions,
-            use_cache=False,  # with a cache, transformers treats the row as one sequence
-            **given,
-        ).logits
+            given["attention_mask"] = torch.from_numpy(packed.segment_ids >= 0).to(device, torch.int64)
+        else:
+            given["use_cache"] = False  # with a cache, transformers treats the row as one sequence
+        if layout in (Layout.packed, Layout.bounded):
+            given["position_ids"] = self._positions(packed, ids)
+        if layout is Layout.bounded:
+            given |= _boundaries(packed, device)
+        if not packed.vision:
+            return self.model(input_ids=ids, **given).logits
+        given |= self._vision(packed)
+        image_token, types = self.model.config.image_token_id, torch.from_numpy(packed.token_types).to(device)
+        written = (ids == image_token) & (types == 0)
+        with self._looked_up(written, image_token):
+            return self.model(input_ids=ids.masked_fill(written, self._pad_id), **given).logits
+
+    def _vision(self, packed: PackedRows) -> dict[str, Tensor]:
+        """Pixels and what belongs to them, of all images of these rows, and the type of each token."""
+        order = [packed.vision[place.sample] for place in packed.places if place.sample in packed.vision]
+        found = {name: self._placed(values) for name, values in joined_tensors(order).items()}
+        return found | {name: self._placed(packed.token_types) for name in self._type_names}
+
+    def _placed(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values).to(self.model.device)
+        return tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
+
+    def _positions(self, packed: PackedRows, ids: Tensor) -> Tensor:
+        """Positions from 0 in every sample: [R, L], or [4, R, L] for a model with three position axes.
+
+        Such models tell samples apart by the first plane, the text positions.
+        """
+        positions = torch.from_numpy(packed.position_ids).to(ids.device)
+        if self._rope_index is None:
+            return positions
+        planes = positions.repeat(4, 1, 1)
+        known = inspect.signature(self._rope_index).parameters
+        for place in packed.places:
+            vision = packed.vision.get(place.sample)
+            if vision is None:
+                continue
+            at = (place.row, slice(place.start, place.start + place.length))
+            given: dict[str, Any] = {name: self._placed(values) for name, values in joined_tensors([vision]).items()}
+            given["mm_token_type_ids"] = self._placed(packed.token_types[at][None])
+            given = {name: value for name, value in given.items() if name in known}
+            planes[(slice(1, 4), *at)] = self._rope_index(ids[at][None], **given)[0][:, 0]
+        return planes
+
+    @contextmanager
+    def _looked_up(self, written: Tensor, token_id: int) -> Iterator[None]:
+        """Within the block the embedding sees `token_id` where `written`; the rest of the model sees padding there."""
+        if not written.any():
+            yield
+            return
+
+        def restore(_module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (given[0].masked_fill(written, token_id), *given[1:])
+
+        hook = self.model.get_input_embeddings().register_forward_pre_hook(restore)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _log(self, proof: Proof, reasons: Sequence[str]) -> None:
         found = {str(layout): f"{nats:.1e}" for layout, nats in proof.differences.items()}
@@ -257,24 +393,37 @@ def _probe(row_tokens: int, window: int, most: int, vocabulary: int) -> list[Tra
     while (rest := row_tokens - sum(lengths)) > 1 and len(lengths) < _MOST_SAMPLES:
         lengths.append(min(rest, longest))
     drawn = np.random.default_rng(_PROBE_SEED)
-    return [_sample(at, drawn.integers(0, vocabulary, length).tolist()) for at, length in enumerate(lengths)]
+    return [_sample(str(at), drawn.integers(0, vocabulary, length).tolist()) for at, length in enumerate(lengths)]
 
 
-def _passes(layout: Layout, lengths: Sequence[int]) -> list[list[list[int]]]:
-    """Rows of each pass of the proof, as sample indices."""
+def _picture(drawn: np.random.Generator, size: tuple[int, int]) -> Image.Image:
+    """RGB noise in blocks, so that resizing leaves some."""
+    width, height = size
+    blocks = drawn.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize(size)
+
+
+def _passes(layout: Layout, lengths: Sequence[int], seen: Sequence[int]) -> list[list[list[int]]]:
+    """Rows of each pass of the proof, as sample indices; `seen`: of the samples with one image and with two."""
     order = sorted(range(len(lengths)), key=lambda at: lengths[at])
     short = order[:_FEW]
     if layout in (Layout.packed, Layout.bounded):
         # All samples in one row; and two rows of different width, since kernels take another path for several rows.
         passes = [[list(range(len(lengths)))], [short[::-1], short[:-1]]]
+        if seen:
+            passes.append([[seen[1], short[0], seen[0]], [short[1], seen[0]]])
     else:
-        passes = [[[at], [other]] for at, other in ((order[-1], order[-2]), (short[-1], short[0]))]
+        pairs = [(order[-1], order[-2]), (short[-1], short[0])]
+        if seen:
+            pairs += [(seen[0], seen[1]), (short[0], seen[1])]
+        passes = [[[at], [other]] for at, other in pairs]
     return [[row] for rows in passes for row in rows] if layout is Layout.bounded else passes
 
 
-def _sample(at: int, token_ids: list[int]) -> TrainingSample:
+def _sample(name: str, token_ids: list[int], images: int = 0) -> TrainingSample:
     return TrainingSample(
-        seq_id=f"probe:{at}",
+        seq_id=f"probe:{name}",
+        images=[ImageRef(path="probe")] * images,
         group_id="probe",
         task="probe",
         token_ids=TokenArray(token_ids),

@@ -38,7 +38,8 @@ from sluice.consumers.samples import blind, letter
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training.checkpoint import TrainerState, read_state, write_state
 from sluice.consumers.training.forward import Layout, TrainerForward
-from sluice.consumers.training.model import probe_of, probe_tokens, stage
+from sluice.consumers.training.images import IMAGE_FAILED, SampleImages, joined_tensors, pixels_of, token_type_names
+from sluice.consumers.training.model import model_class, probe_of, probe_tokens, stage
 from sluice.consumers.training.proximal import proximal_of
 from sluice.consumers.training.session import Session, Weights
 from sluice.consumers.training.trackers import Trackers
@@ -92,12 +93,18 @@ class Batch(TypedDict):
     temperatures: Tensor  # float32 [B]
     rewards: Tensor  # float32 [B]; NaN = none
     advantages: Tensor  # float32 [B]; NaN = none
+    vision: dict[str, Tensor]  # for model(…, **batch["vision"]): pixels, and what belongs to them; empty without images
 
 
-def tensors_of(samples: Sequence[TrainingSample], pad_id: int) -> Batch:
-    """Tensors of the samples, in order; `input_ids` are padded with `pad_id`. Raises TaskError for one with images."""
+def tensors_of(
+    samples: Sequence[TrainingSample], pad_id: int, images: SampleImages | None = None, type_names: Sequence[str] = ()
+) -> Batch:
+    """Tensors of the samples, in order; `input_ids` are padded with `pad_id`.
+
+    `type_names`: see `token_type_names`. Raises TaskError for a sample with images if there is no `images`.
+    """
     for sample in samples:
-        if sample.images:
+        if sample.images and images is None:
             raise TaskError(f"{sample.seq_id}: {blind(len(sample.images))}")
     weights = _rows(samples, [sample.weights for sample in samples], 0.0, torch.float32)
     weights[:, :1] = 0.0  # the first token has no context to predict it from
@@ -121,7 +128,18 @@ def tensors_of(samples: Sequence[TrainingSample], pad_id: int) -> Batch:
         temperatures=torch.tensor([sample.temperature for sample in samples]),
         rewards=_or_nan([sample.reward for sample in samples]),
         advantages=_or_nan([sample.advantage for sample in samples]),
+        vision={} if images is None else _vision(samples, images, type_names),
     )
+
+
+def _vision(samples: Sequence[TrainingSample], images: SampleImages, type_names: Sequence[str]) -> dict[str, Tensor]:
+    inputs = [images.inputs(sample) for sample in samples]
+    given = [each for each in inputs if each is not None]
+    if not given:
+        return {}
+    types = [() if each is None else each.token_types[0] for each in inputs]
+    tensors = {name: torch.from_numpy(values) for name, values in joined_tensors(given).items()}
+    return tensors | {name: _rows(samples, types, 0, torch.int64) for name in type_names}
 
 
 def _rows(samples: Sequence[TrainingSample], values: Sequence[Any], fill: float, dtype: torch.dtype) -> Tensor:
@@ -148,7 +166,10 @@ class Rollouts:
         self.config = config if isinstance(config, Config) else _load(Path(config), overrides)
         self._source = Path(self.config.model.path)
         self._root = Path(self.config.run_dir) / self.config.run / "weights"
-        self._thread = SessionThread(self.config, frozenset(seen))
+        self._images: SampleImages | None = None
+        self._type_names: list[str] = []
+        self._seen = frozenset(seen)
+        self._thread = SessionThread(self.config, self._seen)
         self._complete = self._proved = False
         self.version = -1  # of the newest weights; set by __enter__
 
@@ -156,6 +177,10 @@ class Rollouts:
         if not self._source.is_dir():
             raise ModelError(f"{self._source}: no such model directory; set model.path to the run's model")
         self._pad_id = (HFTextCodec(self._source).eos_token_ids or [0])[0]
+        self._images = SampleImages.of(self.config, pixels_of(self.config))
+        if self._images is not None:
+            self._type_names = token_type_names(model_class(self._source, self.config.model))
+        self._thread = SessionThread(self.config, self._seen, self._images)
         try:
             self._thread.start()
             self.version = self._thread.call(lambda session: _value(session.state.version))
@@ -184,9 +209,11 @@ class Rollouts:
         Waits for at most `trainer.batch_wait_s`, then raises DeadlineExceeded.
         """
         while not self._complete:
-            samples = self._thread.call(lambda session: session.take())
-            if samples:
-                yield tensors_of(samples, self._pad_id)
+            taken = self._thread.call(lambda session: session.take())
+            if samples := self._seeable(taken):
+                yield tensors_of(samples, self._pad_id, self._images, self._type_names)
+            elif taken:
+                continue
             elif self._thread.call(lambda session: session.complete()):
                 self._end()
             else:
@@ -204,6 +231,7 @@ class Rollouts:
                 pad_id=self._pad_id,
                 row_tokens=self.config.consumer.row_tokens,
                 micro_batch_tokens=config.micro_batch_tokens,
+                images=self._images,
             )
             forward.prove([Layout.padded])
         else:
@@ -252,6 +280,25 @@ class Rollouts:
         """
         record = _numbers(metrics)
         self._end_if(self._thread.call(lambda session: finish(session, record)))
+
+    def _seeable(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+        """Without those in which the policy itself wrote an image's placeholder: the model would look for the image."""
+        images = self._images
+        if images is None:
+            return samples
+        odd = {sample.seq_id: images.written(sample) for sample in samples if sample.images}
+        letters = {
+            seq_id: letter(
+                seq_id,
+                IMAGE_FAILED,
+                f"the policy wrote {count} image placeholders itself, and a model takes each for an image",
+            )
+            for seq_id, count in odd.items()
+            if count
+        }
+        if letters:
+            self._thread.call(lambda session: _value(session.drop(letters)))
+        return [sample for sample in samples if sample.seq_id not in letters]
 
     def _probe_tokens(self, model: Any) -> list[int]:
         config: Any = getattr(model, "config", None)
@@ -331,8 +378,8 @@ class RolloutDataset(IterableDataset[Batch]):
 class SessionThread:
     """Open from the end of `start` to `stop`, or until `call` raises why it ended."""
 
-    def __init__(self, config: Config, seen: Iterable[str]) -> None:
-        self._config, self._seen = config, seen
+    def __init__(self, config: Config, seen: Iterable[str], images: SampleImages | None = None) -> None:
+        self._config, self._seen, self._images = config, seen, images
         self._thread = threading.Thread(target=self._main, name="sluice-handoff", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -412,11 +459,15 @@ class SessionThread:
     async def _serve(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         name, trackers = default_name("trainer"), Trackers(self._config)
-        async with role_process(self._config, "trainer", name, self._stop) as role, trackers:
+        async with contextlib.AsyncExitStack() as scope:
+            role = await scope.enter_async_context(role_process(self._config, "trainer", name, self._stop))
+            await scope.enter_async_context(trackers)
             owner = Ownership(role.client, role.keys, "trainer")
             await _acquire(owner, role)
+            if self._images is not None:  # not before: another trainer may still be reading its own
+                await scope.enter_async_context(self._images)
             keeping = role.spawn(owner.keep())
-            session = Session(role, owner, trackers, self._seen)
+            session = Session(role, owner, trackers, self._seen, self._images)
             state = await asyncio.to_thread(read_state, session.run_dir)
             is_new = newest_number(session.root) < 0
             await session.open(state, Weights(Path(self._config.model.path)) if is_new else None)

@@ -71,6 +71,34 @@ def read_model(path: Path, config: ModelConfig, *, dropout: bool = False) -> Any
     return model
 
 
+def model_class(path: Path, config: ModelConfig) -> Any:
+    """transformers' class of a model that takes images; a class without types if it has none of its own."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedModel
+
+    settings: Any = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return mapping.get(type(settings), PreTrainedModel)
+
+
+def freeze_vision(model: Any) -> None:
+    """No gradient for anything but the text model, its embeddings and its head; a model without vision is unchanged.
+
+    Raises ModelError if the text model can't be told apart.
+    """
+    if getattr(model.config, "vision_config", None) is None:
+        return
+    text = model.get_decoder()
+    if text is model or text is model.base_model:
+        raise ModelError(
+            f"{type(model).__name__}: its text model cannot be told from its vision tower; set trainer.freeze_vision "
+            "to false to train all of it"
+        )
+    parts = (text, model.get_input_embeddings(), model.get_output_embeddings())
+    trained = {parameter for part in parts if part is not None for parameter in part.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trained)
+
+
 def random_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
     """(configuration, key, rate) of everything random in a training pass: dropouts of all parts, router noise."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):

@@ -116,6 +116,7 @@ def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
             seq_id=sample.seq_id,
             prompt_token_ids=TokenArray(sample.token_ids[:start]),
             token_ids=TokenArray(sample.token_ids[start:]),
+            images=sample.images,
             positions=TokenArray((np.flatnonzero(plan.ask & (wanted == version)) - start).tolist()),
             version=version,
             temperature=sample.temperature,

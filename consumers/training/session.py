@@ -6,6 +6,7 @@
 | waits for            | unblocked by                                              |
 |----------------------|-----------------------------------------------------------|
 | batches, in `take`   | consumers; the end of the run; `trainer.batch_wait_s`     |
+| images, in `take`    | the disk, image servers; the time limits under `images`   |
 | the broker           | the broker; `broker.retry_for_s`                          |
 
 Each sample is trained or dropped exactly once, wherever the process is killed:
@@ -18,6 +19,7 @@ Each sample is trained or dropped exactly once, wherever the process is killed:
 | before the version is registered       | registers it                                                         |
 
 The ack comes before the version: dropped samples return their credit before the version grants more.
+A sample whose images can't be used (gone, changed, undecodable) is dropped as it is taken.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from msgspec.structs import replace
 
 from sluice.consumers.samples import HAS_IMAGES, blind, letter
 from sluice.consumers.training.checkpoint import TrainerState
+from sluice.consumers.training.images import IMAGE_FAILED, SampleImages
 from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
@@ -80,9 +83,19 @@ class Taken:
 class Session:
     """Valid while this process owns the run's trainer role. One caller, one event loop."""
 
-    def __init__(self, role: Role, owner: Ownership, trackers: Trackers, seen: Iterable[str] = ()) -> None:
-        """`seen`: ids that the caller's own checkpoint holds; they aren't returned, and count as trained."""
-        self._role, self._owner, self._seen = role, owner, frozenset(seen)
+    def __init__(
+        self,
+        role: Role,
+        owner: Ownership,
+        trackers: Trackers,
+        seen: Iterable[str] = (),
+        images: SampleImages | None = None,
+    ) -> None:
+        """`seen`: ids that the caller's own checkpoint holds; they aren't returned, and count as trained.
+
+        `images`: open; None if the model takes none, and samples with images are dropped.
+        """
+        self._role, self._owner, self._seen, self._images = role, owner, frozenset(seen), images
         self._config = role.config
         self.run_dir = Path(role.config.run_dir) / role.config.run
         self.root = self.run_dir / "weights"
@@ -134,7 +147,8 @@ class Session:
                 dry = await self._source_is_dry()  # checked first: anything handed off before this is read below
                 self._unread.extend(await self._reader.read(_READ, block_ms=1 if dry else 200))
             if self._unread:
-                await self._open(self._unread[0])
+                if not await self._open(self._unread[0]):
+                    break
                 self._unread.popleft()  # only now: a batch that cannot be read is an error again, not forgotten
                 until = time.monotonic() + limit_s
             elif dry:
@@ -161,6 +175,7 @@ class Session:
             each.letters += [letters[sample.seq_id] for sample in each.fresh if sample.seq_id in letters]
             each.fresh = [sample for sample in each.fresh if sample.seq_id not in letters]
         self.state.remember_dropped(letters.values())
+        self._forget_images(letters)
 
     async def step(
         self, record: Mapping[str, float], samples: Sequence[TrainingSample] | None = None, *, empty: bool = False
@@ -190,6 +205,7 @@ class Session:
         await self._writing(self._records.write, after.step, after.version, samples, values)
         self._records.note(after.step, after.version, samples, letters)
         await self._records.show(after.step, values)
+        self._forget_images(sample.seq_id for each in self._given for sample in each.fresh)
         self.state, self._given = after, []
         self._show()
         return True
@@ -263,7 +279,8 @@ class Session:
             return f"{waited_s:.0f} s without {self._cause()}"
         return f"no training batch for {waited_s:.0f} s: are workers and consumers alive? See `sluice status`"
 
-    async def _open(self, entry: Entry) -> None:
+    async def _open(self, entry: Entry) -> bool:
+        """False if asked to stop meanwhile."""
         try:
             batch = decode(TrainingBatch, entry.fields[b"b"])
         except (MessageError, KeyError) as error:
@@ -274,18 +291,49 @@ class Session:
         known = self._records.known.known(ids) | (self._seen & ids) | in_hand
         new = [sample for sample in batch.samples if sample.seq_id not in known and sample.seq_id not in dropped]
         again = [letter(one, dropped[one], "dropped by the trainer before") for one in sorted(ids & dropped.keys())]
-        blinded = [letter(one.seq_id, HAS_IMAGES, blind(len(one.images))) for one in new if one.images]
-        fresh = [sample for sample in new if not sample.images]
-        self.state.remember_dropped(blinded)
-        self._records.note(self.state.step + 1, self.state.version, [], blinded)
-        taken = Taken(entry.entry_id, len(batch.samples), fresh, again + blinded)
+        unseen = await self._without_images(new)
+        if unseen is None:
+            return False
+        fresh = [sample for sample in new if sample.seq_id not in unseen]
+        self.state.remember_dropped(unseen.values())
+        self._records.note(self.state.step + 1, self.state.version, [], list(unseen.values()))
+        taken = Taken(entry.entry_id, len(batch.samples), fresh, again + list(unseen.values()))
         if fresh or in_hand:  # a repeat is acked with the original
             self._next.append(taken)
         elif known and self.uncommitted:  # it may repeat something that a kill would undo
             self.state.take([(taken.entry_id, taken.num_samples, taken.letters)])
         else:
-            get_logger().warning("batch was finished before; acked only", batch=batch.batch_id)
-            await self._ack_taken([taken], stepped=not blinded)  # the broker lost the first count along with the ack
+            if not unseen:
+                get_logger().warning("batch was finished before; acked only", batch=batch.batch_id)
+            await self._ack_taken([taken], stepped=not unseen)  # the broker lost the first count along with the ack
+        return True
+
+    async def _without_images(self, samples: Sequence[TrainingSample]) -> dict[str, DeadLetter] | None:
+        """Letters of the samples whose images can't be trained on, by `seq_id`; None if asked to stop meanwhile."""
+        seen = [sample for sample in samples if sample.images]
+        if self._images is None or not seen:
+            return {one.seq_id: letter(one.seq_id, HAS_IMAGES, blind(len(one.images))) for one in seen}
+        self._role.status.waiting(WaitKind.IMAGES, count=len(seen))
+        taking = asyncio.create_task(self._images.take(seen, self._config.trainer.batch_wait_s))
+        stopping = asyncio.create_task(self._role.stop.wait())
+        try:
+            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not taking.done():
+                taking.cancel()
+                await asyncio.wait({taking})
+        self._role.status.waiting(None)
+        if taking.cancelled():
+            return None
+        failed = {seq_id: letter(seq_id, IMAGE_FAILED, why) for seq_id, why in taking.result().items()}
+        for each in failed.values():
+            get_logger().warning("dropped", sequence=each.seq_id, reason=each.reason, detail=each.detail)
+        return failed
+
+    def _forget_images(self, seq_ids: Iterable[str]) -> None:
+        if self._images is not None:
+            self._images.forget(seq_ids)
 
     async def _write_version(self, weights: Weights, state: TrainerState) -> WeightVersion:
         previous, before = self._published or (None, None)

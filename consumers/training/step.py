@@ -16,8 +16,9 @@ import torch
 
 from sluice.consumers.pack import PackedRows
 from sluice.consumers.training.distributed import whole
-from sluice.consumers.training.forward import Proof, TrainerForward
+from sluice.consumers.training.forward import Proof, TrainerForward, VisionSource
 from sluice.consumers.training.losses import expected_coordinates, geometry_loss, row_logprobs, weighted_cross_entropy
+from sluice.consumers.training.model import freeze_vision
 from sluice.consumers.training.policy_loss import PolicyTerm, temperature_rows
 from sluice.pipeline.config.types import PolicyConfig, TrainerConfig
 from sluice.pipeline.wire.messages import TrainingSample
@@ -35,11 +36,15 @@ class TrainStep:
         row_tokens: int,
         coord_ids: Sequence[int] = (),
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008  (frozen)
+        images: VisionSource | None = None,
     ) -> None:
+        """`images`: of the samples; None if they have none."""
         self.model, self._config, self._policy = model, config, policy
         self._forward = TrainerForward(
-            model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens
+            model, pad_id=pad_id, row_tokens=row_tokens, micro_batch_tokens=config.micro_batch_tokens, images=images
         )
+        if config.freeze_vision:
+            freeze_vision(model)
         self._coord_ids = torch.tensor(list(coord_ids), dtype=torch.long, device=model.device)
         self.optimizer = torch.optim.AdamW(
             model.parameters(),

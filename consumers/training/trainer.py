@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -31,6 +32,7 @@ from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.consumers.training import checkpoint
 from sluice.consumers.training.checkpoint import TrainerState
 from sluice.consumers.training.distributed import Shard, sharding
+from sluice.consumers.training.images import SampleImages, pixels_of
 from sluice.consumers.training.model import load_policy, probe_score, probe_tokens
 from sluice.consumers.training.proximal import Counts, Filled, Plan, fill, plan, score_jobs, scores_by_place
 from sluice.consumers.training.session import Session, Weights
@@ -53,11 +55,18 @@ class Trainer:
     """The run's only trainer."""
 
     def __init__(
-        self, role: Role, owner: Ownership, step: TrainStep, source: Path, trackers: Trackers | None = None
+        self,
+        role: Role,
+        owner: Ownership,
+        step: TrainStep,
+        source: Path,
+        trackers: Trackers | None = None,
+        images: SampleImages | None = None,
     ) -> None:
+        """`images`: those that `step` reads."""
         self._role, self._step, self._source = role, step, source
         self._config = role.config
-        self._session = Session(role, owner, trackers or Trackers(role.config))
+        self._session = Session(role, owner, trackers or Trackers(role.config), images=images)
         self._checkpoints = self._session.run_dir / "checkpoints"
         vocab = int(self._step.model.config.get_text_config().vocab_size)
         self._probe = probe_tokens(vocab, role.config.weights.probe_tokens, role.config.seed)
@@ -262,6 +271,7 @@ async def _train(config: Config, shard: Shard | None) -> None:
         provenance.store(config, Path(config.run_dir) / config.run)
         role.status.waiting(WaitKind.MODEL, str(source))
         model = await asyncio.to_thread(load_policy, source, config.model, dropout=config.trainer.dropout)
+        images = await asyncio.to_thread(SampleImages.of, config, pixels_of(config))
         codec = HFTextCodec(source)
         pad_id = codec.eos_token_ids[0] if codec.eos_token_ids else 0
         step = TrainStep(
@@ -271,6 +281,7 @@ async def _train(config: Config, shard: Shard | None) -> None:
             row_tokens=config.consumer.row_tokens,
             coord_ids=codec.coord_token_ids,
             policy=config.policy,
+            images=images,
         )
         if shard is not None:
             await asyncio.to_thread(shard, step.model, step.optimizer)
@@ -278,7 +289,8 @@ async def _train(config: Config, shard: Shard | None) -> None:
         await asyncio.to_thread(step.prove)
         for warning in policy_warnings(config):
             get_logger().warning("policy loss", known=warning)
-        await Trainer(role, owner, step, source, trackers).run()
+        async with images or contextlib.nullcontext():
+            await Trainer(role, owner, step, source, trackers, images).run()
         if (await snapshot(role.client, role.keys)).complete:
             await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
         await owner.release()

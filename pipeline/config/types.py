@@ -295,6 +295,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     weight_decay: float = 0.0  # of AdamW
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    freeze_vision: bool = True  # no gradient for the vision tower and its projector; false: all is trained
     dropout: bool = False  # keep the rates in the model's config.json; false: all are 0
     micro_batch_tokens: int = 8192  # padded tokens per forward pass
     smooth_l1_weight: float = 1.0  # of box regression

@@ -20,6 +20,7 @@ _WAITS: dict[WaitKind, str] = {
     WaitKind.PROMPTS: "the prompts of {count} jobs",
     WaitKind.RESULTS: "results from the workers",
     WaitKind.BATCHES: "training batches from the consumers",
+    WaitKind.IMAGES: "the images of {count} samples",
     WaitKind.SCORE_JOBS: "score jobs (none is ready)",
     WaitKind.SCORES: "score jobs: {count} of {subject}",
     WaitKind.REQUESTS: "requests",

@@ -204,6 +204,7 @@ class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
     prompt_token_ids: TokenArray
     token_ids: TokenArray
     positions: TokenArray  # indices into token_ids
+    images: list[ImageRef] = []  # in the order of their placeholders in both, with the digests the worker stamped
     version: int
     temperature: float = 1.0  # of the scores
     reply_to: str = ""  # the asking trainer's nonce
@@ -259,7 +260,7 @@ class TrainingSample(Wire, frozen=True, kw_only=True, tag="training_sample"):
     weights: FloatArray  # cross-entropy weight
     segments: Runs  # codes of `Segment`
     prompt_len: int
-    images: list[ImageRef] = []  # of the prompt; training with pixels is not supported, so such a sample is refused
+    images: list[ImageRef] = []  # in the order of their placeholders in token_ids, with the digests the worker stamped
     geometry: list[GeometryTarget] = []
     logprobs: FloatArray = msgspec.field(default_factory=FloatArray)  # behaviour; 0 outside the rollout
     temperature: float = 1.0  # of every logprob here: not 1 if the worker's logprobs_mode is processed

@@ -31,6 +31,7 @@ class WaitKind(StrEnum):
     PROMPTS = "prompts"  # images and templates of jobs that were claimed
     RESULTS = "results"
     BATCHES = "batches"
+    IMAGES = "images"  # those of the samples that the trainer takes
     SCORE_JOBS = "score_jobs"
     SCORES = "scores"  # answers to the trainer's score jobs
     REQUESTS = "requests"

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from sluice.consumers.groups import Group
-from sluice.consumers.samples import Sampler
+from sluice.consumers.samples import Sampler, image_token_of
 from sluice.consumers.tasks import exact_answer
 from sluice.consumers.tasks.task import Matched, Parsed, Task, TaskContext
-from sluice.pipeline.config.types import ConsumerConfig, PolicyConfig, RolloutMatchingConfig
+from sluice.pipeline.config.types import ConsumerConfig, ModelConfig, PolicyConfig, RolloutMatchingConfig
 from sluice.pipeline.wire.messages import DeadLetter, ImageRef, SequenceResult, TrainingSample
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
-from tests.factories import sequence_result
+from tests.factories import sequence_result, training_sample
 from tests.tiny_tokenizer import tiny_codec
 
 TASK = Task("exact_answer", exact_answer.parse, exact_answer.match, exact_answer.target)
 CONTEXT = TaskContext(tiny_codec("bytes"), RolloutMatchingConfig(task="exact_answer"))
 
 
-def sampler(task: Task = TASK, **options: object) -> Sampler:
-    return Sampler(task, CONTEXT, ConsumerConfig(**options))  # type: ignore[arg-type]
+def sampler(task: Task = TASK, image_token_id: int | None = None, **options: object) -> Sampler:
+    return Sampler(task, CONTEXT, ConsumerConfig(**options), image_token_id)  # type: ignore[arg-type]
 
 
 def group(*members: SequenceResult | DeadLetter, size: int | None = None) -> Group:
@@ -76,7 +77,45 @@ def test_a_sequence_whose_prompt_has_an_image_is_never_trained_blind() -> None:
     seen = structs.replace(result(), images=[ImageRef(path="a.png")])
     samples, [letter] = sampler().samples_of(group(seen))
     assert (samples, letter.seq_id, letter.reason) == ([], "g:0", "has_images")
-    assert "1 image, and training has no pixels" in letter.detail
+    assert "1 image, and the run's model takes none" in letter.detail
+
+
+def test_a_sample_has_the_images_of_its_result_whatever_the_task_and_never_trains_their_placeholders() -> None:
+    placeholder = 7
+    ids = [placeholder, placeholder, 5, placeholder]  # the last one was sampled: a token like any other
+    seen = structs.replace(
+        result(),
+        images=[ImageRef(path="a.png", sha256="0" * 64), ImageRef(path="b.png")],
+        prompt_token_ids=TokenArray([]),
+        token_ids=TokenArray(ids),
+        response_mask=Runs.of([0, 0, 1, 1]),
+        versions=Runs.of([-1, -1, 0, 0]),
+        logprobs=FloatArray([0.0, 0.0, -1.0, -1.0]),
+    )
+
+    def target(matched: Matched, ctx: TaskContext) -> TrainingSample:
+        return training_sample(
+            "g:0", 4, token_ids=TokenArray(ids), labels=TokenArray(ids), weights=FloatArray([1.0] * 4),
+            response_mask=Runs.of([1] * 4), versions=seen.versions, logprobs=seen.logprobs,
+        )  # fmt: skip
+
+    [sample], _ = sampler(replace(TASK, target=target), image_token_id=placeholder).samples_of(group(seen))
+    assert sample.images == seen.images
+    assert list(sample.weights) == [0.0, 0.0, 1.0, 1.0]
+    assert sample.response_mask.expand() == [0, 0, 1, 1]
+
+
+def test_a_model_takes_images_if_its_config_says_so(tmp_path: Path) -> None:
+    def token(said: str, **model: object) -> int | None:
+        (tmp_path / "config.json").write_text(said)
+        return image_token_of(ModelConfig(path=str(tmp_path), **model))  # type: ignore[arg-type]
+
+    assert token('{"vision_config": {"depth": 1}, "image_token_id": 7}') == 7
+    assert token('{"vision_config": {"depth": 1}, "image_token_index": 8}') == 8
+    assert token('{"vision_config": {"depth": 1}, "image_token_id": 7}', variant="text") is None
+    assert token('{"image_token_id": 7}') is None
+    assert token("nonsense") is None
+    assert image_token_of(ModelConfig(path=str(tmp_path / "none"))) is None
 
 
 def test_letters_of_the_queue_are_not_recorded_again() -> None:

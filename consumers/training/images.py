@@ -1,0 +1,275 @@
+"""The images of the samples in hand: fetched and processed when a sample is taken, read again at its forward pass.
+
+    sample.images ─▶ ImageStore ─▶ VisionProcessor ─▶ files below `directory` ─▶ inputs(sample), mapped into memory
+
+- Everything that can go wrong with an image goes wrong in `take`, before the step: it costs its own sequence only.
+- Digests decide: the worker stamped those of the bytes that it decoded, and other bytes are an error.
+- The pixels of equal images in equal order (a group's) are processed and written once. Files, not memory, hold them:
+  a step may show thousands of images, and the kernel drops mapped pages when memory is short.
+- `take` and `close` belong to one event loop; `inputs` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from sluice.consumers.samples import image_token_of
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import DataError, RequestError, TaskError
+from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from sluice.pipeline.images.store import ImageStore
+from sluice.pipeline.wire.messages import ImageRef, TrainingSample
+
+IMAGE_FAILED = "image_failed"  # the reason of a sequence whose images can't be used
+_WRITTEN = -1  # no token's id
+_AT_ONCE = 8  # samples; the store bounds fetches and decodings
+
+
+@dataclass(eq=False)
+class _Pixels:
+    """The tensors of one list of images on disk; deleted with its last sample."""
+
+    directory: Path
+    names: tuple[str, ...]
+    cost: int
+    users: int = 0
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Read-only, mapped."""
+        return {name: np.load(self.directory / f"{name}.npy", mmap_mode="r") for name in self.names}
+
+
+@dataclass(eq=False)
+class _Held:
+    inputs: VisionInputs  # without tensors
+    pixels: _Pixels
+
+
+_Key = tuple[bytes, ...]
+
+
+class SampleImages:
+    """Use as `async with`. Raises DataError from `take` if the directory can't be written."""
+
+    def __init__(self, config: Config, processor: VisionProcessor, directory: Path) -> None:
+        """`directory` is emptied now, and removed by `close`."""
+        self.processor = processor
+        self._images, self._directory = config.images, directory
+        self._token_id = image_token_of(config.model)
+        self._patch = _patch_size(Path(config.model.path))
+        self._store: ImageStore | None = None
+        self._decoded: WeakValueDictionary[bytes, Image.Image] = WeakValueDictionary()
+        self._pixels: dict[_Key, asyncio.Task[_Pixels]] = {}
+        self._held: dict[str, _Held] = {}
+        self._written = 0
+
+    @classmethod
+    def of(cls, config: Config, directory: Path) -> SampleImages | None:
+        """None for a model that takes no images. Raises ModelError if its processor can't be loaded."""
+        if image_token_of(config.model) is None:
+            return None
+        import transformers
+
+        return cls(config, VisionProcessor.load(config.model, transformers), directory)
+
+    async def __aenter__(self) -> SampleImages:
+        await asyncio.to_thread(self._empty)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def take(self, samples: Sequence[TrainingSample], limit_s: float) -> dict[str, str]:
+        """Fetch and process the images of these samples; why it failed, by `seq_id`.
+
+        What isn't there after `limit_s` has failed. A sample that was taken before is not taken again.
+        """
+        new = {one.seq_id: one for one in samples if one.images and one.seq_id not in self._held}
+        gate = asyncio.Semaphore(_AT_ONCE)
+        tasks = {seq_id: asyncio.create_task(self._take(sample, gate)) for seq_id, sample in new.items()}
+        if not tasks:
+            return {}
+        try:
+            await asyncio.wait(tasks.values(), timeout=limit_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        failed: dict[str, str] = {}
+        for seq_id, task in tasks.items():
+            if task.cancelled():
+                failed[seq_id] = f"its images were not here after {limit_s:.0f} s; look at the disk or the image server"
+            elif isinstance(error := task.exception(), RequestError):
+                failed[seq_id] = str(error)
+            elif error is not None:
+                raise error
+        self._prune()
+        return failed
+
+    def inputs(self, sample: TrainingSample) -> VisionInputs | None:
+        """What the model's forward pass takes for the sample's images; None for a sample without images."""
+        if not sample.images:
+            return None
+        held = self._of(sample)
+        return replace(held.inputs, tensors=held.pixels.tensors())
+
+    def cost(self, sample: TrainingSample) -> int:
+        """Tokens of the vision tower."""
+        return self._of(sample).pixels.cost if sample.images else 0
+
+    def written(self, sample: TrainingSample) -> int:
+        """How many placeholders outside its images the sample has: tokens that the policy wrote."""
+        types = self._of(sample).inputs.token_types[0]
+        return int(((np.array(sample.token_ids) == self._token_id) & (types == 0)).sum())
+
+    def forget(self, seq_ids: Iterable[str]) -> None:
+        """These samples are trained or dropped."""
+        for seq_id in seq_ids:
+            held = self._held.pop(seq_id, None)
+            if held is None:
+                continue
+            held.pixels.users -= 1
+        self._prune()
+
+    async def stop_fetching(self) -> None:
+        """Free the image store; what was taken stays."""
+        store, self._store = self._store, None
+        if store is not None:
+            await store.close()
+
+    async def close(self) -> None:
+        """Stop fetching and delete everything."""
+        await self.stop_fetching()
+        self._held, self._pixels = {}, {}
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    def _of(self, sample: TrainingSample) -> _Held:
+        held = self._held.get(sample.seq_id)
+        if held is None:
+            raise TaskError(f"{sample.seq_id}: its images are not here: it was not taken, or is finished")
+        return held
+
+    async def _take(self, sample: TrainingSample, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            images = await asyncio.gather(*(self._image(ref) for ref in sample.images))
+            made = await asyncio.to_thread(self._match, sample, images)
+            pixels = await self._kept(tuple(map(_key, sample.images)), made)
+        # No await from here on: a sample is held completely or not at all.
+        pixels.users += 1
+        self._held[sample.seq_id] = _Held(replace(made, tensors={}), pixels)
+
+    async def _image(self, ref: ImageRef) -> Image.Image:
+        if self._store is None:
+            self._store = ImageStore(self._images)
+        key = _key(ref)
+        image = self._decoded.get(key) if ref.sha256 else None
+        if image is None:
+            image = await self._store.get(ref)
+            self._decoded[key] = image
+        return image
+
+    def _match(self, sample: TrainingSample, images: Sequence[Image.Image]) -> VisionInputs:
+        # Tokens that the policy wrote are no placeholders, whatever they are.
+        versions = sample.versions.expand() or [-1] * len(sample.token_ids)
+        ids = [_WRITTEN if by >= 0 else token for token, by in zip(sample.token_ids, versions, strict=True)]
+        try:
+            return self.processor.match(ids, images)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # of a model's own code
+            raise RequestError(f"its images cannot be processed: {type(error).__name__}: {error}") from error
+
+    async def _kept(self, key: _Key, made: VisionInputs) -> _Pixels:
+        """The pixels on disk; written by the first sample that has them."""
+        task = self._pixels.get(key)
+        if task is None:
+            self._written += 1
+            directory = self._directory / str(self._written)
+            task = self._pixels[key] = asyncio.create_task(asyncio.to_thread(self._write, directory, made))
+        return await asyncio.shield(task)
+
+    def _prune(self) -> None:
+        """Delete the pixels that no sample needs; nothing is being taken now."""
+        for key, task in [(key, task) for key, task in self._pixels.items() if task.done()]:
+            pixels = None if task.cancelled() or task.exception() else task.result()
+            if pixels is None or not pixels.users:
+                del self._pixels[key]
+            if pixels is not None and not pixels.users:
+                shutil.rmtree(pixels.directory, ignore_errors=True)
+
+    def _write(self, directory: Path, made: VisionInputs) -> _Pixels:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for name, values in made.tensors.items():
+                np.save(directory / f"{name}.npy", values)
+        except OSError as error:
+            raise DataError(
+                f"{directory}: the pixels of a step cannot be written ({error}); make room on the disk of run_dir"
+            ) from error
+        return _Pixels(directory, tuple(made.tensors), vision_tokens(made, self._patch))
+
+    def _empty(self) -> None:
+        """A killed trainer leaves its files behind."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def pixels_of(config: Config) -> Path:
+    """The directory of a run's trainer; there is one trainer at a time."""
+    return Path(config.run_dir) / config.run / ".pixels"
+
+
+def _key(ref: ImageRef) -> bytes:
+    """Equal for references to the same bytes, as far as digests tell."""
+    return ref.sha256.encode() if ref.sha256 else msgspec.msgpack.encode(ref)
+
+
+def vision_tokens(inputs: VisionInputs, patch: int) -> int:
+    """Tokens of the vision tower: one a patch."""
+    grid, pixels = inputs.tensors.get("image_grid_thw"), inputs.tensors.get("pixel_values")
+    if grid is not None:
+        return int(grid.prod(-1).sum())
+    return 0 if pixels is None else int(pixels.size // (3 * patch * patch))
+
+
+def joined_tensors(inputs: Sequence[VisionInputs]) -> dict[str, np.ndarray]:
+    """The forward arguments of all their images, in order; new arrays.
+
+    Processors stack images on the first axis, or on the second, behind a batch of one. Images of different sizes are
+    padded with 0, as those processors do within a prompt.
+    """
+    names = dict.fromkeys(name for each in inputs for name in each.tensors)
+    axis = int(any(each.tensors["pixel_values"].ndim == 5 for each in inputs if "pixel_values" in each.tensors))
+    return {name: _joined([each.tensors[name] for each in inputs if name in each.tensors], axis) for name in names}
+
+
+def _joined(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    whole, start = np.zeros(shape, dtype=parts[0].dtype), 0
+    for part in parts:
+        at = [slice(size) for size in part.shape]
+        at[axis] = slice(start, start + part.shape[axis])
+        whole[tuple(at)] = part
+        start += part.shape[axis]
+    return whole
+
+
+def token_type_names(model: Any) -> list[str]:
+    """Under which names this model, or model class, takes the type of each token."""
+    known = inspect.signature(model.forward).parameters
+    return [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
+
+
+def _patch_size(directory: Path) -> int:
+    found: Any = msgspec.json.decode((directory / "config.json").read_bytes())
+    size = (found.get("vision_config") or {}).get("patch_size", 16)
+    return size if isinstance(size, int) and size > 0 else 16

@@ -1,0 +1,204 @@
+"""Every family with images: the trainer's rows give the logprobs of plain passes, and those that the engine stamped."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from sluice.consumers.training.forward import Layout, TrainerForward
+from sluice.consumers.training.images import joined_tensors, token_type_names
+from sluice.consumers.training.model import load_policy, probe_score, write_model
+from sluice.consumers.training.step import TrainStep
+from sluice.pipeline.config.types import Config, ModelConfig, TrainerConfig
+from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from sluice.pipeline.wire.messages import TrainingSample
+from sluice.workers.engine.contracts import WeightsProbe
+from sluice.workers.engine.hf import HfBackend
+from tests.contract.engine_fixtures import request, run
+from tests.seen_samples import (
+    RESPONSE,
+    image_files,
+    processor_of,
+    prompt_ids,
+    seeing_config,
+    seen_sample,
+    taken,
+    written_placeholder,
+)
+from tests.tiny_vision_models import FAMILIES, pictures
+from tests.trainers import random_sample
+
+TOLERANCE = 1e-4
+COUNTS = (1, 2, 4)
+PROBE = tuple(b"of the windows")
+
+
+@pytest.fixture(params=list(FAMILIES), scope="module")
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def config(source: Path, tmp_path: Path) -> Config:
+    return seeing_config(source, tmp_path / "scans")
+
+
+@pytest.fixture
+def processor(config: Config) -> VisionProcessor:
+    return processor_of(config)
+
+
+def policy_of(source: Path) -> Any:
+    torch.set_num_threads(1)
+    return load_policy(source, ModelConfig(path=str(source), device="cpu"))
+
+
+def step_of(model: Any, images: Any, row_tokens: int = 256, **options: Any) -> TrainStep:
+    config = TrainerConfig(micro_batch_tokens=1024, **options)
+    return TrainStep(model, config, pad_id=256, row_tokens=row_tokens, images=images)
+
+
+def samples_of(config: Config, processor: VisionProcessor, root: Path) -> list[TrainingSample]:
+    """With 1, 2 and 4 images, with none, and one whose policy wrote a placeholder itself."""
+    found = [
+        seen_sample(f"seen-{count}", config, processor, image_files(root, count, count), seed=count) for count in COUNTS
+    ]
+    response = [*RESPONSE[:5], written_placeholder(config), *RESPONSE[5:]]
+    odd = seen_sample("odd", config, processor, image_files(root, 1, 9), seed=9, response=response)
+    return [*found, random_sample("text", 23), odd, random_sample("short", 5)]
+
+
+def plain_scores(model: Any, token_ids: list[int], inputs: VisionInputs | None, odd: int | None = None) -> torch.Tensor:
+    """Logprobs of a sequence alone; with gradient if it is on. `odd`: a token that the policy wrote."""
+    ids = torch.tensor([token_ids])
+    given: dict[str, Any] = {}
+    if inputs is not None:
+        given = {name: torch.from_numpy(values) for name, values in joined_tensors([inputs]).items()}
+        given |= dict.fromkeys(token_type_names(model), torch.from_numpy(inputs.token_types))
+    if odd is None or inputs is None:
+        return _chosen(model(input_ids=ids, use_cache=False, **given).logits, ids)
+    written = (ids == odd) & (torch.from_numpy(inputs.token_types) == 0)
+    restore = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _m, args: (args[0].masked_fill(written, odd),)
+    )
+    try:
+        return _chosen(model(input_ids=ids.masked_fill(written, 0), use_cache=False, **given).logits, ids)
+    finally:
+        restore.remove()
+
+
+def _chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+
+
+def test_scores_of_rows_are_those_of_plain_passes(
+    source: Path, config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    samples = samples_of(config, processor, tmp_path / "scans")
+    images = taken(config, tmp_path / "pixels", samples)
+    model = policy_of(source)
+    step = step_of(model, images)
+    scores = step.score(samples)
+    model.eval()
+    with torch.no_grad():
+        for sample, found in zip(samples, scores, strict=True):
+            ids, odd = list(sample.token_ids), written_placeholder(config)
+            plain = plain_scores(model, ids, images.inputs(sample), odd)
+            torch.testing.assert_close(torch.tensor(found[1:]), plain, atol=TOLERANCE, rtol=0, msg=sample.seq_id)
+    assert sum(images.written(sample) for sample in samples if sample.images) == 1
+    print(source.name, step.prove())
+
+
+def test_pixels_decide(source: Path, config: Config, processor: VisionProcessor, tmp_path: Path) -> None:
+    """The same tokens with other pictures of the same size have other logprobs."""
+    root = tmp_path / "scans"
+    one = seen_sample("one", config, processor, image_files(root, 2, 1), seed=1)
+    other = replace(one, seq_id="other:0", images=image_files(root, 2, 5))
+    images = taken(config, tmp_path / "pixels", [one, other])
+    first, second = step_of(policy_of(source), images).score([one, other])
+    assert np.abs(np.array(first) - np.array(second))[one.prompt_len :].max() > 0.01
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_gradient_of_rows_is_that_of_plain_passes(
+    source: Path, config: Config, processor: VisionProcessor, tmp_path: Path, frozen: bool
+) -> None:
+    samples = samples_of(config, processor, tmp_path / "scans")
+    images = taken(config, tmp_path / "pixels", samples)
+    model = policy_of(source)
+    step = step_of(model, images, learning_rate=0.0, max_grad_norm=1e9, freeze_vision=frozen)
+    norm = step.run(samples, 1)["train/grad_norm"]
+    total = sum(sum(sample.weights) for sample in samples)
+    model.zero_grad()
+    for sample in samples:
+        odd = written_placeholder(config)
+        scores = plain_scores(model, list(sample.token_ids), images.inputs(sample), odd)
+        (-(scores * torch.tensor(list(sample.weights))[1:]).sum() / total).backward()
+    plain = math.sqrt(sum(float(each.grad.square().sum()) for each in model.parameters() if each.grad is not None))
+    assert norm == pytest.approx(plain, rel=1e-3)
+    text = {id(each) for each in model.get_decoder().parameters()}
+    text |= {id(each) for each in model.get_output_embeddings().parameters()}
+    grown = [name for name, each in model.named_parameters() if each.grad is not None and id(each) not in text]
+    assert bool(grown) is not frozen, grown
+
+
+def test_batches_of_the_hand_off_are_proved_with_their_mask(
+    source: Path, config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    images = taken(config, tmp_path / "pixels", [])
+    forward = TrainerForward(policy_of(source), pad_id=256, row_tokens=64, micro_batch_tokens=256, images=images)
+    assert forward.prove([Layout.padded]).layout is Layout.padded
+
+
+@pytest.fixture
+def backend(source: Path) -> Iterator[HfBackend]:
+    running = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=4)
+    asyncio.run(running.start())
+    yield running
+    asyncio.run(running.close())
+
+
+def test_decoded_logprobs_are_the_trainers_before_and_after_an_update(
+    source: Path, config: Config, processor: VisionProcessor, tmp_path: Path, backend: HfBackend
+) -> None:
+    refs = {count: image_files(tmp_path / "scans", count, count) for count in COUNTS}
+    asked = [
+        dataclasses.replace(
+            request(prompt_ids(processor, count), seed=count, max_new_tokens=24, temperature=1.0),
+            seq_key=f"s{count}",
+            images=tuple(pictures(count, count)),
+        )
+        for count in COUNTS
+    ]
+    model = policy_of(source)
+    step, versions = None, tmp_path / "weights"
+    for version in (0, 1):
+        samples = []
+        outputs = run(backend, *asked)
+        for count, output in zip(COUNTS, outputs, strict=True):
+            sample = seen_sample(
+                f"{version}-{count}", config, processor, refs[count], seed=count, response=output.token_ids
+            )
+            assert list(sample.token_ids)[: sample.prompt_len] == list(output.prompt_token_ids), "expanded alike"
+            samples.append(sample)
+        images = taken(config, tmp_path / f"pixels-{version}", samples)
+        step = step_of(model, images, learning_rate=1e-3)
+        for sample, scores, output in zip(samples, step.score(samples), outputs, strict=True):
+            found = torch.tensor(scores[sample.prompt_len :])
+            torch.testing.assert_close(found, torch.tensor(output.logprobs), atol=TOLERANCE, rtol=0, msg=sample.seq_id)
+        if version == 0:
+            step.run(samples, 1)
+            directory = versions / "v000001"
+            directory.mkdir(parents=True)
+            write_model(model, source, directory)
+            probe = WeightsProbe(PROBE, probe_score(model, list(PROBE)), tolerance=1e-3)
+            asyncio.run(backend.load_weights(directory, 1, probe))

@@ -1,0 +1,71 @@
+"""A run over processes with a vision-language model and PNG files, one of which is gone before it is trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from sluice.consumers.training.step_log import read_rollouts
+from tests.e2e.fixtures import MakeStack
+from tests.e2e.stack import Row, Stack
+from tests.seen_samples import image_files
+from tests.tiny_vision_models import save_tiny_qwen3_vl
+
+ROWS, SEEN = 10, 8
+
+
+def rows_of(root: Path) -> list[Row]:
+    """Rows with one or two pictures each, and two of text alone."""
+    rows: list[Row] = []
+    for at in range(ROWS):
+        text = [{"type": "text", "text": f"what is on {at}?"}]
+        images: list[str] = []
+        if at < SEEN:
+            images = [f"{at}/{ref.path}" for ref in image_files(root / str(at), 1 + at % 2, seed=10 * at)]
+        content: Any = [*({"type": "image"} for _ in images), *text] if images else f"say {at}"
+        rows.append(
+            {"id": at, "messages": [{"role": "user", "content": content}], "truth": f"a {at}", "images": images}
+        )
+    return rows
+
+
+def test_pictures_are_trained_on_and_one_that_disappears_costs_its_own_sequences_alone(
+    make_stack: MakeStack, tmp_path: Path
+) -> None:
+    root, model = tmp_path / "scans", save_tiny_qwen3_vl(tmp_path / "qwen3-vl")
+    stack: Stack = make_stack(
+        rows_of(root),
+        "exact_answer",
+        model={"path": str(model), "device": "cpu"},
+        images={"roots": [str(root)]},
+        producer={"samples_per_version": 8, "max_in_flight": 64, "group_size": 2},
+        trainer={"learning_rate": 1e-3, "keep_rollouts": None},
+    )
+    for role in ("produce", "worker", "consume"):
+        stack.start(role)
+    stack.wait(lambda now: now.committed >= 2 * ROWS, "all rows to be decoded")
+    gone = stack.rows[2]["images"][0]
+    (root / gone).unlink()
+    stack.start("train")
+    now = stack.finish()
+    lost = stack.expected([stack.rows[2]])
+    assert Counter(stack.trained()) == Counter(stack.expected() - lost)
+    assert now.reasons == {"dropped:image_failed": len(lost)}
+    with stack.client() as client:
+        assert_named(client, stack, lost, gone)
+    samples = [sample for _, batch in read_rollouts(stack.run_dir / "rollouts") for sample in batch.samples]
+    assert sum(len(sample.images) for sample in samples) == 2 * sum(len(row["images"]) for row in stack.rows) - 2
+    assert all(ref.sha256 for sample in samples for ref in sample.images), "stamped by the worker"
+    done = stack.sluice("audit", str(stack.run_dir), "--set", "model.device=cpu")
+    assert done.wait() == 0, done.tail()
+    stack.assert_streams_empty()
+
+
+def assert_named(client: redis.Redis, stack: Stack, lost: set[str], gone: str) -> None:
+    raw: Any = client
+    entries = [fields[b"d"] for _, fields in raw.xrange(stack.keys.dropped)]
+    assert len(entries) == len(lost)
+    assert all(gone.encode() in entry for entry in entries)

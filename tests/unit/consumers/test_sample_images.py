@@ -1,0 +1,101 @@
+"""Images of the samples in hand: prepared once, held in files, freed with their last sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from sluice.consumers.training.images import SampleImages, joined_tensors
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import TaskError
+from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
+from tests.tiny_vision_models import pictures
+from tests.tiny_vlms import save_tiny_qwen_vl
+from tests.trainers import random_sample
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_qwen_vl(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture
+def config(source: Path, tmp_path: Path) -> Config:
+    return seeing_config(source, tmp_path / "scans")
+
+
+@pytest.fixture
+def processor(config: Config) -> VisionProcessor:
+    return processor_of(config)
+
+
+async def test_a_group_shares_one_copy_which_goes_with_its_last_member(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    refs, directory = image_files(tmp_path / "scans", 2), tmp_path / "pixels"
+    group = [seen_sample(f"g{at}", config, processor, refs) for at in range(4)]
+    async with SampleImages(config, processor, directory) as images:
+        processed = processor.processed
+        assert await images.take([*group, random_sample("text", 9)], 30) == {}
+        assert await images.take(group[:1], 30) == {}, "taken before"
+        assert processor.processed - processed == 2, "each picture once, not once per member"
+        inputs = images.inputs(group[3])
+        assert inputs is not None
+        expected = processor.match(list(group[3].token_ids), pictures(2))
+        assert {name: values.tolist() for name, values in inputs.tensors.items()} == {
+            name: values.tolist() for name, values in expected.tensors.items()
+        }
+        assert inputs.token_types.tolist() == expected.token_types.tolist()
+        assert images.cost(group[0]) == int(expected.tensors["image_grid_thw"].prod(-1).sum())
+        assert (images.inputs(random_sample("text", 9)), images.cost(random_sample("text", 9))) == (None, 0)
+        images.forget([one.seq_id for one in group[:3]])
+        assert images.inputs(group[3]) is not None
+        assert len(list(directory.iterdir())) == 1
+        images.forget([group[3].seq_id])
+        assert list(directory.iterdir()) == []
+        with pytest.raises(TaskError, match="was not taken, or is finished"):
+            images.inputs(group[3])
+    assert not directory.exists()
+
+
+async def test_failures_name_the_sequence_and_the_cause_and_cost_nobody_else_anything(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    refs = image_files(tmp_path / "scans", 2)
+    good = seen_sample("good", config, processor, refs)
+    gone = replace(good, seq_id="gone:0", images=[refs[0], replace(refs[1], path="none.png")])
+    changed = replace(good, seq_id="changed:0", images=[replace(refs[0], sha256="0" * 64), refs[1]])
+    swapped = replace(good, seq_id="swapped:0", images=refs[::-1])
+    async with SampleImages(config, processor, tmp_path / "pixels") as images:
+        failed = await images.take([gone, good, changed, swapped], 30)
+        assert set(failed) == {"gone:0", "changed:0"} | ({"swapped:0"} & set(failed))
+        assert "none.png" in failed["gone:0"]
+        assert "sha256" in failed["changed:0"]
+        assert images.inputs(good) is not None
+
+
+async def test_what_takes_too_long_has_failed_by_name(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    good = seen_sample("good", config, processor, image_files(tmp_path / "scans", 1))
+    async with SampleImages(config, processor, tmp_path / "pixels") as images:
+        failed = await images.take([good], 0.0)
+        assert "not here after 0 s" in failed[good.seq_id]
+        assert await images.take([good], 30) == {}, "a later try may succeed"
+
+
+def test_images_of_several_samples_are_joined_in_order() -> None:
+    def inputs(*shape: int, value: float) -> VisionInputs:
+        tensors = {"pixel_values": np.full(shape, value), "pixel_attention_mask": np.ones((*shape[:2], *shape[3:]))}
+        return VisionInputs((), np.zeros((1, 0), dtype=np.int64), tensors, shape[1], ())
+
+    joined = joined_tensors([inputs(1, 2, 3, 4, 4, value=1.0), inputs(1, 1, 3, 2, 6, value=2.0)])
+    assert joined["pixel_values"].shape == (1, 3, 3, 4, 6)
+    assert joined["pixel_values"][0, :2, :, :, :4].min() == 1.0
+    assert joined["pixel_values"][0, 2, :, :2].min() == 2.0
+    assert joined["pixel_attention_mask"].shape == (1, 3, 4, 6)
+    assert joined["pixel_attention_mask"][0, 2, 2:].max() == 0.0
