@@ -28,7 +28,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_GLOBAL_NODE := off
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-late test-all test-redis8 test-gpu soak check format schema clean
+.PHONY: help setup demo test test-late test-all test-redis8 test-clients test-gpu soak check format schema clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,7 +43,7 @@ demo: ## Run the demo; installs only what it needs (ARGS="--help" for its option
 	@$(BIN)/sluice demo $(ARGS)
 
 test: setup ## The verdict while you still remember the question (TESTS=tests/chaos for any part of all tests)
-	@$(PYTEST) $(if $(TESTS),$(TESTS),-m "not late and not soak and not gpu")
+	@$(PYTEST) $(if $(TESTS),$(TESTS),-m "not late and not soak and not clients and not gpu")
 
 # What is in which tier: tests/tiers.py.
 test-late: setup ## What `make test` leaves out: whole runs, kills, benches, the documents' commands
@@ -55,6 +55,9 @@ test-all: setup ## Everything that needs neither hours nor a GPU: test, test-red
 	$(MAKE) --no-print-directory test-redis8 || failed=1; \
 	SLUICE_TEST_TALLY=$(TALLY) $(MAKE) --no-print-directory test-late || failed=1; \
 	$(BIN)/python -m tests.tiers $(TALLY) && test -z "$$failed"
+
+test-clients: setup ## Agents of other packages against the gateway; installs each into an environment of its own
+	@$(BIN)/python -m pytest -q -m clients tests/clients $(ARGS)
 
 test-gpu: setup ## What only a GPU can show (needs one, and VLLM=gpu; at most ten minutes)
 	@$(BIN)/python -m pytest -q -raP -m gpu tests/gpu

@@ -1,0 +1,85 @@
+"""Agents of other packages, each in its own environment, over a gateway and a worker with a model that calls tools.
+
+What they get is a URL and a header; what must come out is one trajectory with the very tokens that were sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.wire.keys import Keys
+from sluice.workers.engine.hf import HfBackend
+from tests.clients.environments import python_with
+from tests.contract.engine_fixtures import started
+from tests.integration.gateway.agents import CALLING, assert_trajectory
+from tests.integration.gateway.harness import published, serving
+from tests.roles import run_config
+from tests.tool_models import tool_model
+
+TALKS = Path(__file__).parent / "talks"
+CLIENTS = {
+    "litellm_talk.py": ("litellm", "mcp"),
+    "langchain_talk.py": ("langchain-openai",),
+    "openai_agents_talk.py": ("openai-agents",),
+}
+_TALK_S = 120
+pytestmark = pytest.mark.timeout(900)  # its environment is installed first
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tool_model(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def backend(source: Path) -> Iterator[HfBackend]:
+    with started(source, max_batch=4) as running:
+        yield running
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
+    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    sampling = {"temperature": 0.0, "max_new_tokens": 40}
+    return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)}, sampling=sampling)
+
+
+@pytest.mark.parametrize("talk", CLIENTS)
+async def test_an_agent_of_another_package_becomes_one_trajectory(
+    talk: str, config: Config, backend: HfBackend, client: Any, keys: Keys, source: Path
+) -> None:
+    python = await asyncio.to_thread(python_with, *CLIENTS[talk])
+    codec = AutoTokenizer.from_pretrained(source)
+    async with serving(config, backend) as gateway:
+        for at, one in enumerate(CALLING):
+            answer = await said(python, TALKS / talk, f"{gateway.url}/v1", f"agent-{at}", one.prompt)
+            assert answer == {"answer": one.answer}
+            assert (await gateway.finish(f"agent-{at}"))[1]["parts"] == 1, "a turn of it was not recognised"
+    results = {result.seq_id: result for result in await published(client, keys)}
+    for at, one in enumerate(CALLING):
+        assert_trajectory(results[f"agent-{at}"], one, codec)
+    assert len(results) == len(CALLING)
+
+
+async def said(python: Path, talk: Path, *words: str) -> Any:
+    """What the script prints last, as JSON."""
+    process = await asyncio.create_subprocess_exec(
+        str(python), "-I", str(talk), *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_TALK_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, err.decode()[-3000:]
+    return json.loads(out.decode().splitlines()[-1])
