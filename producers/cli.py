@@ -35,7 +35,9 @@ def gateway(
     *,
     config: ConfigPath = None,
     overrides: Overrides = (),
-    index: Annotated[int, Parameter(help="Of several on one host; its port is gateway.port + index.")] = 0,
+    index: Annotated[
+        int, Parameter(help="Number of this gateway if several run on one host; its port is gateway.port + index.")
+    ] = 0,
 ) -> None:
     """Serve OpenAI-style completions over the decode queue; `/docs` describes the API.
 
@@ -54,7 +56,10 @@ def gateway(
 def rollout_server(
     *,
     config: ConfigPath = None,
-    index: Annotated[int, Parameter(help="Of several on one host; its port is rollout_server.port + index.")] = 0,
+    index: Annotated[
+        int,
+        Parameter(help="Number of this server if several run on one host; its port is rollout_server.port + index."),
+    ] = 0,
     overrides: Overrides = (),
 ) -> None:
     """Run the agent loop and its tools for trainers that ask over HTTP; the model is called back at the trainer.
@@ -82,15 +87,15 @@ rollout = App(name="rollout", help="Agent rollouts: try a model with its tools, 
 def try_(
     *,
     model: Annotated[str | None, Parameter(help="Model directory; the same as --set model.path=…")] = None,
-    prompt: Annotated[str | None, Parameter(help="What the user says.")] = None,
+    prompt: Annotated[str | None, Parameter(help="The user message.")] = None,
     interactive: Annotated[
-        bool, Parameter(name=["--interactive", "-i"], negative="", help="Go on talking; /help lists the commands.")
+        bool, Parameter(name=["--interactive", "-i"], negative="", help="Keep chatting; /help lists the commands.")
     ] = False,
     system: Annotated[str | None, Parameter(help="The system message.")] = None,
     temperature: Annotated[float, Parameter(help="0 is greedy.")] = 1.0,
-    max_tokens: Annotated[int, Parameter(help="Of one reply.")] = 512,
-    max_turns: Annotated[int, Parameter(help="Of the model, in one rollout.")] = 10,
-    seed: Annotated[int, Parameter(help="Of sampling.")] = 0,
+    max_tokens: Annotated[int, Parameter(help="Per reply.")] = 512,
+    max_turns: Annotated[int, Parameter(help="Turns of the model per rollout.")] = 10,
+    seed: Annotated[int, Parameter(help="Sampling seed.")] = 0,
     config: ConfigPath = None,
     overrides: Overrides = (),
 ) -> int:
@@ -109,9 +114,9 @@ def try_(
 
     settings = load_config(config, [*overrides, *([f"model.path={model}"] if model else [])])
     if not settings.model.path:
-        raise ConfigError("there is no model; name its directory with --model")
+        raise ConfigError("no model; pass its directory with --model")
     if prompt is None and not interactive:
-        raise ConfigError("there is nothing to say; give --prompt, or --interactive")
+        raise ConfigError("no message; pass --prompt or --interactive")
     logs.configure("rollout-try", logging.WARNING)
     options = TryOptions(system=system, temperature=temperature, max_tokens=max_tokens, max_turns=max_turns, seed=seed)
     with Trial(settings, options) as trial:

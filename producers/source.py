@@ -161,7 +161,7 @@ def _readable(path: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:  # Arrow and the image decoders raise many kinds of errors
-        raise DataError(f"{path}: a row cannot be read with datasets ({error!r}); make the data set anew") from error
+        raise DataError(f"{path}: a row cannot be read with datasets ({error!r}); rebuild the data set") from error
 
 
 def _mapped(columns: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _open_dataset(path: str) -> Any:
     return data.select_columns(kept)
 
 
-_USE = "give a directory made by save_to_disk, or hf:NAME[:CONFIG][:SPLIT] where the hub can be reached"
+_USE = "give a directory made by save_to_disk, or hf:NAME[:CONFIG][:SPLIT] if the Hub is reachable"
 
 
 def _from_hub(module: Any, path: str) -> Any:
@@ -240,10 +240,10 @@ class SourceProgress:
         if (place := read_cursor(raw)) is not None:
             return f"{place[0]}:{place[1]}"
         get_logger().warning(
-            "the stored position in the data is none; reading from the first row",
+            "the stored position in the data is invalid; reading from the first row",
             key=self._key,
             cursor=shown(raw),
-            help="HSET that key's field cursor to EPOCH:ROW, both from 0, and start again to go on behind that row",
+            help="HSET that key's field cursor to EPOCH:ROW, both from 0, and restart to continue after that row",
         )
         return BEFORE_FIRST
 
@@ -278,7 +278,7 @@ def refuse_other_source(config: Config, held: dict[bytes, bytes], data: str) -> 
     file's fingerprint.
     """
     run, path = config.run, config.data.path
-    name_it = "give this one a name of its own (--set run=NAME)"
+    name_it = "use another run name (--set run=NAME)"
     if held.get(b"data", data.encode()) == data.encode():
         return None
     if held.get(b"exhausted") == b"1" or held.get(b"path") != path.encode():
@@ -302,4 +302,4 @@ def look_at_rows(config: Config, patience_s: float) -> RowsFound:
 
 def look_at_source(config: Config, held: dict[bytes, bytes]) -> str:
     """Warnings about resuming from `held`, the broker's record of the source; raises ConfigError, DataError."""
-    return refuse_other_source(config, held, fingerprint(config.data)) or "begun on these data"
+    return refuse_other_source(config, held, fingerprint(config.data)) or "started on these data"

@@ -50,7 +50,7 @@ async def produce(config: Config) -> None:
                         await progress.finish()
                     break
                 except SourceRewound as back:
-                    get_logger().warning("reading again: the broker lost its newest part", behind=back.cursor)
+                    get_logger().warning("reading again: the broker lost its latest writes", behind=back.cursor)
                     submitter.cursor = back.cursor
                     progress.rewind()
         await owner.release()
@@ -87,7 +87,7 @@ class Submitter:
             outcomes = await self._intake.enqueue(items, self._credit, cursors, behind=self.cursor)
             for item, outcome in zip(items, outcomes, strict=True):
                 if outcome in ("duplicate", "done"):
-                    get_logger().warning("not enqueued again: the id of this row is known", row=item.metadata["row"])
+                    get_logger().warning("not enqueued again: the row's id is known", row=item.metadata["row"])
             over = outcomes.count("over_credit")
             taken = len(chunk) - over
             self.cursor = next((cursor for cursor in reversed(cursors[:taken]) if cursor), self.cursor)
@@ -155,7 +155,7 @@ def _not_trained(config: Config, rows: Iterator[RowItems], intake: Intake) -> It
             else:
                 yield row
     if skipped:
-        get_logger().warning("rows that are trained are not enqueued again", rows=skipped)
+        get_logger().warning("trained rows are not enqueued again", rows=skipped)
 
 
 def _rows(config: Config, cursor: str, progress: SourceProgress, intake: Intake) -> Iterator[RowItems]:

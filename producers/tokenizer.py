@@ -23,7 +23,7 @@ def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
     if not path:
         raise ModelError("model.path is empty; set it to a model directory")
     if path.startswith((".", "/", "~")) and not Path(path).is_dir():
-        raise ModelError(f"{path}: there is no such directory; name one that save_pretrained wrote")
+        raise ModelError(f"{path}: no such directory; name one written by save_pretrained")
     from transformers import AutoTokenizer
 
     try:

@@ -6,7 +6,7 @@ from sluice.pipeline.cli.options import ConfigPath, Overrides
 
 
 def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
-    """Decode jobs from the queue with one engine, until Ctrl-C; start as many of these as you like.
+    """Decode jobs from the queue with one engine, until Ctrl-C; start as many as you like.
 
     Example: `sluice worker -c configs/text.yaml`
     """
@@ -21,7 +21,7 @@ def worker(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
 def score(*, config: ConfigPath = None, overrides: Overrides = ()) -> None:
     """Score finished sequences under the weight version that the trainer asks for, until Ctrl-C.
 
-    Start as many of these as you like. Without a policy loss (`policy.enabled`) there is nothing to score, and this
+    Start as many as you like. Without a policy loss (`policy.enabled`) there is nothing to score, and this
     ends at once.
 
     Example: `sluice score -c configs/text.yaml`

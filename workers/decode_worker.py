@@ -184,7 +184,7 @@ class DecodeWorker:
     def _too_new(self, job: DecodeJob) -> str:
         """Why these weights may not start a sequence of the job; empty if they may."""
         most, serves = job.max_weight_version, self._backend.version
-        return "" if most is None or serves <= most else f"it asks for weights v{most} at most, and v{serves} serves"
+        return "" if most is None or serves <= most else f"it accepts weights up to v{most}, but v{serves} is loaded"
 
     def _sequence_task(self, held: HeldJob, index: int) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._sequence(held, index))

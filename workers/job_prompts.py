@@ -74,7 +74,7 @@ class JobPrompts:
         except (RequestError, EngineError):
             raise
         except Exception as error:  # anything a file system or a codec throws fails only this job
-            raise RequestError(f"{job.job_id}: the image cannot be had: {error!r}") from error
+            raise RequestError(f"{job.job_id}: cannot get the image: {error!r}") from error
 
     async def _beside(self, job: DecodeJob, work: Callable[[], Any]) -> Any:
         try:
@@ -84,7 +84,7 @@ class JobPrompts:
         except DeadlineExceeded as error:
             raise RequestError(f"{job.job_id}: {error}") from error
         except Exception as error:  # the model's own template, tokenizer or processor
-            raise RequestError(f"{job.job_id}: the prompt cannot be made: {error!r}") from error
+            raise RequestError(f"{job.job_id}: cannot build the prompt: {error!r}") from error
 
     @property
     def images_fetched(self) -> int:

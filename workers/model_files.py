@@ -26,7 +26,7 @@ def check_directory(path: str) -> None:
             raise ModelError(f"{path}: no such directory; set model.path to a model directory")
         return
     if not (directory / "config.json").is_file():
-        raise ModelError(f"{path}: no config.json, so no model directory (save_pretrained writes one)")
+        raise ModelError(f"{path}: no config.json, so not a model directory (save_pretrained writes one)")
     if not any(any(directory.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
         raise ModelError(f"{path}: no weights (model.safetensors); copy them there or export the model again")
 

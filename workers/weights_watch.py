@@ -67,12 +67,12 @@ class WeightsWatch:
             found = await self._backend.score(probe.token_ids)
         if refusal := probe.refusal(Path(manifest.path), None, found):
             if facts.dtype != "float32" and abs(found - probe.score) <= _HALF_LENIENCE * probe.tolerance:
-                get_logger().warning("the engine's probe is off", found=refusal, dtype=facts.dtype)
+                get_logger().warning("the engine's probe score is off", found=refusal, dtype=facts.dtype)
                 return
             raise ModelError(
                 f"{refusal}: the {facts.name} engine ({facts.engine_version}, {facts.dtype}) computes weights "
-                f"v{version} otherwise than the trainer, so its logprobs would be those of no policy here; use the "
-                "other backend (worker.backend), or raise weights.probe_tolerance if its precision is the cause"
+                f"v{version} differently from the trainer, so its logprobs would belong to no policy; use the other "
+                "backend (worker.backend), or raise weights.probe_tolerance if its precision is the cause"
             )
 
     async def pull(self, version: int) -> bool:
@@ -83,15 +83,15 @@ class WeightsWatch:
                 published_at = await self._load(version)
         except TimeoutError as error:
             raise TornWeights(
-                f"weights v{version} were not loaded within {limit_s:.0f} s; is their disk slow or away? Raise "
-                "weights.load_timeout_s if a load may take longer"
+                f"weights v{version} were not loaded within {limit_s:.0f} s; is the disk slow or not mounted? Raise "
+                "weights.load_timeout_s if loading takes longer"
             ) from error
         except TornWeights:
             raise  # the process ends; its successor loads a whole version
         except WeightsError as error:
             self._refused = version
             self._tell(refused_version=version)
-            get_logger().error("new weights refused; the old version serves on", version=version, error=str(error))
+            get_logger().error("new weights refused; keeping the old version", version=version, error=str(error))
             return False
         if published_at is None:
             return False  # retired in the meantime: there is a newer one

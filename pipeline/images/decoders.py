@@ -73,14 +73,14 @@ class Decoders:
         except _Late as error:
             raise RequestError(
                 f"{where}: not decoded within {self.limits.decode_timeout_s:g} s (images.decode_timeout_s); "
-                "save it anew as a plain PNG or JPEG, or raise the limit"
+                "save it again as a plain PNG or JPEG, or raise the limit"
             ) from error
         except _Died as error:
             if self._closed:
                 raise RequestError(f"{where}: the image decoders were closed meanwhile") from error
             raise RequestError(
-                f"{where}: its decoder ended ({error}); save the image anew, or raise images.decode_mb "
-                f"({self.limits.decode_mb}) if it is a large one"
+                f"{where}: its decoder ended ({error}); save the image again, or raise images.decode_mb "
+                f"({self.limits.decode_mb}) if it is large"
             ) from error
         finally:
             self._give(process, is_whole=is_whole)
@@ -109,7 +109,7 @@ class Decoders:
             if self._closed:
                 raise RequestError(f"{where}: the image decoders are closed")
             if not is_free:
-                raise EngineError(f"{where}: no image decoder was free within {limit_s:g} s; look at this host's load")
+                raise EngineError(f"{where}: no image decoder was free within {limit_s:g} s; check this host's load")
             while self._free:
                 if (process := self._free.pop()).is_alive():
                     return process
@@ -167,7 +167,7 @@ class _Process:
             )
         except OSError as error:
             os.close(self._tether)
-            raise EngineError(f"no image decoder can be started ({error}); look at this host's limits") from error
+            raise EngineError(f"cannot start an image decoder ({error}); check this host's limits") from error
         finally:
             os.close(held)
         assert self._process.stdin is not None
@@ -184,7 +184,7 @@ class _Process:
         except (_Died, _Late) as error:
             self.end()
             how = str(error) or f"silent for {_START_S:g} s"
-            raise EngineError(f"an image decoder did not start ({how}); its own words are on standard error") from error
+            raise EngineError(f"an image decoder did not start ({how}); see its output on standard error") from error
 
     def decode(self, data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
         """Raises RequestError, _Died, _Late; after the last two the process is unusable."""
@@ -222,8 +222,8 @@ class _Process:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired as error:
                 raise EngineError(
-                    f"the image decoder {self._process.pid} was killed and is still there after {_END_S:g} s; the "
-                    "kernel holds it, look at this host"
+                    f"the image decoder {self._process.pid} was killed and is still there after {_END_S:g} s; stuck in "
+                    "the kernel, check this host"
                 ) from error
             finally:
                 os.close(self._tether)
@@ -243,7 +243,7 @@ class _Process:
         try:
             return msgspec.json.decode(self._read(num_bytes, deadline), type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise _Died("it answered with what is no header") from error
+            raise _Died("it answered with an invalid header") from error
 
     def _read(self, num_bytes: int, deadline: float) -> bytearray:
         data = bytearray(num_bytes)

@@ -38,7 +38,7 @@ class Roots:
     def find(self, where: str, *names: str) -> Found:
         """The first of `names` that exists in the first root that has one. Blocks; raises RequestError."""
         if not self._roots:
-            raise RequestError(f"{where}: this worker reads no image files; set images.roots in its configuration")
+            raise RequestError(f"{where}: reading image files is off; set images.roots in the configuration")
         if not all(map(_usable, names)):
             raise RequestError(f"{where}: a path must not have NUL characters or broken Unicode; rename the file")
         roots = [os.path.realpath(root) for root in self._roots]
@@ -57,7 +57,7 @@ class Roots:
                 reason = error.strerror
         if outside:
             raise RequestError(
-                f"{where}: lies outside the configured roots; move the file, or add its directory to images.roots"
+                f"{where}: is outside the configured roots; move the file, or add its directory to images.roots"
             )
         raise RequestError(f"{where}: {reason} below images.roots; check the path and the worker's mounts")
 
@@ -69,7 +69,7 @@ class Roots:
             raise _unreadable(error, where) from error
         real = os.path.join(found.root, found.inside)
         if _found(found.root, real, status, where) != found or len(data) != found.size:
-            raise RequestError(f"{where}: changed while it was read; write images under another name, then rename them")
+            raise RequestError(f"{where}: changed while being read; write images under another name, then rename them")
         return data
 
     def _candidates(self, names: Sequence[str]) -> Iterator[str]:
@@ -91,7 +91,7 @@ def read_anywhere(path: str | os.PathLike[str], max_bytes: int, where: str) -> b
 def too_large(size: int, max_bytes: int, where: str) -> RequestError:
     """The error for an image of at least `size` bytes."""
     return RequestError(
-        f"{where}: has {size} bytes or more, images.max_mb allows {max_bytes}; shrink the image or raise the limit"
+        f"{where}: has at least {size} bytes, images.max_mb allows {max_bytes}; shrink the image or raise the limit"
     )
 
 
@@ -104,7 +104,7 @@ def _usable(name: str) -> bool:
 
 def _unreadable(error: OSError | ValueError, where: str) -> RequestError:
     reason = getattr(error, "strerror", None) or error
-    return RequestError(f"{where}: cannot be read ({reason}); check the file and its rights")
+    return RequestError(f"{where}: cannot be read ({reason}); check the file and its permissions")
 
 
 def _read(file: int, max_bytes: int, where: str) -> tuple[bytes, os.stat_result]:

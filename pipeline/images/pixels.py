@@ -54,7 +54,7 @@ def open_image(data: bytes, limits: ImagesConfig, where: str) -> Image.Image:
         raise
     except Exception as error:  # Pillow's readers raise anything on malicious bytes
         reason = f"{type(error).__name__}: {error}"[:200]
-        raise RequestError(f"{where}: is damaged or no {name} ({reason}); replace it") from error
+        raise RequestError(f"{where}: is damaged or not a {name} ({reason}); replace it") from error
 
 
 def check_encoded(data: bytes, limits: ImagesConfig, where: str) -> ImageFormat:
@@ -63,7 +63,7 @@ def check_encoded(data: bytes, limits: ImagesConfig, where: str) -> ImageFormat:
         raise too_large(len(data), max_bytes, where)
     name = sniff(data)
     if name is None or name not in limits.formats:
-        what = name or f"content that begins with {data[:12]!r}"
+        what = name or f"data that starts with {data[:12]!r}"
         raise RequestError(f"{where}: is {what}, accepted are {', '.join(limits.formats)}; convert it")
     return name
 
@@ -81,10 +81,11 @@ def plain_image(image: Image.Image, limits: ImagesConfig, where: str) -> Image.I
 def _check_size(size: tuple[int, int], max_pixels: int, where: str) -> None:
     width, height = size
     if width < 1 or height < 1:
-        raise RequestError(f"{where}: says it is {width} x {height} pixels, which is empty; replace it")
+        raise RequestError(f"{where}: claims {width} x {height} pixels, which is empty; replace it")
     if width * height > max_pixels:
         raise RequestError(
-            f"{where}: is {width} x {height} pixels, images.max_pixels allows {max_pixels}; resize it or raise that"
+            f"{where}: is {width} x {height} pixels, images.max_pixels allows {max_pixels}; resize it or raise the "
+            "limit"
         )
 
 

@@ -45,7 +45,7 @@ def load_processor(path: str, transformers: Any, *, trust_remote_code: bool = Fa
             f"{path}: no usable processor for images ({error}); save it beside the weights, or set variant: text"
         ) from error
     if not getattr(processor, "image_token", None) or getattr(processor, "image_processor", None) is None:
-        raise ModelError(f"{path}: {type(processor).__name__} names no image token; set variant: text for text alone")
+        raise ModelError(f"{path}: {type(processor).__name__} names no image token; set variant: text for text only")
     normalise_tokenizer(processor.tokenizer)
     return processor
 
@@ -75,7 +75,7 @@ def pixel_budget(image_processor: Any, options: VlmPreprocessOptions) -> dict[st
     if not 0 < size["shortest_edge"] <= size["longest_edge"]:
         raise ModelError(
             f"model.preprocess: min_pixels {size['shortest_edge']} and max_pixels {size['longest_edge']} leave no "
-            f"size for an image ({name}'s own values where one is not set); set both"
+            f"valid size for an image ({name}'s own values where one is not set); set both"
         )
     return {**result, "size": size}
 
@@ -193,8 +193,8 @@ class VisionProcessor:
             if at is None or begin < cursor or ids[begin : begin + len(core)] != core:
                 raise RequestError(
                     f"{_which(number, len(made))} ({image.width} x {image.height}) becomes {len(core)} tokens here, "
-                    "and the prompt doesn't have them where it should: the image or model.preprocess isn't what the "
-                    "engine had"
+                    "but the prompt doesn't have them in its place: the image or model.preprocess differs from the "
+                    "engine's"
                 )
             end = begin + len(core)
             types[begin:end] = one.token_types[slice(*one.core)]
@@ -240,7 +240,7 @@ class VisionProcessor:
         types = _token_types(made)
         fixed = [at for at, token in enumerate(expanded) if token in self._special or types[at]]
         if not fixed:
-            raise RequestError(f"{which} becomes no image token: look at the processor's files")
+            raise RequestError(f"{which} becomes no image token: check the processor's files")
         tensors = {name: value for name, value in made.items() if name not in _OF_TEXT}
         return ProcessedImage(expanded, types, (fixed[0], fixed[-1] + 1), tensors)
 
@@ -304,8 +304,8 @@ class VisionProcessor:
             if both is not None and np.array_equal(np.concatenate([array, array], axis=axis), both):
                 return axis
         raise RequestError(
-            f"{type(self._processor).__name__} makes {name} of two images that isn't theirs put together; a prompt of "
-            "this model may have one image only"
+            f"{type(self._processor).__name__} batches {name} of two images differently from single images; prompts of "
+            "this model may have only one image"
         )
 
     def _next(self, ids: Sequence[int], start: int) -> int | None:
@@ -396,8 +396,8 @@ def check_placeholders(count: int, num_images: int, image_token: str) -> None:
     if count != num_images:
         images = "one image" if num_images == 1 else f"{num_images} images"
         raise RequestError(
-            f"{count} image placeholders ({image_token}) in the prompt, and {images}: one for each image is needed, "
-            "where the image belongs, and none in a text"
+            f"{count} image placeholders ({image_token}) in the prompt, and {images}: exactly one per image is needed, "
+            "in the image's place, and none in a text"
         )
 
 

@@ -127,7 +127,7 @@ class ImageStore:
         except RequestError as error:
             if ref.url is None:
                 raise
-            return None, f" (its path was of no use: {str(error).removeprefix(f'{where}: ')})"
+            return None, f" (its path could not be used: {str(error).removeprefix(f'{where}: ')})"
 
     async def _bytes(self, ref: ImageRef, found: Found | None, complaint: str, where: str) -> bytes:
         if found is not None:
@@ -220,8 +220,7 @@ def check_digest(data: bytes, expected: str | None, where: str) -> str:
     found = hashlib.sha256(data).hexdigest()
     if found != (expected or found):
         raise RequestError(
-            f"{where}: its bytes have sha256 {found}, the job asks for {expected}; "
-            "correct the reference or restore the image"
+            f"{where}: its bytes have sha256 {found}, the job asks for {expected}; correct the reference or the image"
         )
     return found
 

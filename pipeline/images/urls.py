@@ -49,7 +49,7 @@ class UrlFetcher:
                 return await self._try(url, where)
         except TimeoutError as error:
             raise RequestError(
-                f"{where}: not fetched within {self._timeout_s:g} s (images.fetch_timeout_s); look at the server"
+                f"{where}: not fetched within {self._timeout_s:g} s (images.fetch_timeout_s); check the server"
             ) from error
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ class UrlFetcher:
             except (aiohttp.ClientError, ServerTrouble, OSError) as error:  # TimeoutError is an OSError
                 if (pause_s := next(pauses, None)) is None:
                     trouble = str(error) or type(error).__name__
-                    raise RequestError(f"{where}: {trouble}, {len(PAUSES_S) + 1} times; look at the server") from error
+                    raise RequestError(f"{where}: {trouble}, {len(PAUSES_S) + 1} times; check the server") from error
             await asyncio.sleep(pause_s)
 
     async def _once(self, url: URL, where: str) -> bytes:
@@ -78,13 +78,13 @@ class UrlFetcher:
                 raise ServerTrouble(f"the server answered {status}")
             if 300 <= status < 400:
                 raise RequestError(
-                    f"{where}: the server answered {status}, a redirect, and none is followed; give the final URL"
+                    f"{where}: the server answered {status}, redirects are not followed; give the final URL"
                 )
             if status != 200:
-                raise RequestError(f"{where}: the server answered {status}; correct the URL or the server's rights")
+                raise RequestError(f"{where}: the server answered {status}; check the URL and the server's permissions")
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding.lower() != "identity":
-                raise RequestError(f"{where}: comes compressed ({encoding[:20]!r}); have the server send it as it is")
+                raise RequestError(f"{where}: is compressed ({encoding[:20]!r}); have the server send it uncompressed")
             return await self._body(response, where)
 
     async def _body(self, response: aiohttp.ClientResponse, where: str) -> bytes:

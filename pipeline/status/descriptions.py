@@ -154,7 +154,7 @@ def _unreadable(now: Snapshot, stall: Stall) -> StallText:
     more = f"; and {len(now.unreadable) - _SHOWN_ENTRIES} more" if len(now.unreadable) > _SHOWN_ENTRIES else ""
     number = counted(len(now.unreadable), "entry", "entries")
     return StallText(
-        f"{number} of the run in the broker cannot be read and are left out: {some}{more}",
+        f"skipping {number} of the run in the broker that cannot be read: {some}{more}",
         "",
         "if a newer release wrote it, upgrade this one; otherwise delete the entry (HDEL, XDEL) or the key (DEL) with "
         "redis-cli: its process, if alive, writes it again",

@@ -52,7 +52,7 @@ class Execution:
         self.until = 0.0  # the deadline, on the clock of time.monotonic()
         self._state, self._metrics = state, RolloutMetrics()
         self._session: RolloutSession | None = None
-        self._waits_for, self._is_over = "a place to run", False
+        self._waits_for, self._is_over = "a free slot", False
         self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
     def end(self, why: str, final_status: str = "ERROR") -> bool:
@@ -107,7 +107,7 @@ class Execution:
         if self._ended.done():
             raise RolloutError("internal_error", self._ended.result()[0])
         raise RolloutError(
-            "timeout", f"{seconds:g} s (rollout_server.deadline_s) ran out, waiting for {self._waits_for}"
+            "timeout", f"no end within {seconds:g} s (rollout_server.deadline_s), waiting for {self._waits_for}"
         )
 
     async def _rollout(self) -> FinishReason:
@@ -146,7 +146,7 @@ class Execution:
                 mcp_tools(url, state.hosts, timeout_s=state.settings.tool_timeout_s)
             )
         except Exception as error:  # its client raises all kinds of errors, including groups
-            raise RolloutError("tool_error", f"the tool server at {url} cannot be used ({error})") from error
+            raise RolloutError("tool_error", f"the tool server at {url} failed ({error})") from error
         return state.tools.plus(found, "server")
 
     async def _open_session(self, tools: ToolBox) -> RolloutSession:
@@ -226,5 +226,7 @@ class Execution:
         except RolloutError as error:
             outcome = "failed"
             answer.extra_fields["finish_error"] = str(error)
-            get_logger().warning("the trainer was not told of an end", rollout=answer.rollout_id, why=str(error))
+            get_logger().warning(
+                "could not tell the trainer that a rollout ended", rollout=answer.rollout_id, why=str(error)
+            )
         self._state.counters.finishes.labels(outcome).inc()

@@ -27,7 +27,7 @@ from sluice.producers.http.schemas import (
 )
 
 _EXAMPLE: Example = {
-    "summary": "A sum; this server's tools are at hand.",
+    "summary": "An arithmetic question, with this server's tools.",
     "value": {
         "rollout_id": "r-1",
         "server_url": "http://127.0.0.1:8081",
@@ -44,14 +44,14 @@ _REFUSED = documented(
         401: "The bearer key is missing or wrong.",
         409: "The `rollout_id` was used by another request.",
         413: "The body is too large.",
-        422: "The request breaks the schema, or names a host that is not listed; `param` is the path.",
-        429: "As many rollouts wait as may; `Retry-After` says when to come again.",
-        503: "The server stops and takes no new rollouts; `Retry-After` says when to come again.",
+        422: "The request violates the schema, or names an unlisted host; `param` is the path.",
+        429: "The queue of rollouts is full; `Retry-After` says when to try again.",
+        503: "The server is shutting down and accepts no new rollouts; `Retry-After` says when to try again.",
     }
 )
 _KEY: dict[int | str, Any] = {401: _REFUSED[401]}
 _ID_REFUSED: dict[int | str, Any] = {status: _REFUSED[status] for status in (401, 413, 422)}
-_ROLLOUT_ID = Path(description="As it was asked for; it may have slashes.", examples=["r-1"])
+_ROLLOUT_ID = Path(description="As in the request; may contain slashes.", examples=["r-1"])
 
 
 class Capacity(Schema):
@@ -66,8 +66,8 @@ class Health(Schema):
 
     status: Literal["healthy", "draining"]
     service: str = "rollout-server"
-    in_flight: int = Field(description="Rollouts that run.")
-    waiting: int = Field(description="Rollouts in line.")
+    in_flight: int = Field(description="Running rollouts.")
+    waiting: int = Field(description="Queued rollouts.")
     capacity: Capacity
     lost_threads: int = Field(description="Renderings and calls of tools that outlived their deadline and still run.")
 
@@ -106,9 +106,9 @@ def _add_rollouts(router: APIRouter, state: AppState, runs: Runs) -> None:
     @router.post(
         "/v1/rollout/init",
         tags=["rollouts"],
-        summary="Begin a rollout whose answer is called back",
+        summary="Start a rollout and get the answer by callback",
         status_code=202,
-        response_description="It is in hand.",
+        response_description="Accepted.",
         responses=_REFUSED,
     )
     async def init(request: _Rollout) -> InitResponse:
@@ -135,7 +135,7 @@ def _add_by_id(router: APIRouter, runs: Runs) -> None:
     @router.get(
         f"/rollout/{ROLLOUT_ID}/status",
         tags=["rollouts"],
-        summary="Where a rollout is",
+        summary="State of a rollout",
         response_description="Where it is now.",
         responses=_ID_REFUSED,
     )
@@ -148,7 +148,7 @@ def _add_looks(router: APIRouter, state: AppState, runs: Runs) -> None:
     @router.get(
         "/health",
         tags=["server"],
-        summary="Whether the server takes rollouts, and how many it has",
+        summary="Whether the server accepts rollouts, and how many it has",
         response_description="The state of this process.",
     )
     async def health() -> Health:

@@ -117,7 +117,7 @@ class Runs:
                 if run.protocol == "sync":
                     run.hand_back()
                 else:
-                    run.execution.end("the rollout server stops; ask again with a new rollout_id")
+                    run.execution.end("the rollout server is shutting down; retry with a new rollout_id")
             await asyncio.wait(tasks, timeout=ending_s)
 
     def end(self) -> None:
@@ -190,7 +190,7 @@ async def deliver(trainer: Trainer, rollout_id: str, body: bytes, state: AppStat
         await trainer.completed(body, until=max(until, time.monotonic() + state.retries.ending_s))
     except RolloutError as error:
         state.counters.callbacks.labels(error.category).inc()
-        get_logger().error("an answer was not delivered", rollout=rollout_id, why=str(error))
+        get_logger().error("could not deliver an answer", rollout=rollout_id, why=str(error))
         return False
     state.counters.callbacks.labels("delivered").inc()
     return True

@@ -89,21 +89,21 @@ async def serve_until(
 
 async def _drained(runs: Runs, drain: asyncio.Event, closed: asyncio.Event, grace_s: float) -> None:
     await drain.wait()
-    get_logger().info("rollout server drains", grace_s=grace_s)
+    get_logger().info("rollout server draining", grace_s=grace_s)
     await runs.drain(_DRAIN_SHARE * grace_s, _ENDING_SHARE * grace_s)
     closed.set()
 
 
 _ABOUT = """\
-Runs agent rollouts: ask the model, run the tools that it calls, show it the results, ask again. The tools are here; the
-model is asked at the `server_url` of the request, which is a gateway or another trainer.
+Runs agent rollouts: query the model, run the tools it calls, return the results, repeat. The tools run here; the model
+is queried at the `server_url` of the request, which is a gateway or another trainer.
 
 `POST /rollout` answers when the rollout has ended; `POST /v1/rollout/init` answers at once and calls back
 `{server_url}/v1/rollout/completed`. A rollout that fails is answered 200 with `status: ERROR`.
 """
 
 _TAGS = [
-    {"name": "rollouts", "description": "Begin rollouts, look after them, end them."},
+    {"name": "rollouts", "description": "Start, query and end rollouts."},
     {"name": "server", "description": "The tools, the state of this process, and its numbers."},
 ]
 
@@ -157,13 +157,13 @@ def _add_errors(app: FastAPI, state: AppState) -> None:
     @app.exception_handler(LineFull)
     async def full(_: Request, __: LineFull) -> Response:
         refused.labels("line_full").inc()
-        message = f"{state.line.running} rollouts run and {state.line.waiting} wait; ask again later"
+        message = f"{state.line.running} rollouts are running and {state.line.waiting} are queued; try again later"
         return problem_response(429, message, headers={"Retry-After": str(RETRY_AFTER_S)})
 
     @app.exception_handler(Draining)
     async def draining(_: Request, __: Draining) -> Response:
         refused.labels("draining").inc()
-        message = "the rollout server stops and takes no new rollouts; ask another one, or again later"
+        message = "the rollout server is shutting down and accepts no new rollouts; use another one, or try again later"
         return problem_response(503, message, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
@@ -172,6 +172,6 @@ def _complaint(errors: Sequence[Any]) -> tuple[str, str | None]:
     first = errors[0]
     path = ".".join(str(part) for part in first["loc"] if part != "body") or None
     if first["type"] == "json_invalid":
-        return f"the body is no JSON: {first['ctx']['error']}", None
+        return f"the body is not JSON: {first['ctx']['error']}", None
     rest = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{path or 'the body'}: {first['msg']}{rest}", path

@@ -81,7 +81,7 @@ class Tokenizers:
             try:
                 await self.get(name)
             except RolloutError as error:
-                get_logger().warning("a listed tokenizer is of no use", why=str(error))
+                get_logger().warning("a listed tokenizer is unusable", why=str(error))
 
     async def render(self, work: Callable[[], Made]) -> Made:
         """What `work` returns or raises; it may use any of these tokenizers. Raises RolloutError too."""
@@ -106,12 +106,12 @@ class Tokenizers:
     def _source(self, name: str, revision: str | None) -> str:
         if name not in self._names:
             known = ", ".join(sorted(self._names))
-            raise RolloutError("tokenizer_error", f"tokenizer_name {name!r} is not listed here; known: {known}")
+            raise RolloutError("tokenizer_error", f"tokenizer_name {name!r} is not listed; known: {known}")
         source = self._names[name]
         if revision is not None and Path(source).is_dir():
-            raise RolloutError("tokenizer_error", f"tokenizer {name!r} is a directory; leave tokenizer_revision out")
+            raise RolloutError("tokenizer_error", f"tokenizer {name!r} is a directory; remove tokenizer_revision")
         if revision is not None and self._trust:  # anyone can propose one at the hub, and its code would run
-            raise RolloutError("tokenizer_error", "code of tokenizers is trusted here; leave tokenizer_revision out")
+            raise RolloutError("tokenizer_error", "this server runs tokenizer code; remove tokenizer_revision")
         return source
 
     def _load(self, name: str, source: str, revision: str | None) -> LoadedTokenizer:

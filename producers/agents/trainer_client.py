@@ -92,9 +92,9 @@ class TrainerClient:
             where, what = strict_json.what_is_wrong(error)
             raise RolloutError("validation_error", f"the trainer's reply: {where}: {what}") from error
         except RequestError as error:
-            raise RolloutError("validation_error", f"the trainer's reply costs too much to read: {error}") from error
+            raise RolloutError("validation_error", f"the trainer's reply is too expensive to parse: {error}") from error
         except ValueError as error:
-            raise RolloutError("validation_error", f"the trainer's reply is no JSON: {error}") from error
+            raise RolloutError("validation_error", f"the trainer's reply is not JSON: {error}") from error
 
     async def finish(self, final_status: str, *, until: float) -> bool:
         """Close the rollout at the trainer; False where it knows no such thing. Raises RolloutError."""
@@ -125,7 +125,7 @@ class TrainerClient:
                 if not patient or now + wait >= until:
                     raise again.error from again
                 self._on_retry(again.error.category)
-                get_logger().warning("trainer asked again", rollout=self._rollout_id, why=str(again.error), in_s=wait)
+                get_logger().warning("retrying the trainer", rollout=self._rollout_id, why=str(again.error), in_s=wait)
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, self._retries.most_s)
 
@@ -135,7 +135,7 @@ class TrainerClient:
             headers["Authorization"] = f"Bearer {self._key}"
         url, left = URL(self._base + path, encoded=True), until - time.monotonic()
         if left <= 0:
-            raise RolloutError("timeout", f"no time was left to ask {path} of the trainer")
+            raise RolloutError("timeout", f"no time was left to call {path} of the trainer")
         try:
             async with (
                 asyncio.timeout(left),
@@ -150,7 +150,7 @@ class TrainerClient:
         except RequestError as error:
             raise RolloutError("validation_error", f"{path}: {self._safe(str(error))}") from error
         except (ValueError, RefusedAddress) as error:  # aiohttp.InvalidURL is one
-            raise RolloutError("validation_error", f"{path}: not asked: {self._safe(str(error))}") from error
+            raise RolloutError("validation_error", f"{path}: not called: {self._safe(str(error))}") from error
         except (aiohttp.ClientError, OSError) as error:
             why = self._safe(f"{type(error).__name__}: {error}")
             raise _Again(RolloutError("network_error", f"{path}: the trainer cannot be reached ({why})")) from error

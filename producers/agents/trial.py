@@ -87,7 +87,7 @@ class Trial:
 
     def converse(self) -> None:
         """Lines of standard input until it ends."""
-        self._view.note("/help lists the commands; Ctrl-D ends")
+        self._view.note("/help lists the commands; Ctrl-D exits")
         while True:
             try:
                 line = input("> ").strip()
@@ -114,7 +114,7 @@ class Trial:
     async def _open(self) -> None:
         self._state = await self._scope.enter_async_context(app_state(self._config))
         if not _shows(self._renderer, self._state.tools.schemas()):
-            self._view.note("the chat template does not show the tools: the model is not told of them")
+            self._view.note("the chat template does not include the tools: the model does not know them")
         opened = _open_engine()(self._config.model, self._config.worker)
         self._engine: Engine = await self._scope.enter_async_context(opened)
 
@@ -243,8 +243,8 @@ HELP = """\
 /tools   the tools that the model has
 /tokens  token ids of the last rollout, with their mask
 /reset   forget the conversation
-/quit    end (Ctrl-D as well)
-All else is said to the model. Each message is a rollout, whose prompt is the conversation so far."""
+/quit    exit (or Ctrl-D)
+Anything else is sent to the model. Each message is a rollout; its prompt is the conversation so far."""
 
 
 class View:
@@ -260,7 +260,7 @@ class View:
             return
         for message in messages:
             self._line(f"  {message.get('name', message['role'])} → {_plain(message.get('content'))}", "yellow")
-        resync = ", resync: the reply renders differently as text" if plan.added.resynced else ""
+        resync = ", resync: the reply's text renders differently" if plan.added.resynced else ""
         self._line(f"added: {len(plan.added.token_ids)} tokens, response_mask {len(mask or ())} x 0{resync}", "dim")
 
     def turn(self, number: int, reply: CompletionsResponse) -> None:
@@ -299,7 +299,7 @@ class View:
             self._segment("prompt" if turn.parent < 0 else "added, mask 0", turn.added_token_ids, tokenizer, "dim")
             self._segment("sampled, mask 1", turn.result.token_ids, tokenizer, "bold")
         if not turns:
-            self._line("no tokens yet; say something")
+            self._line("no tokens yet; send a message first")
 
     def note(self, text: str) -> None:
         """One line of ours."""

@@ -80,7 +80,7 @@ class Chat:
         if request.rollout_id is None:
             flow = self._plain(request, messages, images, sampling, until)
         elif images:
-            raise Refusal(400, "a rollout's turns are text alone; take the image out, or rollout_id", "messages")
+            raise Refusal(400, "a rollout's turns are text only; remove the image, or rollout_id", "messages")
         else:
             flow = self._turn(request, request.rollout_id, messages, sampling, until)
         async with aclosing(flow) as events:
@@ -100,7 +100,9 @@ class Chat:
         if images:
             if request.tools or request.response_mask:
                 what = "tools" if request.tools else "response_mask"
-                raise Refusal(400, f"{what}: not taken with an image, whose prompt a worker makes; leave it out", what)
+                raise Refusal(
+                    400, f"{what}: not supported with an image, because a worker builds that prompt; remove it", what
+                )
             prompt: dict[str, Any] = {"messages": messages, "images": images}
         else:
             plan = await self._plan([], request, messages, sampling, until)
@@ -125,7 +127,7 @@ class Chat:
         if rollout is not None and rollout.state == "closed":
             raise closed(rollout_id)
         if rollout is not None and len(rollout.turns) >= MAX_TURNS:
-            raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, and no more are taken; finish it")
+            raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, which is the limit; finish it")
         plan = await self._plan(rollout.turns if rollout else [], request, messages, sampling, until)
         if rollout is None:  # only now: a refused call opens nothing
             rollout = await self._open(rollout_id)

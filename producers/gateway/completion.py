@@ -31,8 +31,8 @@ def repeat_terminate_triggered(result: SequenceResult) -> Literal[0, 1]:
     flag = result.triggers.get("repeat_terminate", 0)
     if flag not in (0, 1) or bool(flag) != (result.finish_reason == "repeat_terminated"):
         raise MessageError(
-            f"{result.seq_id}: triggers.repeat_terminate is {flag!r}, and it ended with {result.finish_reason}; "
-            "this is a fault of the worker that wrote it"
+            f"{result.seq_id}: triggers.repeat_terminate is {flag!r}, but it ended with {result.finish_reason}; this "
+            "is a bug of the worker that wrote it"
         )
     return 1 if flag else 0
 
@@ -90,7 +90,7 @@ def fingerprint(result: SequenceResult) -> str:
 def finish_reason(result: SequenceResult, message: Message) -> str:
     """In OpenAI's terms. Raises MessageError for an error without an answer."""
     if result.finish_reason not in _FINISH:
-        raise MessageError(f"{result.seq_id}: it ended with {result.finish_reason}, which is no answer to send")
+        raise MessageError(f"{result.seq_id}: it ended with {result.finish_reason}, so there is no answer to send")
     found = _FINISH[result.finish_reason]
     return "tool_calls" if found == "stop" and message.get("tool_calls") else found
 

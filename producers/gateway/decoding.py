@@ -62,7 +62,7 @@ class Decoding:
         try:
             await self._queue.cancel([job_id])
         except (RedisError, BrokerError, OSError) as error:
-            get_logger().warning("an abandoned job goes on to its deadline", job=job_id, error=str(error))
+            get_logger().warning("an abandoned job keeps running until its deadline", job=job_id, error=str(error))
 
     async def events(self, job: DecodeJob, until: float | None = None) -> AsyncGenerator[Event]:
         """Tokens as they come, and each sequence's result, up to `until` on the monotonic clock (None: the whole time).
@@ -79,7 +79,7 @@ class Decoding:
                 return
             except _Again:
                 await self.forget(job)
-        raise Refusal(503, f"the sequence was cancelled {_MOST_TRIES} times before it began; try again later")
+        raise Refusal(503, f"the sequence was cancelled {_MOST_TRIES} times before it started; try again later")
 
     async def forget(self, job: DecodeJob) -> None:
         """The answer is stored elsewhere, or no longer needed."""
@@ -129,7 +129,7 @@ class Decoding:
     def _overdue(self, job: DecodeJob) -> str:
         return (
             f"no answer within {self._timeout_s:g} s (gateway.request_timeout_s): waited for a worker to decode "
-            f"{job.job_id}; look at `sluice status` for workers and waiting jobs"
+            f"{job.job_id}; check `sluice status` for workers and waiting jobs"
         )
 
 

@@ -67,7 +67,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name, neutral in _NEUTRAL.items():
             if (value := getattr(self, name)) != neutral:
-                raise ValueError(f"{name} {value!r} is not supported; leave it out")
+                raise ValueError(f"{name} {value!r} is not supported; remove it")
         if not 1 <= self.n <= MAX_GROUP:
             raise ValueError(f"n must be in 1..{MAX_GROUP}, got {self.n}")
 
@@ -102,7 +102,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
         check_messages(self.messages)
         for name in ("audios", "videos", "tools"):
             if getattr(self, name):
-                raise ValueError(f"{name} are not supported; leave them out")
+                raise ValueError(f"{name} are not supported; remove them")
 
 
 class InferCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

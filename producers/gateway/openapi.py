@@ -31,7 +31,7 @@ _MULTIPLY = {
 CHAT_EXAMPLES: dict[str, Example] = {
     "completion": {"summary": "A completion.", "value": {"messages": [_ASKED], "max_tokens": 256}},
     "turn": {
-        "summary": "The second turn of a rollout: the first call's messages, its answer, and what the tool said.",
+        "summary": "The second turn of a rollout: the first call's messages, its answer, and the tool's result.",
         "value": {
             "rollout_id": "r-1",
             "messages": [
@@ -78,9 +78,11 @@ data: [DONE]
 CHAT: dict[int | str, dict[str, Any]] = {
     200: {
         "model": CompletionsResponse,
-        "description": "The answer; `rollout` is there with a `rollout_id`. With `stream` it comes as events: texts, "
-        "tool calls, then the ending with all ids, and `[DONE]`. What fails amid the stream is an event with `error`, "
-        "and no `[DONE]` follows.",
+        "description": (
+            "The answer; `rollout` is there with a `rollout_id`. With `stream` it is sent as events: texts, tool "
+            "calls, then the ending with all ids, and `[DONE]`. A failure during the stream is an event with `error`, "
+            "without `[DONE]`."
+        ),
         "content": {
             _JSON: {"example": {**_COMPLETION, "rollout": _ROLLOUT}},
             "text/event-stream": {"schema": {"type": "string"}, "example": _EVENTS},
@@ -107,7 +109,7 @@ INFER_BODY: dict[str, Any] = {
                         "request_config": {
                             **_written_out(RequestConfig),
                             "type": ["object", "null"],
-                            "description": "What is left out is the run's own setting.",
+                            "description": "Omitted fields use the run's settings.",
                         },
                     },
                 },
@@ -140,15 +142,15 @@ INFER: dict[int | str, dict[str, Any]] = {
 }
 
 _ERRORS = {
-    400: "It cannot be honoured; the message says why.",
+    400: "The request cannot be served; the message says why.",
     401: "The key is missing or wrong.",
     404: "No such model or rollout.",
     409: "The rollout is closed.",
     413: "The body is too large.",
-    422: "Not the schema; `param` is the path.",
-    429: "Too many requests in hand; `Retry-After` says when to come again.",
-    500: "The sequence died in the queue, or a fault of the gateway.",
-    503: "The broker is away.",
+    422: "The request violates the schema; `param` is the path.",
+    429: "Too many requests in progress; `Retry-After` says when to try again.",
+    500: "The sequence died in the queue, or the gateway has a bug.",
+    503: "The broker is unavailable.",
     504: "No answer in time; the message says what was waited for.",
 }
 

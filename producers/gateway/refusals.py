@@ -68,7 +68,7 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, BrokerRefused) or type(error) is ResponseError:  # retrying would fail the same way
         return Refusal(500, f"the broker refused: {error}", final=True)
     if isinstance(error, BrokerError | RedisError | OSError):
-        return Refusal(503, "the broker does not answer; try again later, and look at `sluice status`")
+        return Refusal(503, "the broker does not answer; try again later, and check `sluice status`")
     if isinstance(error, RequestError):
         return Refusal(400, str(error))
     if isinstance(error, EngineError):  # too many renderings hang
@@ -77,14 +77,14 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(400, "the request is nested too deeply; send a flatter one")
     if isinstance(error, SluiceError):
         return Refusal(500, str(error), final=not isinstance(error, _MAY_PASS))
-    return Refusal(500, f"a fault of the gateway ({type(error).__name__}); its log says more", final=True)
+    return Refusal(500, f"internal error of the gateway ({type(error).__name__}); see its log", final=True)
 
 
 def of_schema(problems: Sequence[Any]) -> Refusal:
     """The first of what pydantic found, without the value that was sent."""
     first = problems[0]
     if first["type"] == "json_invalid":
-        return Refusal(422, f"the body is no JSON: {first['ctx']['error']}")
+        return Refusal(422, f"the body is not JSON: {first['ctx']['error']}")
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     return Refusal(422, f"{where or 'the body'}: {first['msg']}", where or None)
 
@@ -98,10 +98,10 @@ def of_letter(letter: DeadLetter) -> Refusal:
 
 def closed(rollout_id: str) -> Refusal:
     """Nothing may be added to it."""
-    message = f"rollout {rollout_id} is closed; begin another one with an id of its own"
+    message = f"rollout {rollout_id} is closed; start another one with its own id"
     return Refusal(409, message, "rollout_id", final=True)
 
 
 def unknown(rollout_id: str) -> Refusal:
     """Nobody opened it, or it ended long ago."""
-    return Refusal(404, f"rollout {rollout_id} is not known; it never began, or ended long ago", "rollout_id")
+    return Refusal(404, f"rollout {rollout_id} is unknown; it never started, or ended long ago", "rollout_id")

@@ -57,11 +57,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class StreamOptions(Schema):
     """What a stream says beside its text."""
 
-    include_usage: bool = Field(default=False, description="One more event before the end, with the counts of tokens.")
+    include_usage: bool = Field(default=False, description="Send one more event before the end, with the token counts.")
 
 
 class ChatRequest(CompletionsRequest):
-    """`POST /v1/chat/completions`. What is left out, or null, is the run's own setting."""
+    """`POST /v1/chat/completions`. Omitted or null fields use the run's settings."""
 
     rollout_id: str | None = Field(  # type: ignore[assignment]
         default=None,
@@ -74,10 +74,10 @@ class ChatRequest(CompletionsRequest):
     top_k: int | None = Field(default=None, ge=-1, lt=2**31, description="-1 and 0 are off.")
     repetition_penalty: float | None = Field(default=None, description="1 is off.")
     max_tokens: int | None = Field(  # type: ignore[assignment]
-        default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Of this answer."
+        default=None, ge=1, le=MAX_TOKENS_LIMIT, description="Tokens per answer."
     )
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_TOKENS_LIMIT, description="OpenAI's newer name of `max_tokens`; it goes first."
+        default=None, ge=1, le=MAX_TOKENS_LIMIT, description="OpenAI's newer name for `max_tokens`; takes precedence."
     )
     stop: str | Annotated[list[str], STOP] | None = Field(  # type: ignore[assignment]
         default=None, description="Texts that end the answer."
@@ -85,12 +85,12 @@ class ChatRequest(CompletionsRequest):
     stop_token_ids: Annotated[list[TokenId], STOP] | None = Field(
         default=None, description="Tokens that end the answer."
     )
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="The same seed, the same tokens.")
-    n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="Answers; 1 with a `rollout_id`.")
-    stream: bool | None = Field(default=None, description="The answer as server-sent events.")
-    stream_options: StreamOptions | None = Field(default=None, description="With `stream`.")
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="The same seed gives the same tokens.")
+    n: int | None = Field(default=None, ge=1, le=MAX_GROUP, description="Number of answers; 1 with a `rollout_id`.")
+    stream: bool | None = Field(default=None, description="Send the answer as server-sent events.")
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
     logprobs: bool | None = Field(  # type: ignore[assignment]
-        default=None, description="Of each choice in OpenAI's form too; `logprobs` at the top is always there."
+        default=None, description="Also add OpenAI's form to each choice; the top-level `logprobs` is always there."
     )
     tool_choice: Any = Field(default=None, description='`"auto"`, or `"none"`: calls in the answer stay text.')
 
@@ -125,9 +125,9 @@ class ChatRequest(CompletionsRequest):
             value = sent.get(name)
             if value is not None and value not in neutral:
                 shown = f"; it may be {neutral[0]!r}" if neutral else ""
-                raise Refusal(400, f"{name} {value!r:.80} is not supported here; leave it out{shown}", name)
+                raise Refusal(400, f"{name} {value!r:.80} is not supported; remove it{shown}", name)
         if self.rollout_id is not None and self.count != 1:
-            raise Refusal(400, f"n is {self.n}; a rollout's turn has one answer, so leave it out", "n")
+            raise Refusal(400, f"n is {self.n}; a rollout's turn has one answer, so remove it", "n")
         if self.rollout_id is not None and not 1 <= len(self.rollout_id.strip()) <= MAX_ID_LENGTH:
             raise Refusal(400, f"rollout_id must have 1..{MAX_ID_LENGTH} characters, not all blank", "rollout_id")
 
@@ -148,7 +148,7 @@ class ChatRequest(CompletionsRequest):
             # The kept tokens would not match a prompt that was cut.
             return msgspec.structs.replace(default, **found, truncate_prompt=False)
         except ValueError as error:
-            raise Refusal(400, f"{error}; correct it, or leave it out", str(error).partition(" ")[0]) from error
+            raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
 
 
 class FinishRequest(Schema):
@@ -156,9 +156,9 @@ class FinishRequest(Schema):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"final_status": "COMPLETED", "reward": 1.0}]})
 
-    final_status: Literal["COMPLETED", "ERROR", "CANCELLED"] = Field(description="Only COMPLETED is trained.")
+    final_status: Literal["COMPLETED", "ERROR", "CANCELLED"] = Field(description="Only COMPLETED rollouts are trained.")
     reward: float | None = Field(default=None, description="Of the whole rollout; null: the task decides.")
-    truth: Any = Field(default=None, description="For the task; null: what the rollout was opened with.")
+    truth: Any = Field(default=None, description="For the task; null: the truth the rollout was opened with.")
 
     @field_validator("truth")
     @classmethod
@@ -172,7 +172,7 @@ def check_can_travel(value: Any) -> None:
     try:
         msgspec.msgpack.encode(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"cannot be carried ({error})") from error
+        raise ValueError(f"cannot be sent through the queue ({error})") from error
 
 
 def _strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
@@ -180,7 +180,7 @@ def _strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
         return None
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in strings:
-        raise Refusal(400, "stop has an empty string, which would end every answer at once; remove it", "stop")
+        raise Refusal(400, "stop has an empty string, which would end every answer immediately; remove it", "stop")
     return strings
 
 
@@ -196,7 +196,7 @@ def images_of(messages: Sequence[Message], hosts: AllowedHosts) -> list[ImageRef
                 continue
             if kind != "image_url":
                 raise Refusal(
-                    400, f"{where}: a part is of type text, with a text, or image_url, not {kind!r:.40}", where
+                    400, f"{where}: a part must be of type text, with a text, or image_url, not {kind!r:.40}", where
                 )
             shown = part.get("image_url")
             url = shown.get("url") if isinstance(shown, dict) else shown
@@ -209,7 +209,7 @@ def images_of(messages: Sequence[Message], hosts: AllowedHosts) -> list[ImageRef
 def url_ref(url: object, where: str, hosts: AllowedHosts) -> ImageRef:
     """Raises Refusal (400) for what is no URL of a listed host."""
     if not isinstance(url, str) or not url.lower().startswith(("http://", "https://")):
-        raise Refusal(400, f"{where}: an image is given by its http or https URL; data and files are not taken", where)
+        raise Refusal(400, f"{where}: an image must be an http or https URL; data and files are not accepted", where)
     try:
         hosts.admit(url, where)
     except RequestError as error:

@@ -32,7 +32,7 @@ JSON = "application/json"
 class Model(BaseModel):
     """One name that requests may use."""
 
-    id: str = Field(description="What `model` of a request may be.")
+    id: str = Field(description="Valid values for `model` in a request.")
     object: str = "model"
     created: int = 0
     owned_by: str = "sluice"
@@ -123,10 +123,12 @@ def _add_models(router: APIRouter, names: Sequence[str]) -> None:
     @router.get(
         "/v1/models/{name}",
         summary="One name of the model",
-        response_description="It is served.",
+        response_description="The name is served.",
         responses=errors(401, 404, 422),
     )
-    async def model(name: Annotated[str, Path(description="As `model` in a request.", examples=["default"])]) -> Model:
+    async def model(
+        name: Annotated[str, Path(description="As in `model` of a request.", examples=["default"])],
+    ) -> Model:
         """For clients that ask whether a name is served."""
         if name not in names:
             raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(names)}", "model")
@@ -166,18 +168,18 @@ def _count(service: Service, answer: Answer) -> None:
     service.metrics.tokens.labels("completion").inc(sum(len(result.token_ids) for result in answer.results))
 
 
-_ROLLOUT_ID = Path(description="That of the calls; it may have slashes.", examples=["r-1"])
+_ROLLOUT_ID = Path(description="As in the calls; may contain slashes.", examples=["r-1"])
 
 
 class Finished(BaseModel):
     """What became of the rollout."""
 
     rollout_id: str
-    already: bool = Field(description="An earlier call, or the rollout's time to live, had ended it.")
+    already: bool = Field(description="An earlier call, or the rollout's time to live, had already ended it.")
     outcome: str | None = Field(default=None, description="`published` or `dropped`.")
     reason: str | None = Field(default=None, description="Why it was dropped.")
-    num_turns: int | None = Field(default=None, description="Calls whose tokens it holds.")
-    parts: int | None = Field(default=None, description="Training sequences; more than one where it forked.")
+    num_turns: int | None = Field(default=None, description="Number of calls in it.")
+    parts: int | None = Field(default=None, description="Training sequences; more than one if it forked.")
 
 
 def rollout_routes(service: Service) -> APIRouter:

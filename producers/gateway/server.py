@@ -99,8 +99,8 @@ async def _report(role: Role, service: Service) -> None:
 
 
 _TAGS = [
-    {"name": "completions", "description": "Answers of the model whose weights are served at the time."},
-    {"name": "rollouts", "description": "How a rollout of several calls ends: as training data, or dropped."},
+    {"name": "completions", "description": "Answers from the model, with the weights served at the time."},
+    {"name": "rollouts", "description": "End a rollout of several calls: publish it for training, or drop it."},
     {"name": "service", "description": "The state of this process, and its numbers."},
 ]
 
@@ -114,19 +114,19 @@ Calls with the same `rollout_id` are the turns of one rollout. The sampled token
 
 
 class Health(BaseModel):
-    """Whether requests are taken."""
+    """Whether requests are accepted."""
 
     status: str = Field(description="`healthy` or `unavailable`.")
     service: str = "gateway"
-    in_flight: int = Field(description="Requests in hand.")
-    capacity: int = Field(description="The most that are taken; one more is answered 429.")
-    lost_threads: int = Field(description="Renderings that outlived their deadline and still run.")
+    in_flight: int = Field(description="Requests in progress.")
+    capacity: int = Field(description="Limit of requests in progress; more get 429.")
+    lost_threads: int = Field(description="Renderings still running after their deadline.")
     waiting_for: str | None = Field(default=None, description="What is missing, such as the broker.")
 
 
 _HEALTH: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Requests are taken."},
-    503: {"model": Health, "description": "The broker is away."},
+    200: {"description": "Requests are accepted."},
+    503: {"model": Health, "description": "The broker is unavailable."},
 }
 
 
@@ -159,7 +159,7 @@ def make_app(service: Service, key: str | None) -> FastAPI:
 
 
 def _service_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health", tags=["service"], summary="Whether requests are taken", responses=_HEALTH)
+    @app.get("/health", tags=["service"], summary="Whether requests are accepted", responses=_HEALTH)
     async def health(response: Response) -> Health:
         """Free for everybody, also where a key is set."""
         answers = await service.broker_answers()

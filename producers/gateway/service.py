@@ -102,9 +102,11 @@ class Gate:
     def enter(self, count: int = 1) -> Iterator[None]:
         """Room for `count` prompts while the block lasts. Raises Refusal (429; 400 for more than there ever is)."""
         if count > self.most:
-            raise Refusal(400, f"{count} prompts in one request; at most {self.most} (gateway.max_requests)")
+            raise Refusal(400, f"{count} prompts in one request; the limit is {self.most} (gateway.max_requests)")
         if self.in_hand + count > self.most:
-            raise Refusal(429, f"{self.in_hand} requests are in hand, at most {self.most} (gateway.max_requests)")
+            raise Refusal(
+                429, f"{self.in_hand} requests are in progress, the limit is {self.most} (gateway.max_requests)"
+            )
         self._add(count)
         try:
             yield
@@ -122,7 +124,7 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refusal(499, "the caller went away")
+            raise Refusal(499, "the caller disconnected")
         return task.result()
     finally:
         task.cancel()

@@ -77,7 +77,7 @@ def load_tool_parser(name: str) -> ToolParser:
             f"gateway.tool_parser: {name!r} cannot be imported ({type(error).__name__}: {error})"
         ) from error
     if not callable(parser):
-        raise ConfigError(f"gateway.tool_parser: {name!r} is no function")
+        raise ConfigError(f"gateway.tool_parser: {name!r} is not a function")
     return cast(ToolParser, parser)
 
 

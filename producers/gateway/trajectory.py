@@ -164,4 +164,4 @@ class Closing:
             if word == "ok":
                 self._metrics.rollouts.labels(said["outcome"]).inc()
                 return {**said, "num_turns": turns, "already": False}
-        raise Refusal(503, f"rollout {rollout_id} got new turns all the time; finish it when its last call has ended")
+        raise Refusal(503, f"rollout {rollout_id} kept getting new turns; finish it after its last call has ended")

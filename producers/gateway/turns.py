@@ -93,10 +93,10 @@ def check_mask(mask: Sequence[int] | None, num_added: int, *, first: bool) -> No
         return
     if len(mask) != num_added:
         what = "the prompt" if first else "what this call adds to the rollout"
-        raise _mask_error(f"response_mask has {len(mask)} values, and {what} has {num_added} tokens")
+        raise _mask_error(f"response_mask has {len(mask)} values, but {what} has {num_added} tokens")
     if any(mask):
         at = list(mask).index(1)
-        raise _mask_error(f"response_mask[{at}] is 1, and these tokens were not sampled; send 0 for each, or null")
+        raise _mask_error(f"response_mask[{at}] is 1, but these tokens were not sampled; send 0 for each, or null")
 
 
 def _mask_error(message: str) -> Refusal:

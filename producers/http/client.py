@@ -55,7 +55,7 @@ async def read_bounded(response: aiohttp.ClientResponse, max_bytes: int) -> byte
         body += chunk
         if len(body) > max_bytes:
             response.close()
-            raise RequestError(f"the URL: the answer is larger than {max_bytes} bytes; look at the server")
+            raise RequestError(f"the URL: the answer is larger than {max_bytes} bytes; check the server")
     return bytes(body)
 
 
@@ -65,13 +65,13 @@ async def read_json(response: aiohttp.ClientResponse, max_bytes: int) -> Any:
     try:
         return codec.read_json(body, object, "it")
     except MessageError as error:
-        raise RequestError(f"the URL: the answer is no JSON ({error}); look at the server") from error
+        raise RequestError(f"the URL: the answer is not JSON ({error}); check the server") from error
 
 
 def _refusal(response: aiohttp.ClientResponse) -> str | None:
     if 300 <= response.status < 400:
-        return f"the server answered {response.status}, a redirect, and none is followed; give the final URL"
+        return f"the server answered {response.status}, redirects are not followed; give the final URL"
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        return f"the answer comes compressed ({encoding[:20]!r}); have the server send it as it is"
+        return f"the answer is compressed ({encoding[:20]!r}); have the server send it uncompressed"
     return None

@@ -59,13 +59,13 @@ class OpenSchema(Schema):
 
 
 class SamplingParams(OpenSchema):
-    """Options of every call of a rollout; what is not listed goes to the trainer as it is."""
+    """Options of every call of a rollout; unlisted ones are passed to the trainer unchanged."""
 
     temperature: float = Field(default=1.0, ge=0, le=2, description="0 is greedy.")
     top_p: float = Field(default=1.0, ge=0, le=1, description="1 is off.")
-    max_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS_LIMIT, description="Of one reply.")
+    max_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS_LIMIT, description="Tokens per reply.")
     stop: Annotated[list[str], STOP] | None = Field(default=None, description="Texts that end a reply.")
-    logprobs: bool = Field(default=True, description="Asked of the model; training needs them.")
+    logprobs: bool = Field(default=True, description="Request them from the model; training needs them.")
 
 
 class FunctionCall(OpenSchema):
@@ -76,7 +76,7 @@ class FunctionCall(OpenSchema):
 
 
 class ToolCall(OpenSchema):
-    """One call that the model asks for."""
+    """One call requested by the model."""
 
     id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
     type: Literal["function"] = "function"
@@ -84,17 +84,17 @@ class ToolCall(OpenSchema):
 
 
 class Message(OpenSchema):
-    """One message; fields that are not listed are kept."""
+    """One message; unlisted fields are kept."""
 
     role: Role
     content: str | Annotated[list[JsonObject], STOP] | None = Field(
         default=None, description="Text, or a list of OpenAI's parts."
     )
     tool_calls: Annotated[list[ToolCall], STOP] | None = Field(
-        default=None, description="What an assistant's message calls."
+        default=None, description="The calls of an assistant's message."
     )
     tool_call_id: str | None = Field(
-        default=None, max_length=MAX_ID_LENGTH, description="Which call a tool's message answers."
+        default=None, max_length=MAX_ID_LENGTH, description="The call that a tool's message answers."
     )
 
     def plain(self) -> JsonObject:
@@ -133,7 +133,7 @@ class CompletionsRequest(SamplingParams):
     messages: Annotated[list[Message], STOP] = Field(min_length=1, description="The whole conversation so far.")
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH)
     response_mask: Annotated[list[MaskValue], STOP] | None = Field(
-        default=None, description="A 0 for each token that this call adds to its rollout; checked where it is sent."
+        default=None, description="A 0 for each token that this call adds to its rollout; checked if given."
     )
     tools: Annotated[list[JsonObject], STOP] | None = Field(
         default=None, description="Function schemas, for the chat template."
@@ -156,9 +156,11 @@ class CompletionsResponse(OpenSchema):
     created: int = 0
     model: str = "default"
     choices: Annotated[list[CompletionsChoice], STOP] = Field(min_length=1)
-    token_ids: Annotated[list[TokenId], STOP] = Field(description="What was sampled.")
-    logprobs: Annotated[list[float], STOP] = Field(description="Of `token_ids`, one each: natural logarithms.")
-    prompt_token_ids: Annotated[list[TokenId], STOP] = Field(min_length=1, description="What the model was given.")
+    token_ids: Annotated[list[TokenId], STOP] = Field(description="The sampled tokens.")
+    logprobs: Annotated[list[float], STOP] = Field(description="One per token of `token_ids`: natural logarithms.")
+    prompt_token_ids: Annotated[list[TokenId], STOP] = Field(
+        min_length=1, description="The prompt as the model saw it."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> CompletionsResponse:
@@ -194,23 +196,23 @@ class RolloutStatus(StrEnum):
 
 
 class RolloutRequest(Schema):
-    """What a trainer asks for. `max_turns` and `max_tokens_total` are advice; this server follows it."""
+    """What a trainer requests. `max_turns` and `max_tokens_total` are advisory; this server applies them."""
 
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH, description="The same id never runs twice.")
-    server_url: str = Field(description="Where the model is: http or https, of a listed host.")
-    messages: Annotated[list[Message], STOP] = Field(min_length=1, description="What the rollout begins with.")
-    sampling_params: SamplingParams = Field(default=SamplingParams(), description="Of every reply.")
-    tokenizer_name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH, description="One that the server lists.")
+    server_url: str = Field(description="URL of the model: http or https, on a listed host.")
+    messages: Annotated[list[Message], STOP] = Field(min_length=1, description="The first messages of the rollout.")
+    sampling_params: SamplingParams = Field(default=SamplingParams(), description="Applied to every reply.")
+    tokenizer_name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH, description="One of the server's list.")
     tokenizer_revision: str | None = Field(
-        default=None, max_length=MAX_NAME_LENGTH, description="Where the server's list has a hub's model."
+        default=None, max_length=MAX_NAME_LENGTH, description="Only for a Hub model in the server's list."
     )
-    tool_server_url: str | None = Field(default=None, description="An MCP server whose tools this rollout has too.")
-    max_turns: int = Field(default=10, ge=1, le=MAX_TURNS_LIMIT, description="Replies of the model, at most.")
+    tool_server_url: str | None = Field(default=None, description="An MCP server with more tools for this rollout.")
+    max_turns: int = Field(default=10, ge=1, le=MAX_TURNS_LIMIT, description="Limit on the model's replies.")
     max_tokens_total: int = Field(
-        default=8192, ge=1, le=MAX_TOTAL_TOKENS_LIMIT, description="Of the longest context, replies included."
+        default=8192, ge=1, le=MAX_TOTAL_TOKENS_LIMIT, description="Limit on the longest context, replies included."
     )
     metadata: JsonObject = Field(
-        default={}, description="At most 1 MiB. `max_assistant_turns` and `max_user_turns` in it are bounds too."
+        default={}, description="At most 1 MiB. `max_assistant_turns` and `max_user_turns` in it are limits too."
     )
     callback_api_key: Annotated[SecretStr | None, Field(description="Sent to `server_url` as the bearer key.")] = None
 
@@ -238,7 +240,7 @@ class RolloutRequest(Schema):
         for hint in TURN_HINTS:
             turns = value.get(hint)
             if turns is not None and (type(turns) is not int or turns < 1):
-                raise ValueError(f"{hint} must be a whole number >= 1, or null")
+                raise ValueError(f"{hint} must be an integer >= 1, or null")
         return value
 
     @field_validator("callback_api_key")
@@ -246,7 +248,7 @@ class RolloutRequest(Schema):
     def _fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
         secret = "x" if value is None else value.get_secret_value()
         if not (secret.isascii() and secret.isprintable() and secret.strip() == secret != ""):
-            raise ValueError("must be printable ASCII without blanks around it, or null")
+            raise ValueError("must be printable ASCII without surrounding blanks, or null")
         return value
 
     def turn_limits(self) -> tuple[int, int]:
@@ -259,11 +261,11 @@ class RolloutMetrics(Schema):
     """Counts and times of one rollout."""
 
     total_latency_ms: float = Field(default=0.0, description="Of the whole rollout.")
-    llm_latency_ms: float = Field(default=0.0, description="Of all calls of the model together.")
-    tool_latency_ms: float = Field(default=0.0, description="Of the tools, turn by turn.")
+    llm_latency_ms: float = Field(default=0.0, description="Sum of all model calls.")
+    tool_latency_ms: float = Field(default=0.0, description="Sum over the turns.")
     num_llm_calls: int = Field(default=0, description="Turns handed to training.")
     num_tool_calls: int = 0
-    prompt_tokens: int = Field(default=0, description="Of all calls together.")
+    prompt_tokens: int = Field(default=0, description="Sum of all model calls.")
     response_tokens: int = 0
     max_context_tokens: int = Field(default=0, description="Prompt and reply of the longest call.")
 
@@ -275,7 +277,7 @@ class RolloutResponse(Schema):
     status: Annotated[RolloutStatus, Field(strict=False)]
     final_messages: Annotated[list[Message], STOP] = Field(default_factory=list, description="The whole conversation.")
     finish_reason: FinishReason | None = None
-    error_message: str | None = Field(default=None, description="Why it failed, in words.")
+    error_message: str | None = Field(default=None, description="Why it failed.")
     metrics: RolloutMetrics = Field(default_factory=RolloutMetrics)
     extra_fields: JsonObject = Field(
         default_factory=dict, description="error_category, http_status; template_drift, resyncs."
@@ -318,7 +320,7 @@ def _plain_url(text: str) -> str:
     try:
         url = URL(text)
     except (ValueError, IndexError) as error:
-        raise ValueError("is no URL") from error
+        raise ValueError("is not a URL") from error
     if url.scheme not in ("http", "https") or not url.raw_host:
         raise ValueError("must be an http or https URL")
     if url.raw_user is not None or url.raw_password is not None or url.query_string or url.fragment:

@@ -43,7 +43,7 @@ class Dispatcher:
         tools = await self._wait_for(self._server, "/tools")
         if tools is None or await self._wait_for(self._gateway, "/health") is None:
             return False
-        get_logger().info("the rollout server is there", url=self._server.url, tools=tool_names(tools))
+        get_logger().info("connected to the rollout server", url=self._server.url, tools=tool_names(tools))
         self._role.status.waiting(None)
         return True
 
@@ -132,7 +132,7 @@ class Dispatcher:
             return await self._server.call("POST", path, body, until=until)
         except Refused as error:
             if error.status in _NO_SUCH_PATH:
-                raise ConfigError(f"{error}; look at rollout.url and rollout.protocol") from error
+                raise ConfigError(f"{error}; check rollout.url and rollout.protocol") from error
             raise
 
     async def _wait_for(self, peer: Peer, path: str) -> bytes | None:

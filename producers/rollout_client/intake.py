@@ -80,7 +80,7 @@ def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
     name, n = identity(row), config.producer.group_size
     if row.images:
         raise DataError(
-            f"row {name[:80]}: the rollout protocol carries no images; leave them out, or unset rollout.url"
+            f"row {name[:80]}: the rollout protocol does not support images; remove them, or unset rollout.url"
         )
     group = rollout_group_for(config.run, name, epoch, config.sampling, n)
     metadata = {**row.metadata, "row": name[:256], "epoch": epoch}

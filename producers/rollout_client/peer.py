@@ -69,7 +69,7 @@ class Peer:
                         return await self._once(method, path, body)
                     except _Busy as busy:
                         trouble, wait_s = str(busy), busy.wait_s
-                    get_logger().debug("asking again", peer=self.name, trouble=trouble)
+                    get_logger().debug("retrying", peer=self.name, trouble=trouble)
                     await asyncio.sleep(max(pause * random.uniform(0.5, 1), wait_s))
                     pause = min(2 * pause, _MOST_S)
         except TimeoutError:
@@ -107,7 +107,7 @@ class Peer:
         if status in _AGAIN:
             raise _Busy(f"{what}: {said}", _retry_after(response))
         if status in (401, 403):
-            raise ConfigError(f"{what}; set {self._key_name} to the key that it wants")
+            raise ConfigError(f"{what}; set {self._key_name} to the key it expects")
         raise Refused(f"{what}: {said}", status)
 
 
@@ -124,7 +124,8 @@ def peer_session(*urls: str, timeout_s: float, pool: int) -> aiohttp.ClientSessi
             url = URL()
         if url.scheme not in ("http", "https") or not url.host_subcomponent or url.raw_user or url.raw_password:
             raise ConfigError(
-                f"{hide_password(text)!r} is no address of a peer; write rollout.url and gateway_url as http://HOST:PORT"
+                f"{hide_password(text)!r} is not an address of a peer; write rollout.url and gateway_url as "
+                "http://HOST:PORT"
             )
         hosts += [f"{url.host_subcomponent}:{url.port}", f"127.0.0.1:{url.port}"]
     return guarded_session(AllowedHosts(hosts, "rollout.url"), timeout_s=timeout_s, pool=pool)
@@ -176,7 +177,7 @@ def read_answer(raw: bytes, rollout_id: str) -> Answer:
     try:
         answer = read_json(raw, Answer, "it")
     except MessageError as error:
-        raise Refused(f"the rollout server's answer is no RolloutResponse: {error}") from error
+        raise Refused(f"the rollout server's answer is not a RolloutResponse: {error}") from error
     if answer.rollout_id != rollout_id:
         raise Refused(f"the rollout server's answer is that of another rollout, {answer.rollout_id[:256]!r}")
     return answer
@@ -187,5 +188,5 @@ def tool_names(raw: bytes) -> list[str]:
     try:
         found = read_json(raw, _Tools, "it")
     except MessageError as error:
-        raise ConfigError(f"GET /tools of rollout.url is no list of tools ({error}); correct the address") from error
+        raise ConfigError(f"GET /tools of rollout.url is not a list of tools ({error}); correct the address") from error
     return [tool.function.name for tool in found.tools]

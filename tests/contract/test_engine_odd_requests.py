@@ -66,5 +66,5 @@ def test_token_ids_of_a_prompt_are_whole_numbers_of_any_kind() -> None:
     import numpy as np
 
     assert TextGenerationRequest(prompt_token_ids=tuple(np.array([3, 4]))).prompt_token_ids == (3, 4)
-    with pytest.raises(RequestError, match="prompt_token_ids are whole numbers"):
+    with pytest.raises(RequestError, match="prompt_token_ids must be integers"):
         TextGenerationRequest(prompt_token_ids=("a",))  # type: ignore[arg-type]

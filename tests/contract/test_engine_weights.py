@@ -54,7 +54,7 @@ def _damage(directory: Path, kind: str) -> str:
         path.write_bytes(path.read_bytes()[:-100])
     elif kind == "no file":
         path.unlink()
-    return {"tied": "one tensor", "cut": "whole safetensors", "no file": "no .*files"}.get(kind, "mlp|extra")
+    return {"tied": "are tied", "cut": "incomplete or not", "no file": "no .*files"}.get(kind, "mlp|extra")
 
 
 @pytest.mark.parametrize("kind", ["missing", "unknown", "shape", "dtype", "tied", "cut", "no file"])

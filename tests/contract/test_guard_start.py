@@ -63,7 +63,7 @@ def test_a_key_prefix_that_the_tokenizer_does_not_write_is_refused(kind: str, tm
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["logits_processors", "additional_config", "worker_extension_cls"])
 def test_an_engine_argument_that_would_take_the_guard_away_is_refused(name: str, model_dir: Path) -> None:
-    _refused(_made("vllm", model_dir, GUARD, **{name: None}), f"extra.{name}: this backend sets it itself")
+    _refused(_made("vllm", model_dir, GUARD, **{name: None}), f"extra.{name}: this backend sets it")
 
 
 def test_what_a_model_without_an_end_can_do_without_a_guard(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ async def test_a_start_proves_the_loaded_guard_with_its_own_thresholds(
         await prove_guard(backend, GUARD)
         assert "repeat guard proved" in (line := capsys.readouterr().err)
         assert "rules=consecutive,ngram" in line
-        with pytest.raises(EngineError, match="the loaded guard has other thresholds"):
+        with pytest.raises(EngineError, match="the loaded guard has thresholds"):
             await prove_guard(backend, replace(GUARD, max_consecutive_token_repeats=9))
     finally:
         await backend.close()
@@ -91,7 +91,7 @@ async def test_a_start_proves_the_loaded_guard_with_its_own_thresholds(
 
 async def test_a_guard_that_was_not_loaded_is_found(hf: HfBackend) -> None:
     await prove_guard(hf, replace(GUARD, enabled=False))
-    with pytest.raises(EngineError, match="is enabled, and no guard was loaded"):
+    with pytest.raises(EngineError, match="is enabled, but no guard is loaded"):
         await prove_guard(hf, GUARD)
 
 

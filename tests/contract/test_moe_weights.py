@@ -105,7 +105,7 @@ def test_a_version_that_scores_wrongly_is_taken_back(
     directory, probe = published(policy, source, tmp_path / "v", seed=4)
     wrong = WeightsProbe(probe.token_ids, probe.score + 3, probe.tolerance)
     before = run(engine, request(PROMPT))[0]
-    with pytest.raises(WeightsError, match="loaded back"):
+    with pytest.raises(WeightsError, match="restored"):
         asyncio.run(engine.load_weights(directory, engine.version + 1, wrong))
     assert run(engine, request(PROMPT))[0] == before
     asyncio.run(engine.load_weights(directory, engine.version + 1, probe))

@@ -164,14 +164,14 @@ def test_plugin_incompatible_with_the_request_type_is_rejected_before_generation
         request_types = frozenset({"vlm"})
 
     plugin = OfImages(1)
-    with pytest.raises(EngineError, match="plugin 'of_images' is for vlm requests, and these are text"):
+    with pytest.raises(EngineError, match="plugin 'of_images' is for vlm requests, but these are text"):
         engine.generate_text_batch([Ask(prompt_token_ids=(1,))], plugins=[plugin])
     assert plugin.seen == []
 
 
 @pytest.mark.parametrize(
     ("plugin", "says"),
-    [(StopAfter(1), "works on hf, and the backend is 'vllm'"), (Broken(), "needs the hooks logits_processor")],
+    [(StopAfter(1), "works on hf, but the backend is 'vllm'"), (Broken(), "needs the hooks logits_processor")],
 )
 def test_plugin_incompatible_with_a_backend_is_a_named_error(plugin: GenerationPlugin, says: str) -> None:
     with pytest.raises(EngineError, match=says):

@@ -50,7 +50,7 @@ def test_decision_2_one_row_is_ended_not_the_batch(loops: LoopModel, guarded_vll
 
 
 def test_decision_3_the_guard_comes_at_start_up_and_never_with_a_request(guarded_hf: RoutedBackend) -> None:
-    with pytest.raises(RequestError, match="belong to the engine"):
+    with pytest.raises(RequestError, match="only the engine sets rules"):
         decoded(guarded_hf, replace(request([5]), probe_guard=GuardRules(CONFIG)))
 
 

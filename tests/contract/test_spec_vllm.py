@@ -166,7 +166,7 @@ def test_vllm_vlm_request_uses_explicit_fallback_when_configured(blind: Generati
     with capture_logs() as logs:
         with pytest.raises(EngineError, match="'hooked' needs the hooks"):
             blind.generate_vlm_batch(SEEN, SHORT, [_Hooked()])
-        with pytest.raises(EngineError, match="'of vllm' works on vllm, and the backend is 'hf'"):
+        with pytest.raises(EngineError, match="'of vllm' works on vllm, but the backend is 'hf'"):
             next(blind.answers(_never(), SHORT, [_OfVllm()], image=True))
         results = blind.generate_vlm_batch(SEEN, SHORT)
         texts = blind.generate_text_batch(TEXTS, SHORT, [_OfVllm()])

@@ -33,7 +33,7 @@ class Refused:
 
 REFUSED = {
     "unknown argument": Refused({"extra": {"enable_prefix_cachin": True}}, ConfigError, "did you mean 'enable_pre"),
-    "an argument of ours": Refused({"extra": {"logprobs_mode": "raw_logits"}}, ConfigError, "sets it itself"),
+    "an argument of ours": Refused({"extra": {"logprobs_mode": "raw_logits"}}, ConfigError, "sets it"),
     "context beyond the model's": Refused({"max_model_len": 100_000}, ModelError, "max_position_embeddings"),
     "no room for one sequence": Refused({"kv_cache_gb": 1e-5}, ModelError, "(?i)memory"),
 }
@@ -82,7 +82,7 @@ def test_nothing_is_served_before_the_start_or_after_the_end(model_dir: Path) ->
     with pytest.raises(EngineError, match="not started"):
         backend.abort("s")
     asyncio.run(backend.close())
-    with pytest.raises(EngineError, match="started before"):
+    with pytest.raises(EngineError, match="already started"):
         asyncio.run(backend.start())
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(backend.score([1, 2]))
@@ -124,6 +124,6 @@ def test_a_core_that_stands_still_while_it_starts_is_replaced_by_a_spawned_one(
         over.set()
         stopper.join()
         log.close()
-    seen = [entry for entry in logs if entry["event"] == "vLLM stood still at its start"]
+    seen = [entry for entry in logs if entry["event"] == "vLLM hung at startup"]
     assert [entry["start_method"] for entry in seen] == ["fork"]
     assert cores() <= before

@@ -154,7 +154,7 @@ def test_a_processor_that_does_not_fit_the_model_fails_the_request_and_not_the_e
     settings[key] += 1
     (directory / name).write_text(json.dumps(settings))
     with started(directory) as backend:
-        with pytest.raises(RequestError, match="does not take the image"):
+        with pytest.raises(RequestError, match="rejects the output of its image processor"):
             run(backend, _ask(directory))
         assert run(backend, request(b"the abc"))[0].token_ids
 

@@ -43,7 +43,7 @@ async def refused_amid(backend: Backend, versions: Versions, wrong: WeightsProbe
     class Refused(Updates):
         async def _load(self, version: int) -> None:
             if version == 1:
-                with pytest.raises(WeightsError, match=r"the trainer measured .* were loaded back"):
+                with pytest.raises(WeightsError, match=r"the trainer measured .* were restored"):
                     await self._backend.load_weights(versions.directories[1], 1, wrong)
                 assert backend.version == 0
             else:
@@ -68,7 +68,7 @@ def test_weights_that_stayed_the_old_ones_are_found_by_the_change(own: tuple[Bac
     asyncio.run(backend.load_weights(versions.directories[0], 0))
     old, new = score_of(versions, 0), score_of(versions, 1)
     wide = {"tolerance": 1e6, "change_tolerance": 1e-3}
-    with pytest.raises(WeightsError, match="not all weights are the new ones"):
+    with pytest.raises(WeightsError, match="not all weights are new"):
         asyncio.run(backend.load_weights(versions.directories[0], 1, probe(versions, 1, change=0.01, **wide)))
     assert backend.version == 0
     asyncio.run(backend.load_weights(versions.directories[1], 1, probe(versions, 1, change=new - old, **wide)))
@@ -101,7 +101,7 @@ def test_without_a_way_back_nothing_decodes_until_a_load_succeeds(own: tuple[Bac
 
     class Torn(Updates):
         async def _load(self, version: int) -> None:
-            with pytest.raises(TornWeights, match="cannot be loaded back"):
+            with pytest.raises(TornWeights, match="cannot be restored"):
                 await self._backend.load_weights(versions.directories[1], 1, probe(versions, 1, off=1.0))
 
     with pytest.raises(TornWeights):

@@ -116,8 +116,8 @@ def test_killed_and_interrupted_and_resumed_it_writes_what_one_run_writes(
     second.signal(signal.SIGINT)
     assert second.wait(60) == 130, second.tail()
     said = second.text()
-    assert "answers were done before" in said
-    assert "the same command goes on from there" in said
+    assert "answers are already done" in said
+    assert "the same command continues from there" in said
     assert "Traceback" not in said
     assert [path.name for path in out.parent.iterdir()] == ["a.jsonl.part"], "interrupted after its end"
     code, _, said = generate(prompts, out, *sampled, "--seed", "1")
@@ -282,7 +282,7 @@ def test_a_text_model_answers_the_rows_without_an_image(generate: Callable[..., 
     code, _, said = generate(alone, out, "--restart")
     assert code == 9
     assert re.search(r"row 0: the hf backend does not support images .*; 1 more\n", said)
-    assert f"every row failed; with mended options --restart replaces {out}" in said
+    assert f"every row failed; fix the options and replace {out} with --restart" in said
 
 
 def test_a_file_without_rows_is_answered_with_a_warning(generate: Callable[..., Any], tmp_path: Path) -> None:

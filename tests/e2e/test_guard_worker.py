@@ -56,7 +56,7 @@ def test_a_guard_that_cannot_be_active_ends_the_worker_before_it_takes_a_job(
     misspelt.config_file.write_text(misspelt.config_file.read_text().replace("min_new_tokens", "min_new_token"))
     stacks = {
         "end-of-sequence id to force": guarded(make_stack, model=endless),
-        "'object_KEY' stands 3 times in an answer, and 0 times in the tokens": guarded(
+        "'object_KEY' occurs 3 times in an answer, but 0 times in its tokens": guarded(
             make_stack, model=lower, max_object_keys=3, object_key_prefix="object_KEY"
         ),
         f"{misspelt.config_file}: unknown key rollout_matching.repeat_terminate.min_new_token; did you mean "

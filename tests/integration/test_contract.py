@@ -119,7 +119,7 @@ async def test_a_damaged_contract_or_row_stops_nobody(client: Any, keys: Keys, m
 
 async def test_a_run_of_an_earlier_release_is_refused(client: Any, keys: Keys, made: Any) -> None:
     await client.set(f"sluice:{keys.run}:latest", "3")
-    with pytest.raises(ConfigError, match=r"begun by an earlier release.*--set run=NAME"):
+    with pytest.raises(ConfigError, match=r"started by an earlier release.*--set run=NAME"):
         await take_part(client, made(), "w")
 
 

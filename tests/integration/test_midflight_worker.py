@@ -130,7 +130,7 @@ async def test_an_engine_that_scores_otherwise_than_the_trainer_ends_at_the_star
     await published.publish(0, made, probe_score=made.probe_score - 1)
     await enqueue(client, keys, "job")
     async with engine(config) as backend, role_of(config, "worker", "w") as role:
-        with pytest.raises(ModelError, match=r"computes weights v0 otherwise than the trainer") as found:
+        with pytest.raises(ModelError, match=r"computes weights v0 differently from the trainer") as found:
             await DecodeWorker(role, backend, JobPrompts(config.model)).run()
     assert found.value.exit_code == 5
     assert await results(client, keys) == {}
@@ -237,7 +237,7 @@ async def test_a_worker_without_whole_weights_hands_its_jobs_back(
         shutil.move(run_dir / "model-0", run_dir / "retired")
         await published.publish(1, probe_score=1.0)
         async with asyncio.timeout(30):
-            with pytest.raises(TornWeights, match="cannot be loaded back"):
+            with pytest.raises(TornWeights, match="cannot be restored"):
                 await running
     shutil.move(run_dir / "retired", run_dir / "model-0")
     now = await snapshot(client, keys)

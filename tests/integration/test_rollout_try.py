@@ -35,7 +35,7 @@ def test_every_turn_is_shown_with_calls_results_and_masks(model: str, capsys: py
     assert try_(model=model, prompt="hi", max_tokens=8, max_turns=2, overrides=(*SETTINGS, CALLS)) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
-        "the chat template does not show the tools",
+        "the chat template does not include the tools",
         "turn 1",
         '→ add({"a": 15, "b": 23})',
         "8 sampled tokens",
@@ -56,7 +56,7 @@ def test_one_can_talk_and_look_at_tools_and_tokens(
     assert try_(model=model, interactive=True, system="be brief", max_tokens=4, overrides=SETTINGS) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "multiply(a, b)" in shown
-    assert shown.count("no tokens yet; say something") == 2
+    assert shown.count("no tokens yet; send a message first") == 2
     assert "prompt: " in shown
     assert shown.count("COMPLETED: max_tokens; 1 turns") == 3
     assert ", 4 messages" in shown  # system, hi, the reply, yes
@@ -73,11 +73,11 @@ def test_a_rollout_that_fails_is_shown_and_is_the_exit_code(model: str, capsys: 
 
 
 def test_what_is_missing_is_named(tmp_path: Path, model: str) -> None:
-    with pytest.raises(ConfigError, match="name its directory with --model"):
+    with pytest.raises(ConfigError, match="pass its directory with --model"):
         try_(prompt="hi")
-    with pytest.raises(ModelError, match="there is no such directory"):
+    with pytest.raises(ModelError, match="no such directory"):
         try_(model=str(tmp_path / "nowhere"), prompt="hi")
-    with pytest.raises(ConfigError, match="nothing to say"):
+    with pytest.raises(ConfigError, match="no message"):
         try_(model=model)
     with pytest.raises(ConfigError, match=r"sampling_params.temperature: .*correct the option"):
         try_(model=model, prompt="hi", temperature=9, overrides=SETTINGS)

@@ -105,8 +105,8 @@ class RoutedBackend:
         if self._make is None:
             other = ", choose the hf backend, or set fallback_backend: hf" if facts.name != "hf" else ""
             raise EngineError(
-                f"the {facts.name} backend does not support images with the model {facts.model}; use a "
-                f"vision-language model that it can load{other}"
+                f"the {facts.name} backend does not support images with the model {facts.model}; use a vision-language "
+                f"model it can load{other}"
             )
         async with self._changing:
             if self._closed or self._failed is not None:
@@ -119,7 +119,7 @@ class RoutedBackend:
         """Decode one sequence; with an image, on the backend that takes images."""
         if request.probe_guard is not None:
             raise RequestError(
-                f"{request.seq_key}: rules of the repeat guard belong to the engine; leave probe_guard out"
+                f"{request.seq_key}: only the engine sets rules of the repeat guard; leave probe_guard out"
             )
         if request.image is None or self._primary.facts.supports_vlm:
             return await self._primary.decode(request)
@@ -162,7 +162,7 @@ class RoutedBackend:
             except TornWeights:
                 raise
             except (EngineError, WeightsError) as error:
-                get_logger().warning("the fallback backend is ended: it does not take the weights", error=str(error))
+                get_logger().warning("stopping the fallback backend: it refuses the weights", error=str(error))
                 fallback, self._fallback = self._fallback, None
                 leaving = asyncio.ensure_future(self._close_when_idle(fallback))
                 self._leaving[leaving] = fallback
@@ -209,7 +209,7 @@ class RoutedBackend:
             await fallback.start()
             await prove_guard(fallback, self._guard)
             if not fallback.facts.supports_vlm:
-                raise ModelError(f"{facts.model} is no vision-language model")
+                raise ModelError(f"{facts.model} is not a vision-language model")
             if self._weights is not None:
                 directory, version, probe = self._weights
                 # It starts from the model directory's own weights; the change from those was not measured.

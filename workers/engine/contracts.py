@@ -136,14 +136,14 @@ class WeightsProbe:
     def refusal(self, directory: Path, before: float | None, after: float) -> str:
         """Why these are the wrong weights; empty if they match. `before`: the score under the previous weights."""
         if not abs(after - self.score) <= self.tolerance:  # NaN is refused
-            return f"{directory}: the probe scores {after:.4f}, the trainer measured {self.score:.4f}"
+            return f"{directory}: the probe scores {after:.4f}, but the trainer measured {self.score:.4f}"
         if before is None or self.change is None:
             return ""
         if abs(after - before - self.change) <= self.change_tolerance + abs(self.change) / 4:
             return ""
         return (
-            f"{directory}: the probe went from {before:.5f} to {after:.5f}, the trainer measured a change of "
-            f"{self.change:+.5f}: not all weights are the new ones"
+            f"{directory}: the probe went from {before:.5f} to {after:.5f}, but the trainer measured a change of "
+            f"{self.change:+.5f}: not all weights are new"
         )
 
 

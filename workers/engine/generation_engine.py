@@ -178,7 +178,7 @@ class GenerationEngine:
     ) -> list[GenerationResult]:
         kind = VlmGenerationRequest if image else TextGenerationRequest
         if (odd := next((one for one in requests if not isinstance(one, kind)), None)) is not None:
-            raise RequestError(f"a {type(odd).__name__} among {kind.__name__}s; each kind has a call of its own")
+            raise RequestError(f"a {type(odd).__name__} among {kind.__name__}s; send each kind in a separate call")
         found = dict(self.answers(enumerate(requests), options, plugins, image=image))
         return [found[number] for number in range(len(requests))]
 
@@ -234,7 +234,7 @@ class GenerationEngine:
         except SluiceError:
             raise
         except Exception as error:  # the model's own template, tokenizer or processor
-            raise RequestError(f"{key}: the prompt cannot be made: {error!r}") from error
+            raise RequestError(f"{key}: cannot build the prompt: {error!r}") from error
 
     async def _rendered(self, request: GenerationRequest) -> tuple[list[int], object | None]:
         if isinstance(request, TextGenerationRequest):

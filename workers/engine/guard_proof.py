@@ -29,11 +29,11 @@ async def prove_guard(backend: Backend, config: RepeatTerminateConfig) -> None:
     facts = backend.facts
     where = f"the {facts.name} engine ({facts.engine_version})"
     if not facts.repeat_terminate:
-        raise GuardRefused(f"{where}: repeat_terminate is enabled, and no guard was loaded")
+        raise GuardRefused(f"{where}: repeat_terminate is enabled, but no guard is loaded")
     await _prove_decode(backend, where)
     rules = (await backend.try_guard([])).rules
     if rules.config != config:
-        raise GuardRefused(f"{where}: the loaded guard has other thresholds: {rules.config}, the run asks for {config}")
+        raise GuardRefused(f"{where}: the loaded guard has thresholds {rules.config}, but the run asks for {config}")
     proved = [rule for rule in rules.tokens_needed() if await _prove_rule(backend, rules, rule, where)]
     get_logger().info("repeat guard proved", backend=facts.name, decode="ended a loop", rules=",".join(proved))
 
@@ -53,8 +53,8 @@ async def _prove_decode(backend: Backend, where: str) -> None:
     wanted = (RepeatTrigger("consecutive", _RUN), [token] * _RUN + [facts.eos_token_ids[0]])
     if (output.trigger, output.token_ids) != wanted:
         raise GuardRefused(
-            f"{where}: the repeat guard is loaded and does not fire: {_RUN} equal tokens gave {output.token_ids}, "
-            f"{output.finish_reason}; this worker takes no job"
+            f"{where}: the repeat guard is loaded but does not fire: {_RUN} equal tokens gave {output.token_ids}, "
+            f"{output.finish_reason}; this worker takes no jobs"
         )
 
 
@@ -70,7 +70,7 @@ async def _prove_rule(backend: Backend, rules: GuardRules, rule: Rule, where: st
     wanted, trigger = rules.guard().push_all(tokens), (await backend.try_guard(tokens)).trigger
     if trigger is None or trigger != wanted:
         raise GuardRefused(
-            f"{where}: {len(tokens)} tokens that break the rule {rule} give {trigger} on the loaded guard, not {wanted}"
+            f"{where}: {len(tokens)} tokens that trigger rule {rule} give {trigger} on the loaded guard, not {wanted}"
         )
     return True
 
@@ -95,7 +95,7 @@ def _answers(rules: GuardRules, needed: int) -> list[int]:
     """Answers as the model's tokenizer writes them, one after another, up to the token that completes the rule."""
     keys, most = rules.keys, rules.config.max_object_keys
     if keys is None or most is None or not keys.count(keys.answer):
-        raise GuardRefused("the loaded guard has no answer with an object key to be tried with")
+        raise GuardRefused("no answer with an object key was found to test the loaded guard with")
     tokens, matched, counted = list[int](), 0, 0
     answer = cycle(keys.answer)
     while counted < most or len(tokens) < needed:

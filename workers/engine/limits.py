@@ -38,7 +38,7 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
     if len(prompt) >= limit:
         raise RequestError(
             f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it, or set truncate_prompt "
-            "(which cuts text alone, never a prompt with an image)"
+            "(for text prompts only, not for prompts with an image)"
         )
     room = limit - len(prompt)
     if wanted > room:
@@ -55,7 +55,7 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
     check_token_ids(f"{key}: allowed_token_ids", request.allowed_token_ids, facts.vocab_size)
     if facts.repeat_terminate and request.eos_token_ids is not None and not request.eos_token_ids:
         raise RequestError(
-            f"{key}: no end-of-sequence id (ignore_eos) together with repeat_terminate, which ends loops by one; "
+            f"{key}: ignore_eos cannot be combined with repeat_terminate, which ends loops with an end-of-sequence id; "
             "leave eos_token_ids out, or switch the guard off"
         )
     sampling = request.sampling
@@ -63,11 +63,11 @@ def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence
         sampling.top_p < 1 or sampling.top_k or sampling.repetition_penalty != 1
     ):
         raise RequestError(
-            f"{key}: with {facts.logprobs_mode} a temperature may be set, and no top_p, top_k or repetition_penalty: "
-            "under other weights a token that they leave out has no logprob; leave them out, or use raw logprobs"
+            f"{key}: {facts.logprobs_mode} supports a temperature, but no top_p, top_k or repetition_penalty: under "
+            "other weights a token they exclude has no logprob; remove them, or use raw logprobs"
         )
     if "" in request.sampling.stop:
-        raise RequestError(f"{key}: an empty stop string would end every sequence at once; remove it")
+        raise RequestError(f"{key}: an empty stop string would end every sequence immediately; remove it")
     if request.so_far is not None:
         check_token_ids(f"{key}: so_far", request.so_far.token_ids, facts.vocab_size)
 

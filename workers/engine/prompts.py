@@ -100,11 +100,13 @@ def _part(part: Any, image_token: str) -> dict[str, Any]:
     if kind in _IMAGE_TYPES:
         return {"type": "image"}
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise RequestError(f"a part of type {kind!r} in the messages; a part is of type text, with a text, or image")
+        raise RequestError(
+            f"a part of type {kind!r} in the messages; a part must be of type text, with a text, or image"
+        )
     _check_text(part["text"], image_token)
     return dict(part)
 
 
 def _check_text(text: str, image_token: str) -> None:
     if image_token in text:
-        raise RequestError(f"a text of the messages holds the image placeholder {image_token!r}; take it out")
+        raise RequestError(f"a text of the messages contains the image placeholder {image_token!r}; remove it")

@@ -104,7 +104,7 @@ class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         try:
             msgspec.structs.force_setattr(self, "prompt_token_ids", tuple(map(index, self.prompt_token_ids)))
         except TypeError as error:
-            raise RequestError(f"request {self.request_id!r}: prompt_token_ids are whole numbers; {error}") from error
+            raise RequestError(f"request {self.request_id!r}: prompt_token_ids must be integers; {error}") from error
 
 
 class VlmGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

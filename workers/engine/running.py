@@ -118,8 +118,8 @@ class RunningSequence:
         """End it for the repeat guard: appends the first configured end-of-sequence id, which wasn't sampled."""
         if trigger.at_token != len(self.tokens):
             raise EngineError(
-                f"{self.request.seq_key}: the repeat guard saw {trigger.at_token} tokens, and there are "
-                f"{len(self.tokens)}; this is a fault of the engine's adapter"
+                f"{self.request.seq_key}: the repeat guard saw {trigger.at_token} tokens, but there are "
+                f"{len(self.tokens)}; this is a bug in the engine's adapter"
             )
         self.sampled.append(self.eos[0], 0.0, -1, mask=0)
         self.trigger = trigger
@@ -128,7 +128,7 @@ class RunningSequence:
     def output(self) -> SequenceOutput:
         """The result of an ended sequence. Raises EngineError if it is still running."""
         if self.finish_reason is None:
-            raise EngineError(f"{self.request.seq_key}: asked for its output before it ended")
+            raise EngineError(f"{self.request.seq_key}: output requested before the sequence ended")
         text, raw_text = final_texts(self._tokenizer, self.tokens, self.request.sampling.stop)
         return SequenceOutput(
             seq_key=self.request.seq_key,
@@ -143,7 +143,7 @@ class RunningSequence:
 
     def _check(self, logprob: float, at: int) -> None:
         if math.isnan(logprob):
-            raise EngineError(f"{self.request.seq_key}: the model gave NaN at token {at}; check its weights")
+            raise EngineError(f"{self.request.seq_key}: the model returned NaN at token {at}; check its weights")
 
     def _take(self, token: int, logprob: float, version: int) -> None:
         self._check(logprob, len(self.tokens))

@@ -119,7 +119,7 @@ class Layout:
             part = sources[name].get_slice(name)
             dtype = _DTYPES.get(part.get_dtype())
             if dtype is None:
-                raise WeightsError(f"{directory}: {name} has dtype {part.get_dtype()}, which no model has here")
+                raise WeightsError(f"{directory}: {name} has dtype {part.get_dtype()}, which is not supported")
             return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
         try:
@@ -127,15 +127,15 @@ class Layout:
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
             names = list(piece.sources)
             raise WeightsError(
-                f"{directory}: {len(names)} tensors, e.g. {names[0]}, do not make {piece.target}: {error}; is one "
-                "missing, or of another shape?"
+                f"{directory}: {len(names)} tensors, e.g. {names[0]}, do not combine into {piece.target}: {error}; is "
+                "one missing, or of another shape?"
             ) from error
 
     def _check_tensor(self, directory: Path, piece: Piece, name: str, made: torch.Tensor) -> None:
         target = self.own.get(name)
         source = next(iter(piece.sources))
         if target is None:
-            raise WeightsError(f"{directory}: {source} makes {name}, which is not in the model")
+            raise WeightsError(f"{directory}: {source} maps to {name}, which is not in the model")
         if made.shape != target.shape:
             raise WeightsError(
                 f"{directory}: {source} has shape {tuple(made.shape)}, the model has {tuple(target.shape)}"
@@ -152,7 +152,7 @@ class Layout:
         )
         if not torch.equal(left, right):
             names = [next(iter(piece.sources)) for _, piece in (first, second)]
-            raise WeightsError(f"{directory}: {names[0]} and {names[1]} are one tensor in the model, but differ here")
+            raise WeightsError(f"{directory}: {names[0]} and {names[1]} are tied in the model, but differ here")
 
 
 def open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def open_weights(directory: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             file = stack.enter_context(safe_open(os.fspath(path), framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path}: not a whole safetensors file: {error}") from error
+            raise WeightsError(f"{path}: incomplete or not a safetensors file: {error}") from error
         for name in file.keys():  # noqa: SIM118 - a safe_open handle is no mapping
             if name in sources:
                 raise WeightsError(f"{directory}: {name} is in two files; remove the stale one")

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from sluice.pipeline.cli.options import ConfigPath, Json
 from sluice.pipeline.terminal import escaped_json, say
 
-app = App(name="guard", help="The repeat guard: try its thresholds on sequences that were decoded.")
+app = App(name="guard", help="The repeat guard: try its thresholds on decoded sequences.")
 
 
 @app.command
@@ -21,7 +21,7 @@ def replay(
     *,
     config: ConfigPath = None,
     model: Annotated[
-        str | None, Parameter(help="Model directory; its tokenizer is needed with max_object_keys alone.")
+        str | None, Parameter(help="Model directory; its tokenizer is needed only with max_object_keys.")
     ] = None,
     overrides: Annotated[
         tuple[str, ...],
@@ -32,14 +32,14 @@ def replay(
         Parameter(negative="", show_default=False, help="Compare values, e.g. ngram_size=16,32; may be repeated."),
     ] = (),
     on_malformed: Annotated[
-        Literal["stop", "skip"], Parameter(help="A row that cannot be read: stop, or leave it out.")
+        Literal["stop", "skip"], Parameter(help="A row that cannot be read: stop, or skip it.")
     ] = "stop",
     as_json: Json = False,
 ) -> int:
     """Show what the thresholds of CONFIG (or the defaults) would have cut of RESULTS, without decoding again.
 
-    RESULTS is the output of `sluice generate --fields all`, JSONL or Parquet. Rows that ended by themselves and would
-    have been cut are what thresholds are tuned against. `enabled` does not matter here.
+    RESULTS is the output of `sluice generate --fields all`, JSONL or Parquet. Tune thresholds against rows that ended
+    by themselves and would have been cut. `enabled` does not matter here.
 
     Example: `sluice guard replay answers.jsonl --set min_new_tokens=64 --vary ngram_size=16,32,64`
     """
@@ -49,7 +49,7 @@ def replay(
 
     found = run(results, make_trials(config, overrides, vary, model), skip_malformed=on_malformed == "skip")
     for row in found.malformed:
-        say(f"warning: left out: {row.error()}", file=sys.stderr)
+        say(f"warning: skipped: {row.error()}", file=sys.stderr)
     if not any(trial.endings for trial in found.trials):
         say(f"warning: {results} has no sequences to replay", file=sys.stderr)
     say(escaped_json(json_text(found)) if as_json else as_text(found))

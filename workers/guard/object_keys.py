@@ -78,7 +78,7 @@ class ObjectKeys:
         written = token_bytes(tokenizer)
         pattern = written.of_text(prefix)
         if not pattern:
-            raise _uncountable(prefix, "has no bytes in this model's vocabulary, so nothing could be counted")
+            raise _uncountable(prefix, "has no bytes in this model's vocabulary, so nothing can be counted")
         answer = _encoded(tokenizer, _answer(prefix, min(max_keys, _ANSWER_KEYS)))
         keys = cls.of(pattern, written.pieces, answer)
         for layout in range(len(_LAYOUTS)):
@@ -162,8 +162,7 @@ def _prove(keys: ObjectKeys, tokenizer: Any, prefix: str, text: str, written: To
         shown = b"".join(written.pieces[token] for token in tokens)[:60].decode(errors="replace")
         raise _uncountable(
             prefix,
-            f"stands {wanted} times in an answer, and {counted} times in the tokens that this model's tokenizer makes "
-            f"of it: {text[:60]!r} becomes {shown!r}",
+            f"occurs {wanted} times in an answer, but {counted} times in its tokens: {text[:60]!r} becomes {shown!r}",
         )
 
 
@@ -264,7 +263,7 @@ def _of_python(tokenizer: Any) -> TokenBytes:
         return TokenBytes(_pieces(by_id, _byte_level, added))
     if hasattr(tokenizer, "sp_model"):
         return TokenBytes(_pieces(by_id, _sentencepiece, added))
-    raise _unknown(f"{type(tokenizer).__name__} does not say how its pieces are spelled")
+    raise _unknown(f"{type(tokenizer).__name__} does not expose the text of its tokens")
 
 
 def _mistral_core(tokenizer: Any) -> Any:
@@ -316,6 +315,6 @@ def _byte_level(piece: str) -> bytes:
 
 def _unknown(why: str) -> GuardImpossible:
     return GuardImpossible(
-        f"repeat_terminate.max_object_keys counts in the bytes that tokens write, and this tokenizer is of a kind that "
-        f"the guard does not know: {why}; set max_object_keys to null"
+        "repeat_terminate.max_object_keys counts in the bytes that tokens write, but the guard does not support this "
+        f"tokenizer: {why}; set max_object_keys to null"
     )

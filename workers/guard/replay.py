@@ -60,10 +60,10 @@ class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.token_ids is None and self.finish_reason != "error":
-            raise ValueError("no token_ids; replay needs the rows of `--fields all`")
+            raise ValueError("no token_ids; replay needs rows written with `--fields all`")
         at = self.triggers.at_token
         if self.finish_reason == CUT_BEFORE and (at is None or not 0 <= at <= len(self.token_ids or ())):
-            raise ValueError(f"a guard ended it, and triggers.at_token is {at}, not a place in its token_ids")
+            raise ValueError(f"a guard ended it, but triggers.at_token is {at}, not an index of its token_ids")
 
     @property
     def tokens(self) -> list[int]:
@@ -160,7 +160,7 @@ def replay(path: Path, trials: Sequence[Trial], *, skip_malformed: bool = False)
     if found.malformed and not skip_malformed:
         first, more = found.malformed[0], len(found.malformed) - 1
         others = f"; {more} more are malformed" if more else ""
-        raise DataError(f"{first.error()}{others}; mend it, or leave such rows out: --on-malformed skip")
+        raise DataError(f"{first.error()}{others}; fix it, or skip such rows: --on-malformed skip")
     return found
 
 
@@ -287,7 +287,7 @@ def _detailed(trial: Trial) -> str:
     if before.rows:
         lines.append(
             f"{before.rows:,} rows were cut by a guard already: these thresholds cut {before.cut:,} of them, "
-            f"{before.tokens_saved:,} tokens earlier; of the others nothing is known beyond their cut"
+            f"{before.tokens_saved:,} tokens earlier; what the others would have become is unknown"
         )
     if trial.healthy:
         lines.append(f"healthy rows that would be cut ({trial.of(HEALTHY).cut:,} of {trial.of(HEALTHY).rows:,}):")

@@ -43,7 +43,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> RepeatTerminat
         origin = f"COORDEXP_{JSON}"
     else:
         raise ConfigError(
-            f"COORDEXP_{SWITCH} is on, and the repeat_terminate subtree is missing; give it as JSON in "
+            f"COORDEXP_{SWITCH} is on, but the repeat_terminate subtree is missing; give it as JSON in "
             f"COORDEXP_{JSON}, or the path of such a file in COORDEXP_{JSON_PATH}"
         )
     try:

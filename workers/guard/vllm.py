@@ -95,7 +95,7 @@ class RepeatTerminate(WorkerRepeatTerminate):
     def validate_params(cls, sampling_params: Any) -> None:
         """Raises ValueError for a request the guard couldn't end, or one that sets the guard's own arguments."""
         if EXTRA in (sampling_params.extra_args or {}):
-            raise ValueError(f"extra_args[{EXTRA!r}] is not for clients; leave it out")
+            raise ValueError(f"extra_args[{EXTRA!r}] is not for clients; remove it")
         asked = {"ignore_eos": sampling_params.ignore_eos, "structured outputs": sampling_params.structured_outputs}
         refused = [name for name, value in asked.items() if value]  # a grammar allows no EOS in the middle of its text
         if refused and _is_switched_on():

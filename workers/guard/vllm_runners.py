@@ -78,10 +78,10 @@ def _check_methods(runner: str, kind: type, wanted: dict[str, list[str]]) -> Non
         method = getattr(kind, name, None)
         found = None if method is None else list(inspect.signature(method).parameters)
         if found != parameters:
-            raise _moved(runner, f"{kind.__name__}.{name} takes {found}, and the guard knows {parameters}")
+            raise _moved(runner, f"{kind.__name__}.{name} takes {found}, but the guard expects {parameters}")
     known = {*wanted, "apply_staged_writes"}
     if more := sorted(getattr(kind, "__abstractmethods__", frozenset()) - known):
-        raise _moved(runner, f"{kind.__name__} wants the methods {', '.join(more)}, which the guard does not have")
+        raise _moved(runner, f"{kind.__name__} requires the methods {', '.join(more)}, which the guard does not have")
 
 
 def _check_fields(runner: str, kind: type, wanted: set[str]) -> None:

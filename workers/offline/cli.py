@@ -22,17 +22,17 @@ def generate(
         ),
     ],
     backend: Annotated[Literal["hf", "vllm"], Parameter(help="hf: correctness first; vllm: fast.")] = "hf",
-    fallback_backend: Annotated[Literal["hf"] | None, Parameter(help="For images that vllm cannot take.")] = None,
-    max_new_tokens: Annotated[int, Parameter(help="Tokens of one answer.")] = 256,
+    fallback_backend: Annotated[Literal["hf"] | None, Parameter(help="For images that vllm does not support.")] = None,
+    max_new_tokens: Annotated[int, Parameter(help="Tokens per answer.")] = 256,
     temperature: Annotated[float, Parameter(help="0 is greedy.")] = 0.0,
     top_p: Annotated[
-        float, Parameter(help="Draw from the likeliest tokens of this total probability; 1 is off.")
+        float, Parameter(help="Sample from the likeliest tokens with this total probability; 1 is off.")
     ] = 1.0,
     top_k: Annotated[int, Parameter(help="0 and -1 are off.")] = 0,
     repetition_penalty: Annotated[
         float, Parameter(help="Above 1: tokens of the prompt and the answer become less likely; 1 is off.")
     ] = 1.0,
-    seed: Annotated[int, Parameter(help="With the row and the index it makes the seed of a sequence.")] = 0,
+    seed: Annotated[int, Parameter(help="The seed of a sequence is derived from it, the row and the index.")] = 0,
     stop: Annotated[
         tuple[str, ...],
         Parameter(
@@ -40,15 +40,15 @@ def generate(
         ),
     ] = (),
     stop_token_ids: Annotated[
-        tuple[int, ...], Parameter(negative="", show_default=False, help="The same for a token.")
+        tuple[int, ...], Parameter(negative="", show_default=False, help="End at this token id; may be repeated.")
     ] = (),
     eos_token_ids: Annotated[
-        tuple[int, ...] | None, Parameter(negative="", help="In place of the model's end-of-sequence ids.")
+        tuple[int, ...] | None, Parameter(negative="", help="Replace the model's end-of-sequence ids.")
     ] = None,
-    ignore_eos: Annotated[bool, Parameter(negative="", help="No token ends a sequence by itself.")] = False,
-    pad_token_id: Annotated[int | None, Parameter(help="In place of the tokenizer's.")] = None,
+    ignore_eos: Annotated[bool, Parameter(negative="", help="Do not stop at end-of-sequence tokens.")] = False,
+    pad_token_id: Annotated[int | None, Parameter(help="Replaces the tokenizer's.")] = None,
     truncate_prompt: Annotated[bool, Parameter(negative="", help="Cut a prompt that is too long.")] = False,
-    n: Annotated[int, Parameter(name=["--n", "-n"], help="Sequences of one prompt.")] = 1,
+    n: Annotated[int, Parameter(name=["--n", "-n"], help="Sequences per prompt.")] = 1,
     enable_thinking: Annotated[bool, Parameter(negative="", help="Passed to the chat template.")] = False,
     plugin: Annotated[
         tuple[str, ...],
@@ -58,7 +58,7 @@ def generate(
             help="balanced_json, duplicate_objects or module:Class; may be repeated.",
         ),
     ] = (),
-    max_batch: Annotated[int, Parameter(help="Sequences that are decoded at a time.")] = 32,
+    max_batch: Annotated[int, Parameter(help="Sequences decoded at once.")] = 32,
     torch_threads: Annotated[int, Parameter(help="0 is torch's own choice.")] = 0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"] | None,
@@ -68,7 +68,7 @@ def generate(
     overrides: Annotated[
         tuple[str, ...],
         Parameter(
-            name="--set", negative="", show_default=False, help="Rarer keys, e.g. worker.vllm.max_model_len=4096"
+            name="--set", negative="", show_default=False, help="Any other key, e.g. worker.vllm.max_model_len=4096"
         ),
     ] = (),
     fields: Annotated[Literal["minimal", "all"], Parameter(help="all: tokens, logprobs and more")] = "all",
@@ -82,7 +82,7 @@ def generate(
 
     A row has `messages`, `prompt` or `prompt_token_ids`, and may have `id`, `images` and `metadata`. `--set` takes the
     keys `model.*`, `worker.vllm.*`, `rollout_matching.repeat_terminate.*` and the limits of `images.*` of the
-    configuration. Exit code 9: some rows ended in an error, and say why.
+    configuration. Exit code 9: some rows ended in an error; each such row says why.
 
     Example: `sluice generate --model ./my-model --in prompts.jsonl --out answers.jsonl --max-new-tokens 64`
     """

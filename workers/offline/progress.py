@@ -98,7 +98,7 @@ class Meter:
             f"{self.tokens_per_s:.0f} tokens/s, {self.seconds:.1f} s"
         )
         if tally.errors and not ok and not settings.to_stdout:
-            self.say(f"every row failed; with mended options --restart replaces {out}")
+            self.say(f"every row failed; fix the options and replace {out} with --restart")
 
     def _show(self) -> None:
         assert self._bar is not None

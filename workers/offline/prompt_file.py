@@ -49,11 +49,11 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.images) > 1:
             raise ValueError(f"`images` has {len(self.images)} entries; a prompt may have one image")
         if self.images and self.prompt_token_ids is not None:
-            raise ValueError("`images` go with `messages` or `prompt`, not with `prompt_token_ids`")
+            raise ValueError("`images` need `messages` or `prompt`, not `prompt_token_ids`")
         for image in self.images:
             reference = ImageRef.of(image) if isinstance(image, str) else image
             if reference.path is None or reference.url or reference.sha256:
-                raise ValueError("`images` are paths here; URLs and digests are for jobs on the queue")
+                raise ValueError("`images` must be paths here; URLs and digests are only for jobs on the queue")
 
     def request(self, where: str, folder: Path) -> GenerationRequest:
         """The row as an engine request; `where` names the row in errors."""
@@ -107,7 +107,7 @@ class PromptFile:
             elif row.images:
                 with_image.add(number)
         if total > MAX_ROWS:
-            raise DataError(f"{self.name}: {total} rows; at most {MAX_ROWS} are answered at a time, so split the file")
+            raise DataError(f"{self.name}: {total} rows; the limit is {MAX_ROWS}, so split the file")
         with self.path.open("rb") as stream:
             return Scan(file_digest(stream, "sha256").hexdigest(), total, malformed, with_image)
 

@@ -77,7 +77,7 @@ def _scanned(prompts: PromptFile, settings: GenerateSettings) -> Scan:
     if scan.malformed and settings.on_malformed == "stop":
         first = next(iter(scan.malformed.values()))
         others = f"; {len(scan.malformed) - 1} more are malformed" if len(scan.malformed) > 1 else ""
-        raise DataError(f"{first.error()}{others}; mend it, or make error rows of them: --on-malformed skip")
+        raise DataError(f"{first.error()}{others}; fix it, or turn them into error rows: --on-malformed skip")
     if not scan.total:
         say(f"warning: {prompts.name} has no rows, so there is nothing to answer", file=sys.stderr)
     return scan
@@ -118,7 +118,7 @@ def _to_file(decoding: Decoding, identity: dict[str, Any], stdout: IO[bytes]) ->
 
 
 def _kept(part: PartFile, decoding: Decoding) -> str:
-    where = f", kept in {part.path}; the same command goes on from there" if len(part) else ""
+    where = f", kept in {part.path}; the same command continues from there" if len(part) else ""
     return f"{len(part)} of {decoding.total} answers are done{where}"
 
 
@@ -126,11 +126,11 @@ def _answer(decoding: Decoding, sink: Sink, stdout: IO[bytes]) -> None:
     """Put every answer into the sink, then report."""
     before = len(sink)
     if before:
-        say(f"going on: {before} of {decoding.total} answers were done before", file=sys.stderr)
+        say(f"resuming: {before} of {decoding.total} answers are already done", file=sys.stderr)
     with Meter(decoding.total, sink.tally) as meter:
         decoding.run(sink, meter)
     if len(sink) != decoding.total:
-        raise DataError(f"{decoding.prompts.name} changed while it was read; put it back and give the command again")
+        raise DataError(f"{decoding.prompts.name} changed while being read; restore it and run the command again")
     meter.report(decoding.settings, decoding.scan.total, before=before, stdout=stdout)
 
 
@@ -263,7 +263,7 @@ def model_digest(path: str) -> str:
     """
     if not Path(path).is_dir():
         what = "not a directory" if Path(path).exists() else "no such directory"
-        raise ModelError(f"{path}: {what}; --model must be a directory (save_pretrained writes one), not a hub's name")
+        raise ModelError(f"{path}: {what}; --model must be a directory (save_pretrained writes one), not a Hub id")
     check_directory(path)
     digest = sha256()
     for file in sorted(Path(path).iterdir()):

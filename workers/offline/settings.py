@@ -57,18 +57,19 @@ class GenerateSettings(msgspec.Struct, frozen=True, kw_only=True):
             (1 <= self.n <= MAX_N, f"--n must be in 1..{MAX_N}, got {self.n}"),
             (self.max_batch >= 1, f"--max-batch must be >= 1, got {self.max_batch}"),
             (self.torch_threads >= 0, f"--torch-threads must be >= 0, got {self.torch_threads}"),
-            (not (self.as_json and self.to_stdout), "--json and --out - both want standard output; choose one"),
+            (not (self.as_json and self.to_stdout), "--json and --out - both use standard output; choose one"),
             (self.to_stdout or Path(self.out).parent.is_dir(), f"{Path(self.out).parent}: no such directory (--out)"),
             (self.to_stdout or not Path(self.out).is_dir(), f"{self.out} is a directory; --out must name a file"),
             (
                 self.to_stdout or Path(self.out).suffix in _SUFFIXES,
-                f"--out {self.out}: the suffix says the format; end it with one of {', '.join(_SUFFIXES)}, or give -",
+                f"--out {self.out}: the suffix selects the format; use one of {', '.join(_SUFFIXES)}, or -",
             ),
             (self.to_stdout or not _same_file(self.source, self.out), "--in and --out are the same file"),
             (self.fallback_backend is None or self.backend == "vllm", "--fallback-backend needs --backend vllm"),
             (
                 not (self.repeat_terminate.enabled and self.options.eos_token_ids == ()),
-                "--ignore-eos leaves no end of sequence, by which repeat_terminate ends loops; choose one of them",
+                "--ignore-eos leaves no end-of-sequence id, which repeat_terminate needs to end loops; choose one of "
+                "them",
             ),
         )
         for holds, problem in checks:
@@ -102,8 +103,8 @@ def make_settings(
         key = item.partition("=")[0].strip()
         if not (key == _GUARD or key.startswith(_SETTABLE)) or key in _OF_THE_QUEUE:
             raise ConfigError(
-                f"--set {item}: no effect here; generate takes model.*, worker.vllm.*, {_GUARD}.* and the limits of "
-                "images.* alone"
+                f"--set {item}: no effect here; generate only takes model.*, worker.vllm.*, {_GUARD}.* and the limits "
+                "of images.*"
             )
     chosen = {key: value for key, value in model.items() if value is not None}
     try:
@@ -143,7 +144,7 @@ def _make(name: str) -> GenerationPlugin:
     module_name, colon, class_name = KNOWN.get(name, name).partition(":")
     if not (module_name and colon and class_name):
         known = did_you_mean(name, list(KNOWN))
-        raise ConfigError(f"--plugin {name}: unknown; {known} One of your own is written package.module:Class")
+        raise ConfigError(f"--plugin {name}: unknown; {known} Name your own as package.module:Class")
     found = load_object(KNOWN.get(name, name), f"--plugin {name}")
     if not (isinstance(found, type) and issubclass(found, GenerationPlugin)):
         raise ConfigError(f"--plugin {name}: {module_name!r} has no GenerationPlugin class {class_name!r}")
@@ -151,5 +152,6 @@ def _make(name: str) -> GenerationPlugin:
         return found()
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(
-            f"--plugin {name}: cannot be made without arguments ({type(error).__name__}: {error}); give them defaults"
+            f"--plugin {name}: cannot be constructed without arguments ({type(error).__name__}: {error}); give them "
+            "defaults"
         ) from error

@@ -71,7 +71,7 @@ class Failures:
     def lines(self) -> list[str]:
         """One line per kind, by row, and one for all further kinds."""
         lines = [_line(kind) + (f"; {kind.count - 1} more" if kind.count > 1 else "") for kind in self._by_row()]
-        return [*lines, f"errors of other kinds: {self._others}"] if self._others else lines
+        return [*lines, f"other errors: {self._others}"] if self._others else lines
 
     def _by_row(self) -> list[_Kind]:
         return sorted(self._kinds.values(), key=lambda kind: kind.row)
@@ -116,7 +116,7 @@ class Tally:
         self.loops += answer.finish_reason == "repeat_terminated"
         if answer.finish_reason == "error":
             self.errors += 1
-            self.failures.count(answer.row, answer.error or "an error without words")
+            self.failures.count(answer.row, answer.error or "an error without a message")
 
 
 @dataclass
@@ -244,7 +244,7 @@ class PartFile:
                 os.fsync(self._stream.fileno())
                 self._synced = time.monotonic()
         except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror}; make room, and the same command goes on") from error
+            raise DataError(f"{self.path}: {error.strerror}; free some space; the same command continues") from error
         self._end += len(line)
 
 
@@ -259,7 +259,7 @@ def _locked(path: Path) -> IO[bytes]:
             raise FileNotFoundError
     except (BlockingIOError, FileNotFoundError) as error:  # FileNotFoundError: its owner has just ended
         stream.close()
-        raise ConfigError(f"{path}: another process writes it; wait for its end or choose another --out") from error
+        raise ConfigError(f"{path}: another process writes it; wait for it to end or choose another --out") from error
     return stream
 
 
@@ -271,7 +271,7 @@ def _difference(first: bytes, header: bytes, name: str) -> str:
     old, new = found.run, read_json(header, _Header, "it").run
     names = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)] or ["the format"]
     shown = ", ".join(key if key in ("input", "model") else f"{key} ({old.get(key)!r})" for key in names)
-    return f"{name} was begun with another {shown}; give the same command as then to go on, or --restart to begin anew"
+    return f"{name} was started with another {shown}; use the original command to continue, or --restart to start over"
 
 
 class StdoutSink:

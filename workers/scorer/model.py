@@ -104,7 +104,7 @@ class VersionedModel:
             return f"{length} tokens are longer than the context of {limit}"
         vision = self._model.vision
         if vision is not None and vision.image_token_id in job.prompt_token_ids:
-            return "the prompt has an image, and a score job has tokens alone"
+            return "the prompt has an image, but a score job has only tokens"
         try:
             check_token_ids(job.seq_id, [*job.prompt_token_ids, *job.token_ids], self.facts.vocab_size)
         except RequestError as error:
@@ -118,7 +118,7 @@ class VersionedModel:
 
 def _answer(job: ScoreJob, logprobs: list[float]) -> ScoreResult:
     if not all(map(math.isfinite, logprobs)):
-        return refusal(job.seq_id, job.version, "scores that are not finite; are the weights?")
+        return refusal(job.seq_id, job.version, "the scores are not finite; check the weights")
     return ScoreResult(
         seq_id=job.seq_id, scored_version=job.version, positions=job.positions, logprobs=FloatArray(logprobs)
     )

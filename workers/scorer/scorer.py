@@ -50,7 +50,7 @@ async def serve_scores(config: Config, stop: asyncio.Event | None = None) -> Non
     name = default_name("scorer")
     if not config.policy.enabled:
         logs.configure(name)
-        get_logger().info("no scores are ever asked for: policy.enabled is false; this scorer ends")
+        get_logger().info("nothing to score: policy.enabled is false; exiting")
         return
     with use_free_gpu(wanted=config.scorer.claim_gpu):
         await _serve(config, name, stop)
@@ -111,7 +111,7 @@ class Scorer:
         try:
             manifest = await self._registry.get(version)
             if manifest is None:
-                return f"weights v{version} are not registered: they are retired, or were never published"
+                return f"weights v{version} are not registered: retired, or never published"
             await asyncio.to_thread(self._model.load, manifest)
         except WeightsError as error:
             get_logger().error("no scores under this version", version=version, error=str(error))

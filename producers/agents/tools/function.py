@@ -99,7 +99,7 @@ class FunctionTool:
             checked = self._arguments.model_validate(arguments)
         except ValidationError as error:
             complaints = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            raise ToolError(f"{self.name} cannot take these arguments ({complaints}); correct them") from error
+            raise ToolError(f"{self.name} rejects these arguments ({complaints}); correct them") from error
         return {name: getattr(checked, name) for name in type(checked).model_fields}
 
 

@@ -47,7 +47,7 @@ async def mcp_tools(
             if keeper.done() and (error := keeper.exception()) is not None:
                 cause = first_cause(error)
                 reason = str(cause) or type(cause).__name__
-            raise RequestError(f"tool_server_url: its tools cannot be had ({reason}); look at the tool server")
+            raise RequestError(f"tool_server_url: cannot list its tools ({reason}); check the tool server")
         yield connection.tools.result()
     finally:
         connection.leave.set()
@@ -103,7 +103,7 @@ async def _list(client: Client) -> list[Tool]:
         found += [McpTool(client, one) for one in page.tools]
         cursor = page.next_cursor
         if len(found) > MAX_TOOLS or (cursor is not None and not page.tools):
-            raise RequestError(f"it lists more than {MAX_TOOLS} tools, or pages without any")
+            raise RequestError(f"it lists more than {MAX_TOOLS} tools, or empty pages")
         if cursor is None:
             return found
 

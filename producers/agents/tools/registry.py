@@ -35,7 +35,7 @@ class ToolBox:
         self._tools: dict[str, Tool] = {}
         for one in tools:
             if self._tools.setdefault(one.name, one) is not one:
-                raise ConfigError(f"two tools are named {one.name!r}; rename one, or take it out of the configuration")
+                raise ConfigError(f"two tools are named {one.name!r}; rename one, or remove it from the configuration")
 
     def schemas(self) -> list[dict[str, Any]]:
         """OpenAI function schemas, in the order of the configuration, each under the name that is called."""
@@ -57,7 +57,7 @@ class ToolBox:
         taken, refused = calls[: self._max_calls], calls[self._max_calls :]
         tasks = [asyncio.create_task(self._message(call), name=f"tool {_name(call)[:80]}") for call in taken]
         answers = list(await asyncio.gather(*tasks))
-        text = f"Error: not run: {len(calls)} calls in one turn, and at most {self._max_calls} are; ask for it again"
+        text = f"Error: not run: {len(calls)} calls in one turn, the limit is {self._max_calls}; ask for it again"
         return answers + [_answer(call, text) for call in refused]
 
     async def _message(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class ToolBox:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            text = f"Error: {name} was cancelled from inside; try another way"
+            text = f"Error: {name} cancelled itself; try another way"
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
             get_logger().warning("a tool failed", tool=name, why=reason)
@@ -107,11 +107,11 @@ def load_tools(config: RolloutServerConfig) -> ToolBox:
 def _imported(name: str) -> list[Tool]:
     where = f"rollout_server.tools: {name!r}"
     if ":" not in name:
-        raise ConfigError(f"{where} is no tool; write calculator, or package.module:name of a tool of your own")
+        raise ConfigError(f"{where} is not a tool; write calculator, or package.module:name for your own tool")
     found = load_object(name, "rollout_server.tools")
     tools = list(found) if isinstance(found, list | tuple) else [found]
     if not all(isinstance(one, Tool) for one in tools):
-        raise ConfigError(f"{where} is no tool; decorate the function with sluice.producers.agents.tools.tool")
+        raise ConfigError(f"{where} is not a tool; decorate the function with sluice.producers.agents.tools.tool")
     return tools
 
 
@@ -129,7 +129,7 @@ def _object(arguments: Any) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            raise ToolError(f"the arguments are no JSON ({error}); write one JSON object") from error
+            raise ToolError(f"the arguments are not JSON ({error}); write one JSON object") from error
     if arguments in (None, "") or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, Mapping):

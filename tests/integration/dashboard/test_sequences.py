@@ -172,7 +172,7 @@ async def test_a_scene_with_its_boxes_and_its_picture(shelf: Shelf) -> None:
 
 async def test_a_picture_outside_is_never_served(shelf: Shelf) -> None:
     browser, run = shelf
-    assert "lies outside" in await text_of(browser, address("pictures", run, "odd:0"), 404)
+    assert "is outside the configured roots" in await text_of(browser, address("pictures", run, "odd:0"), 404)
     assert "The picture is not shown" in await text_of(browser, address("sequences", run, "odd:0"))
     for name in ("long:0", "nobody:0", "..%2f..%2fsecret.png"):
         await text_of(browser, address("pictures", run, name), 404)

@@ -133,7 +133,7 @@ async def test_a_server_that_dies_fails_its_calls_and_nothing_else() -> None:
 async def test_a_server_that_is_not_there_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    with pytest.raises(RequestError, match=r"tool_server_url: its tools cannot be had .*look at the tool server"):
+    with pytest.raises(RequestError, match=r"tool_server_url: cannot list its tools .*check the tool server"):
         async with mcp_tools(f"http://127.0.0.1:{port}/mcp", HOSTS, timeout_s=10):
             raise AssertionError("there is no server")
 
@@ -145,7 +145,7 @@ async def _never(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def test_a_server_that_says_nothing_has_a_deadline() -> None:
     async with served(_never, grace_s=0.05) as site:
-        with pytest.raises(RequestError, match="tool_server_url: its tools cannot be had"):
+        with pytest.raises(RequestError, match="tool_server_url: cannot list its tools"):
             async with mcp_tools(site.url("/mcp"), HOSTS, timeout_s=0.3):
                 raise AssertionError("it said nothing")
 
@@ -169,7 +169,7 @@ async def test_what_is_no_mcp_server_is_an_error(status: int, headers: dict[str,
         return Response("x", status, headers)
 
     async with served(app) as site:
-        with pytest.raises(RequestError, match="tool_server_url: its tools cannot be had"):
+        with pytest.raises(RequestError, match="tool_server_url: cannot list its tools"):
             async with mcp_tools(site.url("/mcp"), HOSTS, timeout_s=10):
                 raise AssertionError("it is none")
     assert set(asked) == {"mcp"}

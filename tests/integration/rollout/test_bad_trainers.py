@@ -48,7 +48,7 @@ async def asleep(trainer: ScriptedTrainer, call: dict[str, Any]) -> web.Response
 NO_ID = Says(None, [("", "add", {"a": 1, "b": 2})])
 LIES = {
     "logprobs": (changed(lambda reply: reply["logprobs"].pop()), "logprobs has"),
-    "nan": (changed(lambda reply: reply["logprobs"].__setitem__(0, float("nan"))), "no JSON"),
+    "nan": (changed(lambda reply: reply["logprobs"].__setitem__(0, float("nan"))), "not JSON"),
     "no prompt ids": (changed(lambda reply: reply.pop("prompt_token_ids")), "prompt_token_ids: Field required"),
     "no token ids": (changed(lambda reply: reply.pop("token_ids")), "token_ids: Field required"),
     "ids as text": (changed(lambda reply: reply.update(token_ids=["1"])), "token_ids.0"),
@@ -57,7 +57,7 @@ LIES = {
     "calls without id": (changed(lambda reply: None, NO_ID), "tool_calls.0.id"),
     "not the model": (changed(lambda reply: reply["choices"][0]["message"].update(role="user")), "not assistant"),
     "a list": (fixed(200, b"[]"), "the trainer's reply"),
-    "no JSON": (fixed(200, b"{"), "no JSON"),
+    "no JSON": (fixed(200, b"{"), "not JSON"),
     "deep": (fixed(200, b"[" * 100_000), "nested"),
     "huge": (fixed(200, b" " * 2**21), "larger than"),
     "elsewhere": (fixed(302, b"", {"Location": "http://127.0.0.1:1/"}), "redirect"),
@@ -205,7 +205,7 @@ async def test_drift_is_an_error_or_counted(serve: Serve, tools_tokenizer: Any) 
 
 
 TOKENIZERS = {
-    "nobody": "not listed here; known: bare, tools, words",
+    "nobody": "not listed; known: bare, tools, words",
     "bare": "no chat template",
 }
 

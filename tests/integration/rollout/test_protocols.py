@@ -104,7 +104,7 @@ async def test_waiting_in_line_has_a_deadline(serve: Serve, tools_tokenizer: Any
         posts = [served.post("/rollout", a_request(trainer.url, f"r-{at}")) for at in range(3)]
         answers = [answer for _, answer in await asyncio.gather(*posts)]
         assert {answer["extra_fields"]["error_category"] for answer in answers} == {"timeout"}
-        assert any("waiting for a place to run" in answer["error_message"] for answer in answers)
+        assert any("waiting for a free slot" in answer["error_message"] for answer in answers)
 
 
 @pytest.mark.parametrize("waits", ["running", "queued"])

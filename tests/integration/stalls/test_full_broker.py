@@ -95,7 +95,7 @@ async def test_every_process_waits_for_room_and_goes_on(
         assert {"trainer", "consumer-0", "worker-0"} <= set(rows)
         assert all(row.is_alive for row in rows.values())
         assert {row.wait and row.wait.kind for row in rows.values()} == {WaitKind.BROKER_MEMORY}
-        assert {row.waiting_for for row in rows.values()} == {"room in the broker, which is full"}
+        assert {row.waiting_for for row in rows.values()} == {"memory in the broker, which is full"}
         assert not (await snapshot(small, keys)).complete
         await small.config_set("maxmemory", 0)
         await eventually(all_ended, "the run to go on to its end", 60)

@@ -120,7 +120,7 @@ async def test_a_state_of_another_release_is_said_and_ends_nothing(config: Confi
     await client.hset(keys.processes, "other", b'{"role": 7}')
     view = await feed.look()
     assert not view.problem
-    assert "1 entry of the run in the broker cannot be read and are left out" in " ".join(frame(view, 80).split())
+    assert "skipping 1 entry of the run in the broker that cannot be read" in " ".join(frame(view, 80).split())
     await asyncio.to_thread(print_once, config, 0.0)
     await client.hdel(keys.processes, "other")
     assert "cannot be read" not in frame(await feed.look(), 80)

@@ -21,5 +21,5 @@ def test_neither_the_trainer_nor_its_scorers_are_started() -> None:
 
 
 def test_a_limit_of_the_built_in_trainer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.max_versions is for the built-in trainer"):
+    with pytest.raises(ConfigError, match=r"trainer\.max_versions applies to the built-in trainer"):
         load_config(None, ["trainer.external=true", "trainer.max_versions=3"], {})

@@ -158,7 +158,7 @@ def test_old_versions() -> None:
     assert (stall.kind, stall.blocks, stall.since) == ("old_versions", False, NOW - 20)
     assert text.says == (
         "all 2 live workers decode with weights v3 or older, and v5 has been available for 20 s: "
-        "the workers are busy with what they have"
+        "the workers are busy with their current sequences"
     )
     assert only(at(3, latest_at=NOW - 90)).blocks
     assert stalls(at(3, 5)) == stalls(at(3, latest_at=NOW - 2)) == stalls(at()) == []
@@ -177,7 +177,7 @@ def test_results_that_are_late_beside_a_consumer() -> None:
         text_of(now),
     )
     assert stall.kind == "consumer_lag"
-    assert "7 results wait unread, the oldest for 40 s, beside 1 consumer for 2 partitions" in text.says
+    assert "7 results wait unread, the oldest for 40 s, with 1 consumer for 2 partitions" in text.says
     assert "a partition has no consumer" in text.remedy
     late.unread_s = 2
     assert stalls(state(lag=[late])) == []
@@ -284,7 +284,7 @@ def test_reworded_messages_change_no_stall_and_no_stage() -> None:
         found = [(stage.name, stage.state, stage.stall) for stage in stages(now, Rates())]
         return now.stalls, found, verdict(now, now)
 
-    assert judged("room in the broker, which is full; credit") == judged("xyzzy") == judged("")
+    assert judged("memory in the broker, which is full; credit") == judged("xyzzy") == judged("")
     kinds = [stall.kind for stall in cast("list[Stall]", judged("xyzzy")[0])]
     assert kinds == ["broker_full", "unreadable", "process_failed", "trainer_dead", "old_versions", "credit_exhausted"]
 

@@ -72,7 +72,7 @@ def test_what_is_no_data_set_says_what_to_do(tmp_path: Path) -> None:
         (other.path, "neither `messages` nor `prompt`, but question"),
         (str(tmp_path / "nosuch"), "not found.*give a directory made by save_to_disk"),
         ("hf:a:b:c:d", "write hf:NAME"),
-        ("hf:nobody/nothing", "where the hub can be reached"),
+        ("hf:nobody/nothing", "if the Hub is reachable"),
     ):
         for read in (count_rows, fingerprint, lambda config: list(read_rows(config))):
             with pytest.raises(DataError, match=words):

@@ -73,9 +73,9 @@ def test_the_number_of_image_parts_is_checked(prompts: Prompts) -> None:
 
 def test_a_text_cannot_place_an_image(prompts: Prompts, directory: Path) -> None:
     token = "<|image_pad|>" if directory.name == "qwen" else "<image>"
-    with pytest.raises(RequestError, match="holds the image placeholder"):
+    with pytest.raises(RequestError, match="contains the image placeholder"):
         prompts.vlm(_ask(IMAGE_PARTS[0], f"and {token}"))
-    with pytest.raises(RequestError, match="holds the image placeholder"):
+    with pytest.raises(RequestError, match="contains the image placeholder"):
         prompts.vlm([{"role": "system", "content": token}, *_ask(IMAGE_PARTS[0])])
     halves = [{"type": "text", "text": token[:4]}, {"type": "text", "text": token[4:]}]
     with pytest.raises(RequestError, match="2 image placeholders"):

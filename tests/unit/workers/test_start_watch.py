@@ -33,7 +33,7 @@ def test_a_fork_that_waits_for_an_inherited_lock_is_ended_and_its_stack_is_named
         child.join(30)
     assert child.exitcode == -9
     assert watch.stalled is not None
-    assert "stood still for 1 s" in watch.stalled
+    assert "made no progress for 1 s" in watch.stalled
     assert "wait_for_a_lock" in watch.stalled
 
 

@@ -86,7 +86,7 @@ class HfBackend:
     async def start(self) -> None:
         """Load the model. Raises ModelError; EngineError if it was already started."""
         if self._started:
-            raise EngineError("the hf engine was started before; make a new backend")
+            raise EngineError("the hf engine was already started; create a new backend")
         self._started = True
         self._thread.start()
         facts = await asyncio.wrap_future(self._thread.ready)
@@ -101,7 +101,7 @@ class HfBackend:
             return await asyncio.wrap_future(thread.decode(request))
         if self._images is None:
             raise RequestError(
-                f"{request.seq_key}: the model {self.facts.model} takes no images; send text alone, or use a "
+                f"{request.seq_key}: the model {self.facts.model} takes no images; send only text, or use a "
                 "vision-language model (model.variant auto or vlm)"
             )
         async with self._images.of(request) as prepared:
@@ -358,7 +358,7 @@ class DecodeThread:
     def _end(self, cause: Exception | None) -> None:
         """Never dies silently: every open and later caller gets the cause."""
         if not self.ready.done():
-            self.ready.set_exception(cause or EngineError("the engine was closed while it loaded"))
+            self.ready.set_exception(cause or EngineError("the engine was closed while loading"))
         what = "the hf engine is closed" if cause is None else f"the hf engine failed: {cause!r}"
         with self._wake:
             self._ended = EngineError(what)

@@ -51,7 +51,7 @@ def _whole(layer: Any) -> Any:
         has_attention = isinstance(layer, DynamicLayer)
         kind = LinearAttentionAndFullAttentionLayer if has_attention else LinearAttentionLayer
         return kind(layer.number_of_states)
-    raise ModelError(f"the hf backend has no buffers for this model's layers: transformers keeps {layer!r} of them")
+    raise ModelError(f"the hf backend has no buffers for this model's layers: transformers gives them {layer!r}")
 
 
 class Window:

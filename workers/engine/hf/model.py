@@ -63,8 +63,8 @@ def load_model(
     takes = inspect.signature(module.forward).parameters
     if vision is not None and "token_type_ids" in takes:
         raise ModelError(
-            f"{config.path}: {type(module).__name__} looks at an image in both directions, which the hf backend does "
-            "not do; set model.variant to text, or use the vllm backend"
+            f"{config.path}: {type(module).__name__} uses bidirectional attention over images, which the hf backend "
+            "does not support; set model.variant to text, or use the vllm backend"
         )
     facts = _facts(config, module, tokenizer, supports_vlm=vision is not None)
     guard = GuardRules.for_engine(repeat_terminate, tokenizer, facts.eos_token_ids, config.path)
@@ -121,7 +121,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"model.device {name!r} is no device; use auto, cpu or cuda:0") from error
+        raise ModelError(f"model.device {name!r} is not a device; use auto, cpu or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"model.device is {name!r}, but torch sees no CUDA device; use auto or cpu")
     return device
@@ -153,7 +153,7 @@ def _load_module(config: ModelConfig, dtype: torch.dtype, has_vision: bool) -> A
     module, report = loaded
     bad = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
     if bad:
-        raise ModelError(f"{config.path}: the weights do not fill the model, e.g. {bad[0]}; export it again")
+        raise ModelError(f"{config.path}: the weights are incomplete, e.g. {bad[0]}; export them again")
     _group_attention(config, module)
     return module
 
@@ -168,7 +168,7 @@ def _group_attention(config: ModelConfig, module: Any) -> None:
 
 def _check_layers(module: Any, path: str) -> None:
     if module.config.is_encoder_decoder:
-        raise ModelError(f"{path}: the hf backend decodes decoders alone; this model has an encoder")
+        raise ModelError(f"{path}: the hf backend supports decoder-only models; this one has an encoder")
     try:
         PrefillCache(module.config)
     except (ModelError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -100,7 +100,7 @@ def token_logprobs(
     sequence; text only.
     """
     if not all(1 <= first < len(sequence) for sequence, first in zip(sequences, firsts, strict=True)):
-        raise ValueError("every sequence needs a token before the first one that is scored, and one to score")
+        raise ValueError("every sequence needs a token before the first scored one, and one to score")
     found: list[list[float]] = [[] for _ in sequences]
     temperatures = temperatures or [1.0] * len(sequences)
     for rows in groups_by_length([len(sequence) for sequence in sequences], pass_tokens):

@@ -54,23 +54,23 @@ def prove(model: LoadedModel) -> DecodeProof:
         found = _proof(model)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise ModelError(
-            f"{model.facts.model}: the proof that it is decoded rightly does not fit {model.facts.device} ({error}); "
-            "decoding would not either: take a larger device, or model.dtype bfloat16"
+            f"{model.facts.model}: the decoding check does not fit in memory on {model.facts.device} ({error}); "
+            "decoding would not either: use a larger device, or model.dtype bfloat16"
         ) from error
     except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError, EngineError) as error:
         raise ModelError(
             f"{model.facts.model}: {type(model.module).__name__} cannot be decoded by the hf backend "
-            f"({type(error).__name__}: {error}); use worker.backend=vllm if vLLM knows it, or another model"
+            f"({type(error).__name__}: {error}); use worker.backend=vllm if vLLM supports it, or another model"
         ) from error
     if found.holds:
         get_logger().info("decoding proved", architecture=type(model.module).__name__, nats=f"{found.decoding:.1e}")
         return found
     raise ModelError(
         f"{model.facts.model}: decoding {type(model.module).__name__} on the hf backend does not give the logprobs of "
-        f"plain passes; the largest difference is {found.decoding:.2g} nats while it decodes and {found.scoring:.2g} "
-        f"where it scores (tolerance {found.tolerance:.0e}; {model.facts.dtype} on {model.facts.device}, "
-        f"{' '.join(model.facts.flags)}). Set model.attn_implementation to eager, to find a kernel that is at fault; "
-        "use worker.backend=vllm if vLLM knows this model; or take another one"
+        f"plain passes; the largest difference is {found.decoding:.2g} nats in decoding and {found.scoring:.2g} "
+        f"in scoring (tolerance {found.tolerance:.0e}; {model.facts.dtype} on {model.facts.device}, "
+        f"{' '.join(model.facts.flags)}). Set model.attn_implementation to eager, to rule out a faulty kernel; use "
+        "worker.backend=vllm if vLLM supports this model; or use another model"
     )
 
 

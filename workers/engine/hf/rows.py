@@ -110,4 +110,4 @@ class RowHooks:
 
 
 def _failed(name: str, error: Exception) -> RequestError:
-    return RequestError(f"plugin {name!r} failed: {error!r}; mend it or leave it out")
+    return RequestError(f"plugin {name!r} failed: {error!r}; fix it or remove it")

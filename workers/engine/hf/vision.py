@@ -61,7 +61,7 @@ def prefill_image(
         raise  # not necessarily the image's fault: the engine ends, and its jobs are decoded elsewhere
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise RequestError(
-            f"the model does not take the image as its processor made it ({type(error).__name__}: {error}); compare "
+            f"the model rejects the output of its image processor ({type(error).__name__}: {error}); compare "
             "the processor's files with the model's config.json, or send a smaller image"
         ) from error
     more = torch.tensor([list(tokens)], dtype=torch.int64, device=device)

@@ -36,7 +36,7 @@ class Weights:
             self._prove(directory, probe, before)
         except TornWeights as error:
             self._restore(error, probe, before)
-            raise WeightsError(f"{error}; the weights of {self._directory} were loaded back") from error
+            raise WeightsError(f"{error}; the weights of {self._directory} were restored") from error
         self._directory, self.torn = directory, None
 
     def _before(self, probe: WeightsProbe) -> float:
@@ -55,12 +55,14 @@ class Weights:
         try:
             load_weights(self._module, self._directory)
         except WeightsError as error:
-            self.torn = TornWeights(f"{cause}; the old weights cannot be loaded back either: {error}")
+            self.torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
             raise self.torn from error
         if probe is not None and before is not None:
             score = self._score(probe.token_ids)
             if not abs(score - before) <= probe.tolerance:
-                self.torn = TornWeights(f"{cause}; loaded back, {self._directory} scores {score:.4f}, not {before:.4f}")
+                self.torn = TornWeights(
+                    f"{cause}; after restoring, {self._directory} scores {score:.4f}, not {before:.4f}"
+                )
                 raise self.torn
 
 
@@ -79,7 +81,7 @@ def load_weights(module: torch.nn.Module, directory: Path) -> None:
                     target = layout.own[name]
                     target.copy_(value)
                     if not torch.equal(target, value.to(target)):  # NaN is refused
-                        raise TornWeights(f"{directory}: {name} is not what was copied into it; load a version again")
+                        raise TornWeights(f"{directory}: {name} does not match what was copied; load a version again")
         except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
             raise TornWeights(
                 f"{directory}: copying the weights failed halfway: {error}; load a version again"

@@ -56,18 +56,18 @@ def check_plugins(
         name = plugin.name or type(plugin).__name__
         if backend not in plugin.backends:
             raise EngineError(
-                f"plugin {name!r} works on {', '.join(sorted(plugin.backends))}, and the backend is {backend!r}; "
-                "choose that backend or leave the plugin out"
+                f"plugin {name!r} works on {', '.join(sorted(plugin.backends))}, but the backend is {backend!r}; "
+                "choose that backend or remove the plugin"
             )
         if missing := sorted(plugin.hooks - hooks):
             raise EngineError(
                 f"plugin {name!r} needs the hooks {', '.join(missing)}, which the {backend!r} backend does not call; "
-                "use the hf backend or leave the plugin out"
+                "use the hf backend or remove the plugin"
             )
         if request_type not in plugin.request_types:
             raise EngineError(
-                f"plugin {name!r} is for {', '.join(sorted(plugin.request_types))} requests, and these are "
-                f"{request_type}; leave it out"
+                f"plugin {name!r} is for {', '.join(sorted(plugin.request_types))} requests, but these are "
+                f"{request_type}; remove it"
             )
 
 
@@ -100,7 +100,7 @@ class TextWindow:
         if num_rows != 1 or num_ids < self._num_taken:
             raise EngineError(
                 f"a plugin's hook saw {self._num_taken} tokens of one sequence and was then called with {num_rows} x "
-                f"{num_ids}; hooks hold the state of a sequence: ask the plugin for new ones for each"
+                f"{num_ids}; hooks hold the state of one sequence: get new ones from the plugin for each"
             )
         new = input_ids[0, self._num_taken :].tolist()
         self._num_taken = num_ids

@@ -35,7 +35,7 @@ def engine_arguments(
     from vllm.platforms import current_platform
 
     if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
-        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER=1: tokens are drawn through the V1 model runner; unset it")
+        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER=1: this backend samples through the V1 model runner; unset it")
     ours: dict[str, Any] = {
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
@@ -61,7 +61,7 @@ def engine_arguments(
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in options.extra:
         if name in ours:
-            raise ConfigError(f"worker.vllm.extra.{name}: this backend sets it itself; use its own option")
+            raise ConfigError(f"worker.vllm.extra.{name}: this backend sets it; use its own option")
         if name not in known:
             raise ConfigError(f"worker.vllm.extra.{name}: vLLM has no such engine argument{_meant(name, known)}")
     return AsyncEngineArgs(**ours, **options.extra)

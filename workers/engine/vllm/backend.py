@@ -65,7 +65,7 @@ class VllmBackend:
     async def start(self) -> None:
         """Load the model. Raises ModelError, ConfigError or EngineError (also if it was already started)."""
         if self._thread is not None or self._closed:
-            raise EngineError("the vllm engine was started before; make a new backend")
+            raise EngineError("the vllm engine was already started; create a new backend")
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError("worker.backend is vllm, and vLLM is not installed: `make setup`, or the extra `vllm`")
         self._thread = LoopThread("sluice-vllm")
@@ -248,14 +248,14 @@ class CoreWeights:
         """Raises WeightsError if the old weights are in place, TornWeights if neither are."""
         score, whole = self._sequences.score_in_pause, self._sequences.torn is None
         before = await self._before(probe) if whole else None
-        self._sequences.torn = TornWeights(f"loading {directory} was broken off; load a version again")
+        self._sequences.torn = TornWeights(f"loading {directory} was interrupted; load a version again")
         try:
             await self._copy(directory, names)
             if probe and (refusal := probe.refusal(directory, before, await score(probe.token_ids))):
                 raise TornWeights(refusal)
         except TornWeights as error:
             await self._restore(error, probe, before, whole=whole)
-            raise WeightsError(f"{error}; the weights of {self._directory} were loaded back") from error
+            raise WeightsError(f"{error}; the weights of {self._directory} were restored") from error
         self._directory, self._sequences.torn = directory, None
 
     async def _before(self, probe: WeightsProbe | None) -> float | None:
@@ -272,11 +272,11 @@ class CoreWeights:
             if whole:
                 await self._copy(self._directory, await self.checked(self._directory))
         except WeightsError as error:
-            torn = TornWeights(f"{cause}; the old weights cannot be loaded back either: {error}")
+            torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
         if torn is None and probe is not None and before is not None:
             score = await self._sequences.score_in_pause(probe.token_ids)
             if not abs(score - before) <= probe.tolerance:
-                torn = TornWeights(f"{cause}; loaded back, {self._directory} scores {score:.4f}, not {before:.4f}")
+                torn = TornWeights(f"{cause}; after restoring, {self._directory} scores {score:.4f}, not {before:.4f}")
         self._sequences.torn = torn
         if torn is not None:
             raise torn
@@ -293,7 +293,7 @@ class CoreWeights:
                 raise
             raise TornWeights(f"{directory}: loading the weights failed halfway: {error}") from error
         if not forgotten:
-            raise TornWeights(f"{directory}: vLLM keeps cache that was computed with other weights")
+            raise TornWeights(f"{directory}: vLLM still has cache entries computed with other weights")
 
 
 class LoopThread:

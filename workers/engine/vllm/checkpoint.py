@@ -46,7 +46,7 @@ class Checkpoint:
         Raises WeightsError unless the directory fills the model exactly, in the layout vLLM was started with.
         """
         if self._layout is None:
-            raise WeightsError(f"{directory}: the weights cannot be checked against the model: {self._unknown}")
+            raise WeightsError(f"{directory}: cannot check the weights against the model: {self._unknown}")
         with ExitStack() as stack:
             pieces = self._layout.check(directory, open_weights(directory, stack))
         names: dict[str, str] = {}
@@ -63,15 +63,15 @@ class Checkpoint:
                 names[next(iter(piece.sources))] = next(iter(start.sources))
             else:
                 raise WeightsError(
-                    f"{directory}: {next(iter(piece.sources))} is laid out otherwise than {next(iter(start.sources))}, "
-                    "with which vLLM was started; publish it as save_pretrained writes it"
+                    f"{directory}: {next(iter(piece.sources))} has another layout than {next(iter(start.sources))}, "
+                    "with which vLLM was started; publish weights as save_pretrained writes them"
                 )
         return names
 
     def _check_start(self, path: str, filled: set[str]) -> None:
         for names in tied(self._layout.own if self._layout else {}):
             if filled.isdisjoint(names):
-                raise ModelError(f"{path}: the weights do not fill the model, e.g. {names[0]}; export it again")
+                raise ModelError(f"{path}: the weights are incomplete, e.g. {names[0]}; export them again")
 
 
 def _layout(model: ModelConfig) -> tuple[Layout | None, str]:

@@ -57,10 +57,10 @@ class CoreGuard:
         """See `contracts.Backend.try_guard`; every worker must have loaded it, with the rules it was sent."""
         answers = await self._call("sluice_guard_try", list(token_ids))
         if any(answer != answers[0] or answer is None for answer in answers):
-            raise GuardRefused(f"vLLM's workers do not have one repeat guard: {answers!r:.300}")
+            raise GuardRefused(f"vLLM's workers do not share one repeat guard: {answers!r:.300}")
         rules, trigger = GuardRules.from_plain(answers[0]["rules"]), answers[0]["trigger"]
         if rules != self.rules:  # its object keys were proved on the tokenizer in this process, not in the core
-            raise GuardRefused(f"vLLM's core has other rules than it was sent: {rules!r:.300}")
+            raise GuardRefused(f"vLLM's core has rules other than those it was sent: {rules!r:.300}")
         return GuardTrial(rules, None if trigger is None else RepeatTrigger(*trigger))
 
     async def cost(self) -> GuardCost:

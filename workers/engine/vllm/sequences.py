@@ -145,7 +145,7 @@ class Sequences:
         vision = self._engine.vision
         if vision is None:
             raise RequestError(
-                f"{request.seq_key}: vLLM takes no images with {self._engine.facts.model}; send text alone, or use a "
+                f"{request.seq_key}: vLLM takes no images with {self._engine.facts.model}; send only text, or use a "
                 "vision-language model (model.variant auto or vlm)"
             )
         try:
@@ -217,7 +217,7 @@ class Sequences:
         except VLLMClientError as error:
             raise RequestError(f"vLLM refuses the request: {error}") from error
         except EngineGenerateError as error:
-            raise EngineError(f"vLLM failed over one request: {error.__cause__!r}") from error
+            raise EngineError(f"vLLM failed on one request: {error.__cause__!r}") from error
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         return await self.or_dead(self._llm.collective_rpc(method, args=args))

@@ -150,7 +150,7 @@ class StartWatch:
     def _end(self, processes: list[psutil.Process]) -> None:
         self._dump(processes)
         seen = self._stacks.read_text(errors="replace").strip()
-        self.stalled = f"its core stood still for {self._limit_s:g} s while it started" + (f":\n{seen}" if seen else "")
+        self.stalled = f"its core made no progress for {self._limit_s:g} s at startup" + (f":\n{seen}" if seen else "")
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -253,7 +253,7 @@ def _start_core(path: str, config: Any, methods: Sequence[str], log: EngineLog, 
         if watch.stalled is None:
             raise _start_error(path, failed, log) from failed
         seen = watch.stalled
-        get_logger().warning("vLLM stood still at its start", model=path, start_method=method, seen=seen)
+        get_logger().warning("vLLM hung at startup", model=path, start_method=method, seen=seen)
     raise EngineError(f"{path}: vLLM did not start: {seen}") from failed
 
 
@@ -263,7 +263,7 @@ def _taken(model: ModelConfig, config: Any, vision: Vision | None) -> Vision | N
     taken = vision is not None and not vision.off and config.model_config.supports_multimodal_inputs
     if sees and not taken:
         reason = vision.off if vision is not None else ""
-        get_logger().warning("images off", model=model.path, reason=reason or "vLLM takes none with this model")
+        get_logger().warning("images off", model=model.path, reason=reason or "vLLM accepts none with this model")
     return vision if taken else None
 
 

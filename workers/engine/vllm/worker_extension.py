@@ -55,7 +55,7 @@ class WorkerExtension:
             first = next(iter(unfilled))
             raise TornWeights(
                 f"{directory}: vLLM took {unfilled[first]} of {wanted[first]} elements of {first}, and {len(unfilled)} "
-                "layers were not filled; does it read this model's names?"
+                "layers were not filled; does vLLM know this model's tensor names?"
             )
 
     def sluice_guard_try(self, token_ids: list[int]) -> dict[str, Any] | None:

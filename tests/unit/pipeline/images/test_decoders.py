@@ -68,7 +68,7 @@ def test_one_process_takes_many_images_and_their_errors(decoders: Decoders) -> N
         assert decoders.decode(png(), "x").size == (8, 6)
         with pytest.raises(RequestError, match=r"^the picture é\ud800: is 60000 x 60000 pixels"):
             decoders.decode(huge_png(), "the picture é\ud800")
-        with pytest.raises(RequestError, match=r"^x: is damaged or no PNG"):
+        with pytest.raises(RequestError, match=r"^x: is damaged or not a PNG"):
             decoders.decode(png()[:40], "x")
     assert len(children()) == 1
 

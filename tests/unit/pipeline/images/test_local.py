@@ -52,7 +52,7 @@ def test_an_open_image_stays_as_it_is(decoders: Decoders) -> None:
     ("source", "says"),
     [
         ("/nowhere.png", "row 3: the image /nowhere.png: cannot be read"),
-        (b"text", "row 3: the image: is content that begins with"),
+        (b"text", "row 3: the image: is data that starts with"),
         (7, "row 3: the image is a int; give a path, bytes or a PIL image"),
         (Image.new("RGB", (90, 90)), "90 x 90 pixels, images.max_pixels allows 5000"),
         (Image.open(BytesIO(encoded(Image.effect_noise((60, 60), 50))[:-80])), "row 3: the image: is damaged"),
@@ -83,7 +83,7 @@ def _sparse(path: Path) -> None:
         (_socket, r"is not a regular file \(mode s"),
         (Path.mkdir, r"is not a regular file \(mode d"),
         (lambda path: path.symlink_to("/dev/zero"), r"is not a regular file \(mode c"),
-        (_sparse, r"has 3221225472 bytes or more, images\.max_mb allows 1048576"),
+        (_sparse, r"has at least 3221225472 bytes, images\.max_mb allows 1048576"),
         (lambda path: path.symlink_to(path), "cannot be read"),
     ],
 )

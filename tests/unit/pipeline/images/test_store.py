@@ -132,7 +132,7 @@ async def test_the_path_comes_first_and_the_url_when_there_is_no_such_file(tmp_p
         assert (here.getpixel((0, 0)), site.asked["/a.png"]) == ((255, 0, 0), 0)
         there = await images.get(ImageRef(path="none.png", url=site.url("/a.png")))
         assert there.getpixel((0, 0)) == (0, 0, 255)
-        with pytest.raises(RequestError, match=r"answered 404.*its path was of no use: no such file"):
+        with pytest.raises(RequestError, match=r"answered 404.*its path could not be used: no such file"):
             await images.get(ImageRef(path="none.png", url=site.url("/none.png")))
 
 
@@ -154,8 +154,8 @@ async def test_wrong_bytes_are_refused_with_both_digests(tmp_path: Path, site: S
         (ImageRef(sha256="abc"), "image sha256 abc: its sha256 must be 64 hexadecimal digits"),
         (ImageRef(sha256=OTHER), "no such file below images.roots"),
         (ImageRef(path="bomb.png"), r"image 'bomb\.png': is 60000 x 60000 pixels"),
-        (ImageRef(path="large.png"), r"image 'large\.png': has 2\d+ bytes or more"),
-        (ImageRef(path="text.png"), r"image 'text\.png': is content that begins with b'some text'"),
+        (ImageRef(path="large.png"), r"image 'large\.png': has at least 2\d+ bytes"),
+        (ImageRef(path="text.png"), r"image 'text\.png': is data that starts with b'some text'"),
         (ImageRef(path="/dev/zero"), "outside the configured roots"),
         (
             ImageRef(url="http://user:secret@evil.org/a.png?key=secret"),

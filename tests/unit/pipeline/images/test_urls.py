@@ -100,7 +100,14 @@ async def test_the_environment_s_proxy_is_not_used(site: Site, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("status", "reason"),
-    [(301, "redirect"), (302, "redirect"), (307, "redirect"), (404, "correct"), (403, "403"), (204, "correct")],
+    [
+        (301, "redirect"),
+        (302, "redirect"),
+        (307, "redirect"),
+        (404, "check the URL"),
+        (403, "403"),
+        (204, "check the URL"),
+    ],
 )
 async def test_an_answer_that_is_final_is_not_tried_again(site: Site, status: int, reason: str) -> None:
     site.routes |= {"/a": answers(status, headers={"Location": "/b"}), "/b": b"body"}
@@ -143,7 +150,7 @@ async def test_a_body_over_the_limit_is_cut_off_whatever_its_length_was_said_to_
 
     site.routes["/a"] = endless
     async with fetcher(site) as urls:
-        with pytest.raises(RequestError, match=r"^x: has \d+ bytes or more, images\.max_mb allows 2000"):
+        with pytest.raises(RequestError, match=r"^x: has at least \d+ bytes, images\.max_mb allows 2000"):
             await urls.fetch(site.url("/a"), "x")
     assert site.asked["/a"] == 1
 
@@ -151,7 +158,7 @@ async def test_a_body_over_the_limit_is_cut_off_whatever_its_length_was_said_to_
 async def test_a_compressed_answer_is_not_unpacked(site: Site) -> None:
     site.routes["/a"] = answers(200, body=gzip.compress(bytes(10_000_000)), headers={"Content-Encoding": "gzip"})
     async with fetcher(site, max_bytes=100_000) as urls:
-        with pytest.raises(RequestError, match="comes compressed"):
+        with pytest.raises(RequestError, match="is compressed"):
             await urls.fetch(site.url("/a"), "x")
 
 

@@ -89,7 +89,7 @@ async def test_the_ids_that_end_a_turn(cache: Cache) -> None:
         ("../a", None, "known: a, b"),
         ("bare", None, "no chat template"),
         ("gone", None, "cannot be loaded"),
-        ("a", "main", "leave tokenizer_revision out"),
+        ("a", "main", "remove tokenizer_revision"),
     ],
 )
 async def test_what_cannot_be_had(cache: Cache, name: str, revision: str | None, words: str) -> None:
@@ -115,7 +115,7 @@ async def test_code_of_a_tokenizer_does_not_run(names: dict[str, str], tmp_path:
 
 async def test_no_caller_chooses_the_revision_whose_code_runs() -> None:
     tokenizers = Tokenizers({"hub": "owner/name"}, size=1, trust_remote_code=True)
-    with pytest.raises(RolloutError, match="leave tokenizer_revision out"):
+    with pytest.raises(RolloutError, match="remove tokenizer_revision"):
         await tokenizers.get("hub", "refs/pr/1")
     tokenizers.close()
     assert tokenizers.num_loads == 0

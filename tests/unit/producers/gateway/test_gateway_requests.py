@@ -108,9 +108,9 @@ def test_values_out_of_range_name_their_field(fields: dict[str, Any], path: str)
 
 @pytest.mark.parametrize("value", [2**64, "\ud800"])
 def test_what_cannot_travel_is_refused_at_the_door(value: Any) -> None:
-    with pytest.raises(ValidationError, match="cannot be carried"):
+    with pytest.raises(ValidationError, match="cannot be sent"):
         FinishRequest(final_status="COMPLETED", truth={"deep": [value]})
-    with pytest.raises(Refusal, match="messages: cannot be carried"):
+    with pytest.raises(Refusal, match="messages: cannot be sent"):
         request(messages=[{"role": "user", "content": [{"type": "text", "text": value}]}]).plain_messages()
 
 
@@ -128,13 +128,13 @@ def test_one_image_of_a_listed_host_is_taken() -> None:
     ("part", "words"),
     [
         ({"type": "image_url", "image_url": {"url": "http://other.example/cat.png"}}, "not a listed host"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "data and files are not taken"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "data and files are not taken"),
-        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "data and files are not taken"),
-        ({"type": "image_url"}, "data and files are not taken"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "data and files are not accepted"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "data and files are not accepted"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "data and files are not accepted"),
+        ({"type": "image_url"}, "data and files are not accepted"),
         ({"type": "input_audio", "input_audio": {}}, "input_audio"),
-        ({"type": "text", "text": 5}, "a part is of type text, with a text"),
-        ("text", "a part is of type text, with a text"),
+        ({"type": "text", "text": 5}, "a part must be of type text, with a text"),
+        ("text", "a part must be of type text, with a text"),
     ],
 )
 def test_other_parts_are_refused_with_their_place(part: Any, words: str) -> None:

@@ -100,7 +100,7 @@ def test_a_method_that_a_processor_must_now_have_is_named(runner: str) -> None:
     def finish(self: Any) -> None: ...
 
     text = refused(runner, changed(runner, LogitsProcessor=processor(runner, finish=finish)))
-    assert "wants the methods finish" in text
+    assert "requires the methods finish" in text
 
 
 @pytest.mark.parametrize(

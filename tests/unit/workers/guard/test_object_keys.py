@@ -151,7 +151,7 @@ def test_a_tokenizer_that_writes_the_prefix_otherwise_is_refused() -> None:
     tokenizer: Any = build_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     assert counter(tokenizer).count(encoded(tokenizer, answer(3))) == 3
-    with pytest.raises(ConfigError, match=r"prefix '\"Object_' stands 20 times in an answer, and 0 times in .*max_obj"):
+    with pytest.raises(ConfigError, match=r"prefix '\"Object_' occurs 20 times in an answer, but 0 times in .*max_obj"):
         counter(tokenizer, '"Object_')
     with pytest.raises(ConfigError, match=r"object_key_prefix '' has no bytes"):
         counter(tokenizer, "")
@@ -162,7 +162,7 @@ def test_a_decoder_that_is_not_known_is_refused() -> None:
 
     tokenizer: Any = build_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.CTC()
-    with pytest.raises(ConfigError, match=r"a kind that the guard does not know: its decoder has .*CTC"):
+    with pytest.raises(ConfigError, match=r"the guard does not support this tokenizer: its decoder has .*CTC"):
         counter(tokenizer)
 
 
@@ -183,5 +183,5 @@ def test_special_tokens_of_mistral_are_spelled_out() -> None:
 
 @pytest.mark.vllm
 def test_a_tokenizer_that_does_not_say_how_it_writes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Unknown does not say how its pieces are spelled"):
+    with pytest.raises(ConfigError, match="Unknown does not expose the text of its tokens"):
         counter(Unknown())

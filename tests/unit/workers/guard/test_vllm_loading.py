@@ -132,7 +132,7 @@ def test_a_stock_server_whose_tokenizer_does_not_write_the_prefix_does_not_start
     monkeypatch.setenv("COORDEXP_" + SWITCH, "1")
     guard = {"enabled": True, "max_object_keys": 4, "object_key_prefix": '"Object_'}
     monkeypatch.setenv("COORDEXP_" + JSON, json.dumps(guard))
-    with pytest.raises(ConfigError, match=r"Object_' stands 4 times in an answer, and 0 times in the tokens"):
+    with pytest.raises(ConfigError, match=r"Object_' occurs 4 times in an answer, but 0 times in its tokens"):
         load("V1", STOCK, engine_config(loops))
 
 

@@ -29,4 +29,4 @@ def test_further_kinds_are_counted_alone() -> None:
     assert first.startswith("row 0: one x")
     assert len(first) < 600
     assert third.endswith("; 1 more")
-    assert last == "errors of other kinds: 2"
+    assert last == "other errors: 2"

@@ -38,10 +38,10 @@ def test_every_sequence_has_a_number_of_its_own() -> None:
     [
         ({"n": 0}, "--n must be"),
         ({"max_batch": 0}, "--max-batch"),
-        ({"as_json": True}, "both want standard output"),
+        ({"as_json": True}, "both use standard output"),
         ({"out": "nosuch/a.jsonl"}, "nosuch: no such directory"),
         ({"out": "."}, "is a directory"),
-        ({"out": "a.csv"}, "a.csv: the suffix says the format"),
+        ({"out": "a.csv"}, "a.csv: the suffix selects the format"),
         ({"fallback_backend": "hf"}, "needs --backend vllm"),
         ({"options": {"top_p": 2.0}}, "top_p must be"),
         ({"overrides": ("modle.dtype=float32",)}, "did you mean 'model'"),

@@ -52,7 +52,7 @@ def test_the_prompt_is_left_out_and_tokens_are_read_once() -> None:
 def test_hooks_of_another_sequence_are_refused() -> None:
     window = TextWindow(2, decoder(tokenizer_of("plain"), special_tokens=False))
     window.take(torch.tensor([[1, 2, 3, 4]]))
-    with pytest.raises(EngineError, match="ask the plugin for new ones"):
+    with pytest.raises(EngineError, match="get new ones from the plugin"):
         window.take(torch.tensor([[1, 2, 3]]))
     with pytest.raises(EngineError, match="2 x 5"):
         window.take(torch.tensor([[1, 2, 3, 4, 5]] * 2))

@@ -70,11 +70,11 @@ async def test_no_calls_no_messages() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("{", "are no JSON"),
-        ("nonsense", "are no JSON"),
-        ('{"text": "a"} trailing', "are no JSON"),
-        ("[" * 100_000, "are no JSON"),
-        ('{"text": ' + "9" * 5000 + "}", "are no JSON"),
+        ("{", "are not JSON"),
+        ("nonsense", "are not JSON"),
+        ('{"text": "a"} trailing', "are not JSON"),
+        ("[" * 100_000, "are not JSON"),
+        ('{"text": ' + "9" * 5000 + "}", "are not JSON"),
         ("[1]", "are a list; write one JSON object"),
         ('"text"', "are a str"),
         ("3", "are a int"),
@@ -130,7 +130,7 @@ async def test_whatever_a_tool_raises_is_a_message_and_its_words_are_the_logs(
     assert contents[:4] == ["Error: fails failed; correct the arguments, or try another way"] * 4
     logged = capsys.readouterr().err
     assert all(why in logged for why in ("ValueError: v", "RecursionError: r", "TimeoutError: t", "SystemExit: 3"))
-    assert contents[4] == "Error: fails was cancelled from inside; try another way"
+    assert contents[4] == "Error: fails cancelled itself; try another way"
 
 
 async def test_a_tool_that_does_not_answer_is_left() -> None:
@@ -162,7 +162,7 @@ async def test_calls_beyond_the_bound_are_not_run_and_say_so() -> None:
     assert ran == [0, 1, 2]
     assert [one["tool_call_id"] for one in messages[:5]] == ["c0", "c1", "c2", "c3", "c4"]
     assert len(messages) == 100_000
-    text = "Error: not run: 100000 calls in one turn, and at most 3 are; ask for it again"
+    text = "Error: not run: 100000 calls in one turn, the limit is 3; ask for it again"
     assert {one["content"] for one in messages[3:]} == {text}
     assert (await box.plus([], "server").run([call("note", {"at": 0})] * 4))[3]["content"].startswith("Error: not run")
 
@@ -349,12 +349,12 @@ def test_tools_are_loaded_by_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("calculators", "is no tool; write calculator, or package.module:name"),
+        ("calculators", "is not a tool; write calculator, or package.module:name"),
         ("no.such.module:x", "cannot import"),
         ("json:nothing", "has no 'nothing'"),
         (":x", "no import path"),
-        ("json:dumps", "is no tool; decorate"),
-        ("math:pi", "is no tool; decorate"),
+        ("json:dumps", "is not a tool; decorate"),
+        ("math:pi", "is not a tool; decorate"),
     ],
 )
 def test_a_tool_that_is_none_is_named(name: str, complaint: str) -> None:
