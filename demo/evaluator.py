@@ -20,7 +20,12 @@ from typing import Any
 from sluice.demo.tasks import DemoTask, load_task
 from sluice.pipeline.errors import WeightsError
 from sluice.workers.engine.generation_engine import GenerationEngine
-from sluice.workers.engine.requests import GenerationOptions, ModelLoadConfig, TextGenerationRequest
+from sluice.workers.engine.requests import (
+    GenerationOptions,
+    ModelLoadConfig,
+    TextGenerationRequest,
+    VlmGenerationRequest,
+)
 
 _EVERY_S = 3.0  # leaves CPU cores to the pipeline
 
@@ -30,9 +35,14 @@ def decode(task: DemoTask, model_dir: Path, chosen: Sequence[Any]) -> Sequence[A
     if task.answers is not None:
         return task.answers(model_dir, chosen)
     model = ModelLoadConfig(model_name_or_path=str(model_dir))
-    requests = [TextGenerationRequest(messages=list(task.messages(problem))) for problem in chosen]
+    options = GenerationOptions(max_new_tokens=task.max_new_tokens)
     with GenerationEngine(model, max_batch=64) as engine:
-        results = engine.generate_text_batch(requests, GenerationOptions(max_new_tokens=task.max_new_tokens))
+        if task.images is None:
+            texts = [TextGenerationRequest(messages=task.messages(one)) for one in chosen]
+            results = engine.generate_text_batch(texts, options)
+        else:
+            seen = [VlmGenerationRequest(messages=task.messages(one), images=task.images(one)) for one in chosen]
+            results = engine.generate_vlm_batch(seen, options)
     return [result.text for result in results]
 
 

@@ -102,6 +102,7 @@ def _config(task: DemoTask, directory: Path, warm: Path, seed: int, workers: int
         f"data.path={run_dir / run / 'train.jsonl'}",
         f"worker.count={workers}",
     ]
+    overrides += [f"images.roots=[{run_dir / run}]"] if task.images else []
     config = load_config(task.config_path(), overrides)
     if config.rollout.url is None:
         return config

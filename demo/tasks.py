@@ -49,10 +49,12 @@ class DemoTask:
     ensure_warm_start: Callable[[Path, OnProgress], Path]
     write_data: Callable[[Path, int, int], Path]  # path, count, seed
     heldout: Callable[[int, int], list[Any]]  # count, seed
-    messages: Callable[[Any], list[dict[str, str]]]
+    messages: Callable[[Any], list[dict[str, Any]]]
     score: Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]  # answers, problems; holds `metric`
     show: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]  # for `page`: problems, answers before, after
     answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: one text each
+    images: Callable[[Any], tuple[Any, ...]] | None = None  # PIL images of a problem; None: its prompt has none
+    model: str = "Qwen3"  # as the report names it
     also: tuple[str, ...] = ()  # more score keys for the summary
 
     def config_path(self) -> Path:

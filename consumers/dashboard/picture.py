@@ -1,8 +1,8 @@
-"""The picture of a sequence: its file, located and read (blocking), and the boxes drawn over it.
+"""The pictures of a sequence: their files, located and read (blocking), and the boxes drawn over the first.
 
-- Which picture: the first of the result's images that is a path or a digest, else `metadata["picture"]`, a path.
-- Only files below the data file's directory or `images.roots` are read, whatever links and dots a name contains: the
-  resolved path is opened component by component, and no link is followed.
+- Which pictures: those of the result's images that are on disk, by path or digest, else `metadata["picture"]`, a path.
+- Only files below the data file's directory or `images.roots` are read, by the image store's own rules.
+- A picture whose digest is known is shown only as long as its bytes have it.
 - Only images in the formats of `images.formats`, detected by content, within `images.max_mb` and `max_pixels`.
 - Boxes are xyxy 0-999 of the picture's width and height; the drawing is WIDTH wide and keeps the aspect ratio.
 - A truth is dashed, a prediction solid; the label states its fate as well as the colour. Labels stay inside the
@@ -12,11 +12,9 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import stat
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,10 +25,10 @@ from sluice.consumers.dashboard.outcome import Pair
 from sluice.consumers.tasks.detection.geometry import MAX_COORD, Box
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.images.paths import Roots
+from sluice.pipeline.images.store import check_digest
 from sluice.pipeline.wire.messages import SequenceResult
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MEDIA = {
     "JPEG": "image/jpeg", "MPO": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp", "GIF": "image/gif",
@@ -50,6 +48,14 @@ _SIGN = {"matched": "\u2713", "false positive": "\u2717", "missed": "?"}
 
 
 @dataclass(frozen=True)
+class Source:
+    """A picture on disk: the first of `names` that exists below a root, and the digest of its bytes if it is known."""
+
+    names: tuple[str, ...]
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
 class Picture:
     """The encoded file; `size` is (width, height) in pixels, upright."""
 
@@ -58,44 +64,38 @@ class Picture:
     size: tuple[int, int]
 
 
-def names_of(result: SequenceResult) -> list[str]:
-    """Paths that may hold its picture; empty if it has none on disk."""
+def sources_of(result: SequenceResult) -> list[Source]:
+    """Its pictures, in the order of its images; empty if none is on disk."""
+    found: list[Source] = []
     for image in result.images:
+        digest = (image.sha256 or "").lower()
+        digest = digest if _DIGEST.fullmatch(digest) else None
         if image.path:
-            return [image.path]
-        if image.sha256 and _DIGEST.fullmatch(image.sha256.lower()):
-            return [image.sha256.lower(), f"sha256/{image.sha256.lower()}"]
+            found.append(Source((image.path,), digest))
+        elif digest:
+            found.append(Source((digest, f"sha256/{digest}"), digest))
     named = result.metadata.get("picture")
-    return [named] if isinstance(named, str) and named else []
+    return found or ([Source((named,))] if isinstance(named, str) and named else [])
 
 
-def read_picture(config: Config, result: SequenceResult) -> Picture | None:
-    """None for a sequence without a picture. Raises RequestError that says why its picture can't be shown."""
-    names = names_of(result)
-    if not names:
+def read_picture(config: Config, result: SequenceResult, number: int = 0) -> Picture | None:
+    """None for a sequence with fewer pictures. Raises RequestError that says why this picture can't be shown."""
+    sources = sources_of(result)
+    if number >= len(sources):
         return None
     roots = [str(Path(config.data.path).parent)] if config.data.path else []
-    return check_picture(read_below([*roots, *config.images.roots], names, config.images.max_mb), config.images)
+    data = read_below([*roots, *config.images.roots], sources[number], config.images.max_mb)
+    return check_picture(data, config.images)
 
 
-def read_below(roots: list[str], names: list[str], max_mb: float) -> bytes:
-    """The first regular file of these names below a root. Raises RequestError."""
-    real_roots = [os.path.realpath(root) for root in roots]
-    outside = False
-    for root in real_roots:
-        for name in names:
-            try:
-                real = os.path.realpath(os.path.join(root, name))
-            except ValueError:
-                raise RequestError("the picture's path has NUL characters or broken Unicode; rename it") from None
-            home = next((each for each in real_roots if os.path.commonpath((each, real)) == each), None)
-            if home is None:
-                outside = True
-            elif (data := _read(home, os.path.relpath(real, home), int(max_mb * 2**20))) is not None:
-                return data
-    if outside:
-        raise RequestError("the picture lies outside the data file's directory and images.roots; add its directory")
-    raise RequestError("no such picture below the data file's directory or images.roots; was it moved?")
+def read_below(roots: Sequence[str], source: Source, max_mb: float) -> bytes:
+    """The bytes of a picture below one of these directories. Raises RequestError."""
+    if not roots:
+        raise RequestError("no such picture: neither data.path nor images.roots says where pictures are")
+    allowed = Roots(roots)
+    data = allowed.read(allowed.find("the picture", *source.names), int(max_mb * 2**20), "the picture")
+    check_digest(data, source.digest, "the picture")
+    return data
 
 
 def check_picture(data: bytes, limits: ImagesConfig) -> Picture:
@@ -119,35 +119,6 @@ def check_picture(data: bytes, limits: ImagesConfig) -> Picture:
 def _is_on_its_side(image: Image.Image) -> bool:
     """Only if EXIF precedes the pixels: otherwise Pillow decodes a whole PNG to look for it at the end."""
     return "exif" in image.info and image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
-
-
-def _read(root: str, inside: str, max_bytes: int) -> bytes | None:
-    """None if there is no such file."""
-    *folders, name = inside.split(os.sep)
-    try:
-        here = os.open(root, _FOLDER)
-        try:
-            for folder in folders:
-                inner = os.open(folder, _FOLDER, dir_fd=here)
-                os.close(here)
-                here = inner
-            file = os.open(name, _FILE, dir_fd=here)
-        finally:
-            os.close(here)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise RequestError(f"the picture cannot be opened ({getattr(error, 'strerror', error)})") from error
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise RequestError("the picture is not a regular file; name an image file")
-        if status.st_size > max_bytes:
-            raise RequestError(f"the picture has {status.st_size} bytes; images.max_mb allows {max_bytes}")
-        with os.fdopen(file, "rb", closefd=False) as stream:
-            return stream.read(max_bytes)
-    finally:
-        os.close(file)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fastapi import APIRouter, Request, Response
 from sluice.consumers.dashboard.formats import query, url
 from sluice.consumers.dashboard.monitor import monitor_of
 from sluice.consumers.dashboard.outcome import BusyError, Detection, Failed, Outcome, TaskRunner, outcome, runner_of
-from sluice.consumers.dashboard.picture import Drawing, drawing, read_picture
+from sluice.consumers.dashboard.picture import Drawing, drawing, read_picture, sources_of
 from sluice.consumers.dashboard.render import MOST_CURSOR, checked_id, clean, problem_page, render
 from sluice.consumers.dashboard.settings import run_config_of
 from sluice.consumers.dashboard.tokens import (
@@ -96,17 +96,18 @@ async def sequence(request: Request, seq_id: str) -> Response:
 
 @router.get("/pictures/{seq_id:path}")
 async def picture(request: Request, seq_id: str) -> Response:
-    """The picture of a finished sequence, as stored on disk."""
+    """A picture of a finished sequence, as stored on disk; `?number=1` is its second."""
     monitor = monitor_of(request)
     detail = await asyncio.to_thread(monitor.reader.sequence, checked_id(seq_id))
     if detail is None or detail.result is None:
         return problem_page(request, 404, _GONE)
     try:
-        found = await asyncio.to_thread(read_picture, monitor.config, detail.result)
+        number = _whole(request.query_params.get("number", "")) or 0
+        found = await asyncio.to_thread(read_picture, monitor.config, detail.result, number)
     except RequestError as error:
         return problem_page(request, 404, f"This sequence's picture is not shown: {error}")
     if found is None:
-        return problem_page(request, 404, "This sequence has no picture.")
+        return problem_page(request, 404, "This sequence has no such picture.")
     return Response(found.data, media_type=found.media_type)
 
 
@@ -122,11 +123,12 @@ class Choice:
     def read(cls, asked: Mapping[str, str]) -> Choice:
         """Invalid values count as not given."""
         sheet, colour, start = asked.get("sheet", ""), asked.get("colour", ""), asked.get("start", "")
-        return cls(
-            sheet if sheet in SHEETS else "sampled",
-            colour if colour in COLOURINGS else "mask",
-            int(start) if start.isascii() and start.isdecimal() and len(start) < 10 else None,
-        )
+        return cls(sheet if sheet in SHEETS else "sampled", colour if colour in COLOURINGS else "mask", _whole(start))
+
+
+def _whole(text: str) -> int | None:
+    """Of an address; None for anything but a number of a few digits."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,9 @@ class SequencePage:
     tokens_problem: str
     outcome: Outcome | None
     drawing: Drawing | None
-    picture: tuple[int, int] | None  # its size
+    picture: tuple[int, int] | None  # size of the first
     picture_problem: str
+    more_pictures: range = range(0)  # their numbers
 
 
 async def build(runner: TaskRunner, config: Config, detail: SequenceDetail, choice: Choice) -> SequencePage:
@@ -181,7 +184,8 @@ async def build(runner: TaskRunner, config: Config, detail: SequenceDetail, choi
     size, picture_problem = await asyncio.to_thread(_picture_size, config, result)
     is_scene = isinstance(made, Detection) or size is not None
     drawn = drawing(made.pairs if isinstance(made, Detection) else (), size) if is_scene else None
-    return SequencePage(tokens, tokens_problem, made, drawn, size, picture_problem)
+    more = range(1, len(sources_of(result)))
+    return SequencePage(tokens, tokens_problem, made, drawn, size, picture_problem, more)
 
 
 async def _outcome(runner: TaskRunner, result: SequenceResult) -> Outcome:

@@ -1,7 +1,9 @@
-"""Pictures of scenes: training scenes as files for the dashboard, held-out ones drawn for the report."""
+"""Pictures of scenes: training scenes as PNG files, held-out ones drawn for the report."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +18,31 @@ from sluice.demo.tiny.jsonl import write_records
 
 _SCALE = 14  # drawn pixels per scene pixel
 _INK_MAX = 16.0
+_FOLDER = "scenes"
+
+
+def draw(scene: Scene, scale: int = 1) -> Image.Image:
+    """Dark ink on white paper, mode L, `scale` pixels per scene pixel."""
+    grey = np.clip(255 * (1 - scene.pixels / _INK_MAX), 0, 255).round().astype(np.uint8)
+    return Image.fromarray(grey.repeat(scale, axis=0).repeat(scale, axis=1))
+
+
+def save_picture(beside: Path, index: int, scene: Scene, scale: int = 1) -> str:
+    """Write the scene as a PNG in the folder `scenes` next to a file; its path from there."""
+    name = f"{_FOLDER}/{index:06d}.png"
+    target = beside.parent / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draw(scene, scale).save(target)
+    return name
 
 
 def write_with_pictures(path: Path, split: Split, count: int, seed: int) -> Path:
-    """Write the records as JSONL, and each scene as a PNG in `scenes` next to it, referenced by its metadata."""
-    folder = path.parent / "scenes"
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the records as JSONL; the metadata of each names its scene's PNG."""
 
     def drawn() -> Iterator[dict[str, Any]]:
-        for index, (record, scene) in enumerate(
-            zip(records(split, count, seed), scenes(split, count, seed), strict=True)
-        ):
-            name = f"{index:06d}.png"
-            grey = np.clip(255 * (1 - scene.pixels / _INK_MAX), 0, 255).round().astype(np.uint8)
-            Image.fromarray(grey).save(folder / name)
-            yield {**record, "metadata": {"picture": f"{folder.name}/{name}"}}
+        shown = zip(records(split, count, seed), scenes(split, count, seed), strict=True)
+        for index, (record, scene) in enumerate(shown):
+            yield {**record, "metadata": {"picture": save_picture(path, index, scene)}}
 
     return write_records(path, drawn())
 
@@ -41,8 +53,7 @@ def pictures(scenes: Sequence[Scene], before: Sequence[str], after: Sequence[str
         {
             "width": scene.pixels.shape[1] * _SCALE,
             "height": scene.pixels.shape[0] * _SCALE,
-            "scale": _SCALE,
-            "cells": _cells(scene.pixels),
+            "png": _data_url(draw(scene)),
             "truth": [_box(item, scene) for item in scene.objects],
             "views": [
                 {"name": "warm start", "boxes": [_box(item, scene) for item in read_objects(first)]},
@@ -53,13 +64,10 @@ def pictures(scenes: Sequence[Scene], before: Sequence[str], after: Sequence[str
     ]
 
 
-def _cells(pixels: np.ndarray) -> list[dict[str, Any]]:
-    return [
-        {"x": x * _SCALE, "y": y * _SCALE, "shade": round(255 * (1 - float(pixels[y, x]) / _INK_MAX))}
-        for y in range(pixels.shape[0])
-        for x in range(pixels.shape[1])
-        if pixels[y, x] > 0
-    ]
+def _data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _box(item: Any, scene: Scene) -> dict[str, Any]:

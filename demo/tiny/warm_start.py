@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from sluice.demo.tiny import cache, model, tokenizer
 
@@ -36,6 +36,8 @@ Pair = tuple[list[int], list[int]]
 """Prompt ids and answer ids, turn terminator included."""
 Example = tuple[list[int], ...]
 """A pair, or a conversation: what is given and what is to be written, in turn."""
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""The model's arguments, and next-token labels, int64 [batch, length]; IGNORED is no label."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,18 @@ OnProgress = Callable[[WarmStartProgress], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The task's part: `network` builds the fresh model, `pairs(count, seed, tokenizer)` yields train problems."""
+    """The task's part: `network` builds the fresh model, `pairs(count, seed, tokenizer)` yields train problems.
+
+    `collator(tokenizer)` makes a batch of them; a task with pictures has its own.
+    """
 
     name: str
     sources: Sequence[ModuleType]
     tokenizer: Callable[[], PreTrainedTokenizerFast]
-    network: Callable[[Any, PreTrainedTokenizerFast], Qwen3ForCausalLM]
-    pairs: Callable[[int, int, PreTrainedTokenizerFast], Iterator[Example]]
+    network: Callable[[Any, PreTrainedTokenizerFast], Any]
+    pairs: Callable[[int, int, PreTrainedTokenizerFast], Iterator[Any]]
+    collator: Callable[[PreTrainedTokenizerFast], Callable[[Sequence[Any], int], Batch]] = lambda codec: collate
+    save: Callable[[Any, PreTrainedTokenizerFast, Path], None] = model.save_model
 
     def key(self, settings: WarmStartSettings) -> str:
         """Cache key: settings, the sources of the task and of this package, and the library versions."""
@@ -86,20 +93,23 @@ class Recipe:
             return target
         codec = self.tokenizer()
         network = self.network(settings.model, codec)
-        total = settings.num_steps * settings.batch_size
         with cache.written_aside(target) as aside:
-            train(network, codec, settings, self.pairs(total, settings.data_seed, codec), on_progress)
-            model.save_model(network, codec, aside)
+            batches = self.batches(settings, codec)
+            train(network, batches, settings, on_progress)
+            self.save(network, codec, aside)
             (aside / "warm_start.json").write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
         return target
 
+    def batches(self, settings: WarmStartSettings, codec: PreTrainedTokenizerFast) -> Iterator[Batch]:
+        """`num_steps` batches of fresh problems."""
+        problems = self.pairs(settings.num_steps * settings.batch_size, settings.data_seed, codec)
+        make, pad_id = self.collator(codec), int(codec.pad_token_id)  # pyright: ignore[reportArgumentType]
+        for _ in range(settings.num_steps):
+            yield make(list(itertools.islice(problems, settings.batch_size)), pad_id)
+
 
 def train(
-    network: Qwen3ForCausalLM,
-    codec: Any,
-    settings: WarmStartSettings,
-    pairs: Iterator[Example],
-    on_progress: OnProgress | None = None,
+    network: Any, batches: Iterator[Batch], settings: WarmStartSettings, on_progress: OnProgress | None = None
 ) -> None:
     """Train in place with AdamW: linear warm-up, then a constant rate, as in later training.
 
@@ -110,11 +120,10 @@ def train(
     )
     started = time.monotonic()
     recent: deque[float] = deque(maxlen=_RECENT)
-    for step in range(1, settings.num_steps + 1):
+    for step, batch in enumerate(batches, start=1):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, step / settings.num_warmup_steps)
-        chunk = list(itertools.islice(pairs, settings.batch_size))
-        loss = answer_loss(network, *collate(chunk, int(codec.pad_token_id)))
+        loss = answer_loss(network, *batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), _CLIP_NORM)
         optimizer.step()
@@ -126,8 +135,8 @@ def train(
             return
 
 
-def collate(pairs: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded inputs and next-token labels, int64 [batch, length - 1]; -100 is no label."""
+def collate(pairs: Sequence[Example], pad_id: int) -> Batch:
+    """Right-padded inputs and next-token labels, int64 [batch, length - 1]."""
     length = max(sum(map(len, example)) for example in pairs)
     inputs = torch.full((len(pairs), length), pad_id)
     labels = torch.full((len(pairs), length), IGNORED)
@@ -139,17 +148,17 @@ def collate(pairs: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.
             if number % 2:
                 labels[row, start:end] = inputs[row, start:end]
             start = end
-    return inputs[:, :-1], labels[:, 1:]
+    return {"input_ids": inputs[:, :-1]}, labels[:, 1:]
 
 
-def answer_loss(network: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def answer_loss(network: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy over labelled positions; logits are computed at those positions only."""
     kept = labels != IGNORED
-    hidden = network.model(input_ids=inputs).last_hidden_state[kept]
+    hidden = network.model(**inputs).last_hidden_state[kept]
     return functional.cross_entropy(network.lm_head(hidden), labels[kept])
 
 
-def encode_pair(codec: Any, messages: list[dict[str, str]], answer: str) -> Pair:
+def encode_pair(codec: Any, messages: list[dict[str, Any]], answer: str) -> Pair:
     """Token ids of a chat and its answer."""
     prompt = codec.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return prompt, codec.encode(answer + tokenizer.TURN_END, add_special_tokens=False)

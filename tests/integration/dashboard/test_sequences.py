@@ -26,7 +26,7 @@ from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, Model
 from sluice.pipeline.queue import Credit, JobQueue
 from sluice.pipeline.run.provenance import store
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import SequenceResult
+from sluice.pipeline.wire.messages import ImageRef, SequenceResult
 from tests.dashboard_site import Site
 from tests.detection_rollouts import answer, context, obj, rollout
 from tests.factories import decode_job
@@ -58,13 +58,13 @@ def groups(run: str) -> list[list[SequenceResult]]:
         one("long", [ids[at % len(ids)] for at in range(9000)], worker="w-1", metadata={}),
         one("odd", truth=EVIL, metadata={"picture": "../secret.png", "note": EVIL}, text=EVIL),
         one(EVIL.replace("\x1b", ""), finish_reason="length", triggers={"repeat_terminate": 1, "rule": EVIL}),
-        one("turns", codec.encode("first tool second"), reward=0.5),
+        one("turns", codec.encode("first tool second"), reward=0.5, images=[ImageRef(path="scenes/a.png")] * 2),
     ]
 
 
 async def record(config: Config, run: str) -> None:
     codec = tiny_codec("words")
-    sampler = Sampler(load_task(config.rollout_matching), context(codec), config.consumer)
+    sampler = Sampler(load_task(config.rollout_matching), context(codec), config.consumer, image_token_id=99_999)
     recorder, trainer = Recorder(config, 0), TrainedRecorder(config)
     for results in groups(run):
         group = Group(results[0].group_id, 1, {(0, 0): results[0]}, parts={0: 1})
@@ -168,6 +168,18 @@ async def test_a_scene_with_its_boxes_and_its_picture(shelf: Shelf) -> None:
     assert (picture.status_code, picture.headers["Content-Type"]) == (200, "image/png")
     assert picture.headers["X-Content-Type-Options"] == "nosniff"
     assert picture.content.startswith(b"\x89PNG")
+
+
+async def test_a_prompt_of_several_pictures_shows_them_all(shelf: Shelf) -> None:
+    browser, run = shelf
+    page = await text_of(browser, address("sequences", run, "turns:0"))
+    first, second = re.findall(r'<im(?:age|g)[^>]* (?:href|src)="(/pictures/[^"]+)"', page)
+    assert second == f"{first}?number=1"
+    for source in (first, second):
+        assert (await browser.get(source)).headers["Content-Type"] == "image/png"
+    for number in ("2", "-1", "x", "9" * 5000):
+        wanted = 404 if number == "2" else 200
+        assert (await browser.get(f"{first}?number={number}")).status_code == wanted
 
 
 async def test_a_picture_outside_is_never_served(shelf: Shelf) -> None:

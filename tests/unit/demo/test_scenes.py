@@ -8,7 +8,7 @@ import pytest
 
 from sluice.demo.digits import data
 from sluice.demo.digits.patches import NUM_PATCHES, patch_ids
-from sluice.demo.digits.scenes import HEIGHT, WIDTH, WORDS, digit_images, make_scene, scenes
+from sluice.demo.digits.scenes import SMALL, WORDS, digit_images, make_scene, scenes
 
 
 def test_train_and_heldout_share_no_digit_image() -> None:
@@ -35,7 +35,7 @@ def test_truth_is_valid_and_ordered() -> None:
 def test_every_box_holds_ink() -> None:
     for scene in scenes("train", 50, seed=4):
         for item in scene.objects:
-            left, top, right, bottom = np.array(item["bbox_2d"]) / 999 * np.array([WIDTH, HEIGHT, WIDTH, HEIGHT])
+            left, top, right, bottom = np.array(item["bbox_2d"]) / 999 * np.array([SMALL.width, SMALL.height] * 2)
             assert scene.pixels[round(top) : round(bottom), round(left) : round(right)].max() >= 4
 
 
@@ -49,7 +49,7 @@ def test_scenes_follow_from_seed_and_index() -> None:
 
 def test_patches_are_in_the_codebook() -> None:
     ids = patch_ids(make_scene("heldout", np.random.default_rng(0)).pixels)
-    assert ids.shape == (HEIGHT * WIDTH // 4,)
+    assert ids.shape == (SMALL.height * SMALL.width // 4,)
     assert ids.min() >= 0
     assert ids.max() < NUM_PATCHES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sluice.consumers.dashboard.picture import check_picture, names_of, read_below, read_picture
+from sluice.consumers.dashboard.picture import Source, check_picture, read_below, read_picture, sources_of
 from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.wire.messages import ImageRef
@@ -34,7 +35,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def read(data: Path, name: str, max_mb: float = 1) -> bytes:
-    return read_below([str(data)], [name], max_mb)
+    return read_below([str(data)], Source((name,)), max_mb)
 
 
 @pytest.mark.parametrize("name", ["scenes/a.png", "scenes/../scenes/./a.png", "{data}/scenes/a.png", "link.png"])
@@ -73,7 +74,7 @@ def test_what_is_no_regular_file_within_the_limits_is_refused(data: Path) -> Non
     os.mkfifo(data / "pipe.png")
     for name, reason in (
         ("pipe.png", "regular"), ("scenes", "regular|opened"), ("gone.png", "no such"), ("a\0b", "NUL"),
-        ("x" * 5000, "opened|no such"), ("broken\ud800", "Unicode"),
+        ("x" * 5000, "too long"), ("broken\ud800", "Unicode"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=reason):
             read(data, name)
@@ -121,13 +122,35 @@ def test_no_pixel_of_a_png_is_decoded() -> None:
 def test_where_the_picture_of_a_sequence_is_named() -> None:
     digest = "0" * 63 + "A"
     named = {"picture": "scenes/a.png"}
-    assert names_of(sequence_result("j")) == []
-    assert names_of(sequence_result("j", metadata=named)) == ["scenes/a.png"]
-    assert names_of(sequence_result("j", metadata={"picture": ["x"]})) == []
-    refs = [ImageRef(url="http://host/x.png"), ImageRef(path="b.png")]
-    assert names_of(sequence_result("j", images=refs, metadata=named)) == ["b.png"]
-    assert names_of(sequence_result("j", images=[ImageRef(sha256=digest)]))[1] == f"sha256/{digest.lower()}"
-    assert names_of(sequence_result("j", images=[ImageRef(sha256="../x")])) == []
+    assert sources_of(sequence_result("j")) == []
+    assert sources_of(sequence_result("j", metadata=named)) == [Source(("scenes/a.png",))]
+    assert sources_of(sequence_result("j", metadata={"picture": ["x"]})) == []
+    refs = [ImageRef(url="http://host/x.png"), ImageRef(path="b.png"), ImageRef(path="c.png", sha256=digest)]
+    found = sources_of(sequence_result("j", images=refs, metadata=named))
+    assert found == [Source(("b.png",)), Source(("c.png",), digest.lower())]
+    [stored] = sources_of(sequence_result("j", images=[ImageRef(sha256=digest)]))
+    assert stored.names[1] == f"sha256/{digest.lower()}"
+    assert sources_of(sequence_result("j", images=[ImageRef(sha256="../x")])) == []
+
+
+def test_a_picture_that_changed_since_it_was_decoded_is_not_shown(data: Path) -> None:
+    digest = hashlib.sha256(png()).hexdigest()
+    result = sequence_result("j", images=[ImageRef(path="scenes/a.png", sha256=digest)])
+    config = Config(data=DataConfig(path=str(data / "train.jsonl")))
+    assert read_picture(config, result) is not None
+    (data / "scenes" / "a.png").write_bytes(png(6))
+    with pytest.raises(RequestError, match="sha256"):
+        read_picture(config, result)
+
+
+def test_every_picture_of_a_prompt_is_found_by_its_number(data: Path) -> None:
+    (data / "scenes" / "c.png").write_bytes(png(9))
+    result = sequence_result("j", images=[ImageRef(path="scenes/a.png"), ImageRef(path="scenes/c.png")])
+    config = Config(data=DataConfig(path=str(data / "train.jsonl")))
+    second = read_picture(config, result, 1)
+    assert second is not None
+    assert second.size == (9, 2)
+    assert read_picture(config, result, 2) is None
 
 
 def test_roots_are_the_data_file_s_directory_and_those_for_images(data: Path) -> None:
