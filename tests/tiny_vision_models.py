@@ -191,7 +191,6 @@ def save_tiny_gemma3(directory: Path, *, seed: int = 0) -> Path:
         eoi_token_index=tokenizer.convert_tokens_to_ids(_GEMMA_MARKS["eoi_token"]),
         image_token_index=tokenizer.convert_tokens_to_ids(_GEMMA_MARKS["image_token"]),
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(seed)
     save_wide(Gemma3ForConditionalGeneration(config), directory)

@@ -22,9 +22,11 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.queue import (
@@ -39,7 +41,7 @@ from sluice.pipeline.queue import (
     seed_for,
 )
 from sluice.pipeline.run.role import Role
-from sluice.pipeline.wire.messages import DecodeJob, Progress, SequenceResult, TokenDelta, encode
+from sluice.pipeline.wire.messages import DecodeJob, ImageRef, Progress, SequenceResult, TokenDelta, encode
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.pipeline.wire.waits import WaitKind
 from sluice.workers.engine.contracts import Backend, EngineFacts, SequenceOutput, SequenceRequest
@@ -176,7 +178,7 @@ class DecodeWorker:
         self._slots.lose(claim.job_id, claim.attempt)  # last: it cancels the sequence this may be running in
 
     def _prompt(self, job: DecodeJob) -> JobPrompt | asyncio.Task[JobPrompt]:
-        """Rendered in the background, including the image, once for all sequences of the job."""
+        """Rendered in the background, including the images, once for all sequences of the job."""
         if not job.messages and not job.images:
             return self._prompts.text(job, self._backend.facts)
         return asyncio.get_running_loop().create_task(self._prompts.make(job, self._backend.facts))
@@ -245,7 +247,7 @@ def request_for(
         prompt_token_ids=tuple(prompt.token_ids),
         sampling=sampling,
         seed=seed_for(seed if sampling.seed is None else sampling.seed, claim.job_id, index),
-        image=prompt.image,
+        images=prompt.images,
         so_far=None if stored is None else stored.sampled,
         deadline_at=claim.deadline_at,
         report_every=every,
@@ -309,10 +311,20 @@ def result_of(
         sampling=job.sampling,
         timings=_timings(claim, request.asked_at),
         truth=job.truth,
-        images=job.images,
+        images=stamped(job.images, request.images),
         task=job.task,
         metadata={**job.metadata, "fallback": output.fallback} if output.fallback else job.metadata,
     )
+
+
+def stamped(refs: Sequence[ImageRef], images: Sequence[Any]) -> list[ImageRef]:
+    """The references with the digests of the bytes that were decoded: who looks later sees the same, or an error."""
+    if not images:
+        return list(refs)
+    digests = [image.info.get("sha256") for image in images]
+    return [
+        msgspec.structs.replace(ref, sha256=digest or ref.sha256) for ref, digest in zip(refs, digests, strict=True)
+    ]
 
 
 def _timings(claim: Claim, started: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A job's prompt as the engine takes it: rendered or as sent, cut if the job allows it, with its image fetched.
+"""A job's prompt as the engine takes it: rendered or as sent, cut if the job allows it, with its images fetched.
 
 - Any fault in a prompt is a RequestError and fails only this job. That includes whatever a template or tokenizer
   throws (even a Rust panic) and a rendering that never ends.
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 from sluice.pipeline.config.types import ImagesConfig, ModelConfig
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, RequestError
-from sluice.pipeline.images.store import ImageStore
+from sluice.pipeline.images.store import ImageStore, admit_images
 from sluice.pipeline.prompts.admission import Limits, admit_prompt
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.messages import DecodeJob
@@ -31,7 +32,7 @@ class JobPrompt:
 
     token_ids: list[int]
     truncated: int = 0
-    image: Any = None  # PIL.Image.Image, RGB
+    images: tuple[Any, ...] = ()  # PIL.Image.Image, RGB
 
 
 class JobPrompts:
@@ -41,7 +42,8 @@ class JobPrompts:
         """`timeout_s` limits the rendering of one prompt. Raises ModelError."""
         self._prompts = Prompts(model)
         self._pool, self._timeout_s = ThreadPool("render", _RENDERERS), timeout_s
-        self._images = ImageStore(images or ImagesConfig())
+        self._limits = images or ImagesConfig()
+        self._images = ImageStore(self._limits)
 
     async def make(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
         """The prompt of any job. Raises RequestError.
@@ -50,7 +52,7 @@ class JobPrompts:
         """
         admit_prompt(job.messages, None, Limits(facts.context_length), f"{job.job_id}: messages")
         if job.images:
-            return await self._with_image(job)
+            return await self._with_images(job)
         return await self._beside(job, partial(self.text, job, facts))
 
     def text(self, job: DecodeJob, facts: EngineFacts) -> JobPrompt:
@@ -63,18 +65,17 @@ class JobPrompts:
             prompt = self._prompts.without_image(job.prompt_token_ids)
         return JobPrompt(*fit_prompt(job.job_id, prompt, job.sampling, facts))
 
-    async def _with_image(self, job: DecodeJob) -> JobPrompt:
-        """For an engine that takes images."""
-        if len(job.images) != 1:
-            raise RequestError(f"{job.job_id}: exactly one image is supported, got {len(job.images)}")
+    async def _with_images(self, job: DecodeJob) -> JobPrompt:
+        """For an engine that takes images; they are fetched at the same time."""
+        admit_images(job.images, self._limits, job.job_id)
         prompt = list(job.prompt_token_ids)
-        prompt = prompt or await self._beside(job, partial(self._prompts.vlm, job.messages))
+        prompt = prompt or await self._beside(job, partial(self._prompts.vlm, job.messages, len(job.images)))
         try:
-            return JobPrompt(prompt, image=await self._images.get(job.images[0]))
+            return JobPrompt(prompt, images=tuple(await asyncio.gather(*map(self._images.get, job.images))))
         except (RequestError, EngineError):
             raise
         except Exception as error:  # anything a file system or a codec throws fails only this job
-            raise RequestError(f"{job.job_id}: cannot get the image: {error!r}") from error
+            raise RequestError(f"{job.job_id}: cannot get the images: {error!r}") from error
 
     async def _beside(self, job: DecodeJob, work: Callable[[], Any]) -> Any:
         try:

@@ -32,7 +32,7 @@ async def serve(role: Role) -> None:
     config = role.config
     guard = config.rollout_matching.repeat_terminate
     _warn_of_a_late_guard(config)
-    backend = make_backend(config.model, config.worker, guard)
+    backend = make_backend(config.model, config.worker, guard, config.images)
     await backend.start()
     try:
         get_logger().info("engine ready", **_facts(backend.facts))

@@ -135,6 +135,7 @@ class VisionProcessor:
         # The first call applies the padding set in its files; that must not happen in two threads at once.
         processor.tokenizer(processor.image_token)
         self._special = frozenset(int(token) for token in processor.tokenizer.all_special_ids) | {self.image_token_id}
+        self.other_image_ids = tuple(int(token) for token in getattr(processor, "image_token_ids", ()) or ())
         self._kept = _Kept(cache_bytes)
         self._axes_lock = threading.Lock()
         self._known_axes: dict[str, int] | None = None
@@ -447,7 +448,7 @@ def _without_video(known: Any) -> Any:
         def __init__(
             self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **options: Any
         ) -> None:
-            super().__init__(
+            super().__init__(  # pyright: ignore[reportUnknownMemberType]  # the base class is known only when it runs
                 image_processor=image_processor, tokenizer=tokenizer, chat_template=chat_template, **options
             )
 

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sized
 from types import TracebackType
 
 import msgspec
@@ -213,6 +213,15 @@ def normal_digest(text: str, where: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise RequestError(f"{where}: its sha256 must be 64 hexadecimal digits, with or without 'sha256:' in front")
     return digest
+
+
+def admit_images(images: Sized, limits: ImagesConfig, where: str) -> None:
+    """Raise RequestError for more images than one prompt may have; nothing is fetched to find out."""
+    if len(images) > limits.max_per_prompt:
+        raise RequestError(
+            f"{where}: {len(images)} images, and images.max_per_prompt allows {limits.max_per_prompt}; send fewer, or "
+            "raise it for all roles of the run"
+        )
 
 
 def check_digest(data: bytes, expected: str | None, where: str) -> str:

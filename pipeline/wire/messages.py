@@ -153,7 +153,7 @@ class SequenceResult(Wire, frozen=True, kw_only=True, tag="sequence_result"):
     sampling: SamplingParams = SamplingParams()  # [W] as in effect
     timings: dict[str, float] = {}  # [W] seconds: queue_s, decode_s; enqueued_at is a Unix time
     truth: Any = None  # [P] carried through
-    images: list[ImageRef] = []  # [P] carried through, for people to look at
+    images: list[ImageRef] = []  # [P] of the prompt, in its order; [W] sha256 of the bytes that were decoded
     task: str = "detection"  # [P]
     metadata: dict[str, Any] = {}  # [P] carried through
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from PIL.Image import Image
 
 from sluice.pipeline.config.types import ModelConfig
 from sluice.pipeline.wire.messages import SamplingParams
@@ -15,15 +14,15 @@ from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
 from sluice.workers.engine.prompts import Prompts
 from tests.contract.engine_fixtures import started
 from tests.contract.versions import TOLERANCE, Updates, Versions
-from tests.contract.vlm_plain import PlainVlm
+from tests.contract.vlm_plain import PlainVlm, Shown
 from tests.tiny_vlms import picture, save_tiny_llava, save_tiny_qwen_vl
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
 
 
-def assert_seen_right(output: SequenceOutput, plain: list[PlainVlm], prompt: Sequence[int], image: Image) -> None:
-    """Every number is that of a plain pass over prompt, image and tokens; all but the last version's are scored."""
-    by_version = [model.logprobs(prompt, image, output.token_ids).tolist() for model in plain]
+def assert_seen_right(output: SequenceOutput, plain: list[PlainVlm], prompt: Sequence[int], shown: Shown) -> None:
+    """Every number is that of a plain pass over prompt, images and tokens; all but the last version's are scored."""
+    by_version = [model.logprobs(prompt, shown, output.token_ids).tolist() for model in plain]
     assert output.sampled.proximal_versions == [v + 1 if v < max(output.versions) else -1 for v in output.versions]
     for at, version in enumerate(output.versions):
         under = max(version, output.sampled.proximal_versions[at])
@@ -38,7 +37,12 @@ def test_the_image_is_seen_again_under_the_new_weights(tmp_path: Path, save: Cal
     prompt = Prompts(ModelConfig(path=str(directories[0]))).vlm(MESSAGES)
     requests = [
         SequenceRequest(
-            f"s{seed}", tuple(prompt), SamplingParams(max_new_tokens=40), seed, picture(40, 30, seed), eos_token_ids=()
+            f"s{seed}",
+            tuple(prompt),
+            SamplingParams(max_new_tokens=40),
+            seed,
+            (picture(40, 30, seed),),
+            eos_token_ids=(),
         )
         for seed in range(3)
     ]

@@ -39,7 +39,7 @@ async def routed(llava: Path) -> AsyncIterator[RoutedBackend]:
 def seen(llava: Path, key: str = "seen", max_new_tokens: int = 8) -> SequenceRequest:
     prompt = Prompts(ModelConfig(path=str(llava))).vlm(MESSAGES)
     sampling = request([1], max_new_tokens=max_new_tokens).sampling
-    return SequenceRequest(key, tuple(prompt), sampling, image=picture(40, 30), eos_token_ids=())
+    return SequenceRequest(key, tuple(prompt), sampling, images=(picture(40, 30),), eos_token_ids=())
 
 
 async def test_images_go_to_the_fallback_which_says_so_and_text_stays(routed: RoutedBackend, llava: Path) -> None:

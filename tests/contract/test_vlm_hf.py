@@ -34,6 +34,10 @@ MAKERS = {"llava": save_tiny_llava, "qwen": save_tiny_qwen_vl}
 PICTURES = [picture(20, 20), picture(90, 33, 1), picture(200, 140, 2), picture(30, 64, 3)]
 
 
+def shown(image: Image.Image | None) -> tuple[Image.Image, ...]:
+    return () if image is None else (image,)
+
+
 @dataclass(frozen=True)
 class Vlm:
     """One tiny model, as a running backend and as transformers has it."""
@@ -55,7 +59,7 @@ class Vlm:
         """Greedy for 16 tokens unless told otherwise; without an image a prompt of text."""
         options = {"temperature": 0.0, "max_new_tokens": 16, **sampling}
         prompt = tuple(b"the abc of it") if image is None else self.prompt()
-        return SequenceRequest("s", prompt, SamplingParams(**options), seed, image, eos_token_ids=())
+        return SequenceRequest("s", prompt, SamplingParams(**options), seed, shown(image), eos_token_ids=())
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -70,7 +74,7 @@ def test_greedy_tokens_equal_generate_for_images_beside_text(vlm: Vlm) -> None:
     asked = [vlm.request(image, max_new_tokens=6 + 5 * at) for at, image in enumerate([*PICTURES, None, PICTURES[0]])]
     outputs = run(vlm.backend, *asked)
     for one, output in zip(asked, outputs, strict=True):
-        prompt, tokens = vlm.plain.greedy(one.prompt_token_ids, one.image, len(output.token_ids))
+        prompt, tokens = vlm.plain.greedy(one.prompt_token_ids, one.images, len(output.token_ids))
         assert len(tokens) == one.sampling.max_new_tokens
         assert (list(output.prompt_token_ids), output.token_ids) == (prompt, tokens)
 
@@ -78,7 +82,7 @@ def test_greedy_tokens_equal_generate_for_images_beside_text(vlm: Vlm) -> None:
 def test_logprobs_equal_plain_forward_passes(vlm: Vlm) -> None:
     asked = [vlm.request(image, seed, temperature=0.8) for seed, image in enumerate([*PICTURES, None])]
     for one, output in zip(asked, run(vlm.backend, *asked), strict=True):
-        expected = vlm.plain.logprobs(one.prompt_token_ids, one.image, output.token_ids)
+        expected = vlm.plain.logprobs(one.prompt_token_ids, one.images, output.token_ids)
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
 
 
@@ -94,7 +98,7 @@ def test_neighbours_do_not_change_a_sequence_with_an_image(vlm: Vlm) -> None:
         vlm.request(image, at, temperature=0.5, max_new_tokens=5 * at + 1) for at, image in enumerate([None, *PICTURES])
     ]
     assert run(vlm.backend, *others[:3], one, *others[3:], *others)[3].token_ids == alone
-    assert run(vlm.backend, replace(one, image=PICTURES[2]))[0].token_ids != alone
+    assert run(vlm.backend, replace(one, images=(PICTURES[2],)))[0].token_ids != alone
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -115,7 +119,7 @@ def test_a_generated_image_token_is_text_when_the_sequence_goes_on(vlm: Vlm) -> 
     so_far = SampledTokens([65, image_token, image_token], [-1.0] * 3, [0] * 3)
     output = run(vlm.backend, replace(vlm.request(PICTURES[0]), so_far=so_far))[0]
     assert output.token_ids[:3] == so_far.token_ids
-    expected = vlm.plain.logprobs(vlm.prompt(), PICTURES[0], output.token_ids)[3:]
+    expected = vlm.plain.logprobs(vlm.prompt(), [PICTURES[0]], output.token_ids)[3:]
     torch.testing.assert_close(torch.tensor(output.logprobs[3:]), expected, atol=1e-4, rtol=0)
 
 

@@ -34,7 +34,7 @@ def _config(directory: Path, **options: Any) -> ModelConfig:
 def _ask(directory: Path) -> SequenceRequest:
     content = [{"type": "image"}, {"type": "text", "text": "what?"}]
     prompt = Prompts(_config(directory)).vlm([{"role": "user", "content": content}])
-    return SequenceRequest("s", tuple(prompt), SamplingParams(temperature=0.0, max_new_tokens=12), image=PICTURE)
+    return SequenceRequest("s", tuple(prompt), SamplingParams(temperature=0.0, max_new_tokens=12), images=(PICTURE,))
 
 
 async def _decode(backend: HfBackend, asked: SequenceRequest) -> SequenceOutput:
@@ -143,9 +143,7 @@ def test_a_device_map_needs_accelerate(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("save", MAKERS)
-def test_a_processor_that_does_not_fit_the_model_fails_the_request_and_not_the_engine(
-    tmp_path: Path, save: Save
-) -> None:
+def test_a_processor_that_does_not_fit_the_model_is_found_at_the_start(tmp_path: Path, save: Save) -> None:
     directory = save(tmp_path)
     name, key = "processor_config.json", "num_additional_image_tokens"
     if save is save_tiny_qwen_vl:
@@ -153,10 +151,9 @@ def test_a_processor_that_does_not_fit_the_model_fails_the_request_and_not_the_e
     settings = json.loads((directory / name).read_text())
     settings[key] += 1
     (directory / name).write_text(json.dumps(settings))
-    with started(directory) as backend:
-        with pytest.raises(RequestError, match="rejects the output of its image processor"):
-            run(backend, _ask(directory))
-        assert run(backend, request(b"the abc"))[0].token_ids
+    with pytest.raises(ModelError, match=r"rejects the output of its image processor.*set model.variant to text"):
+        asyncio.run(HfBackend(_config(directory)).start())
+    asyncio.run(_decode(HfBackend(_config(directory, variant="text")), request(b"the abc")))
 
 
 def test_a_closed_engine_takes_no_image(tmp_path: Path) -> None:

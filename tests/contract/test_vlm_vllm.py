@@ -50,7 +50,9 @@ class Pair:
         options = {"temperature": 0.0, "max_new_tokens": 16, **sampling}
         parts = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
         prompt = self.prompts.vlm([{"role": "user", "content": parts}]) if image else list(b"the abc of it")
-        return SequenceRequest("s", tuple(prompt), SamplingParams(**options), seed, image, eos_token_ids=())
+        return SequenceRequest(
+            "s", tuple(prompt), SamplingParams(**options), seed, (image,) if image else (), eos_token_ids=()
+        )
 
     def assert_equal(self, *asked: SequenceRequest) -> list[SequenceOutput]:
         """The outputs, the same from both."""
@@ -97,7 +99,7 @@ def test_image_options_reach_vllms_processor(pair: Pair) -> None:
 def test_a_cache_keeps_images_apart_from_one_another_and_from_text(pair: Pair) -> None:
     first, second = (pair.request(image, max_new_tokens=6) for image in PICTURES[:2])
     expanded = run(pair.hf, first)[0].prompt_token_ids
-    text = replace(first, image=None, prompt_token_ids=expanded)
+    text = replace(first, images=(), prompt_token_ids=expanded)
     tokens = [pair.assert_equal(asked)[0].token_ids for asked in (text, first, second, text, second, first)]
     assert tokens == [tokens[0], tokens[1], tokens[2], tokens[0], tokens[2], tokens[1]]
     assert len({tuple(one) for one in tokens}) == 3
@@ -108,7 +110,7 @@ def test_either_backend_goes_on_where_the_other_was_interrupted(pair: Pair) -> N
     [whole] = run(pair.hf, asked)
     so_far = whole.sampled[:12]
     assert pair.assert_equal(replace(asked, so_far=so_far))[0].token_ids == whole.token_ids
-    image_token = Vision.of(ModelConfig(path=str(pair.directory)), VllmEngineOptions())
+    image_token = Vision.of(ModelConfig(path=str(pair.directory)), VllmEngineOptions(), 1)
     assert image_token is not None
     odd = replace(so_far, token_ids=[*whole.token_ids[:11], image_token.image_token_id])
     pair.assert_equal(replace(asked, so_far=odd))
@@ -127,7 +129,7 @@ def test_a_bad_request_fails_alone(pair: Pair) -> None:
     good = pair.request(PICTURES[0])
     encoded = BytesIO()
     picture(64, 64).save(encoded, format="PNG")
-    cut = replace(good, image=Image.open(BytesIO(encoded.getvalue()[:-60])))
+    cut = replace(good, images=(Image.open(BytesIO(encoded.getvalue()[:-60])),))
     fits = VLM_CONTEXT - len(run(pair.hf, good)[0].prompt_token_ids)
     bad = {
         "2 image placeholders": replace(good, prompt_token_ids=good.prompt_token_ids * 2),

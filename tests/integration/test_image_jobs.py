@@ -125,12 +125,16 @@ async def test_an_image_is_fetched_once_and_decides_what_is_decoded(
         image_job(keys, "absolute", ImageRef(path=str(root / "b.png"))),
         image_job(keys, "digest", ImageRef(sha256=digest)),
     ]
+    processed = backend.images_processed
     async with working(config, backend) as prompts:
         await JobQueue(client, keys).enqueue(jobs, PLENTY)
         done, dead = await endings(client, keys, 6)
         assert prompts.images_fetched == 3
     assert not dead
+    assert backend.images_processed == processed + 2, "once for each picture, and not for each sequence"
     assert done["digest:0"].images == [ImageRef(sha256=digest)]
+    assert done["absolute:0"].images == [ImageRef(path=str(root / "b.png"), sha256=digest)]
+    assert done["group:2"].images[0].sha256 == sha256((root / "a.png").read_bytes()).hexdigest()
     plain, placeholder = PlainVlm(source), Prompts(config.model).vlm(MESSAGES)
     for seed, names in enumerate((("group:0", "group:1", "group:2", "again:0"), ("absolute:0", "digest:0"))):
         prompt, tokens = plain.greedy(placeholder, picture(40, 30, seed), 10)
@@ -138,6 +142,30 @@ async def test_an_image_is_fetched_once_and_decides_what_is_decoded(
             assert list(done[name].token_ids) == tokens[: len(done[name].token_ids)]
             assert list(done[name].prompt_token_ids) == prompt
     assert len(prompt) == len(placeholder) - 1 + LLAVA_IMAGE_TOKENS
+
+
+async def test_several_images_of_a_prompt_keep_their_order_and_get_their_digests(
+    config: Config, backend: HfBackend, client: Any, keys: Keys, source: Path, root: Path
+) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}, *MESSAGES]
+    there, back = ("a.png", "b.png"), ("b.png", "a.png")
+    jobs = [
+        image_job(keys, "there", *map(ImageRef.of, there), n=2, messages=messages),
+        image_job(keys, "back", *map(ImageRef.of, back), messages=messages),
+    ]
+    async with working(config, backend) as prompts:
+        await JobQueue(client, keys).enqueue(jobs, PLENTY)
+        done, dead = await endings(client, keys, 3)
+        assert prompts.images_fetched == 2
+    assert not dead
+    plain, placeholders = PlainVlm(source), Prompts(config.model).vlm(messages, 2)
+    for name, paths in (("there:0", there), ("there:1", there), ("back:0", back)):
+        shown = [picture(40, 30, there.index(path)) for path in paths]
+        prompt, tokens = plain.greedy(placeholders, shown, 10)
+        assert list(done[name].prompt_token_ids) == prompt
+        assert list(done[name].token_ids) == tokens[: len(done[name].token_ids)]
+        digests = [sha256((root / path).read_bytes()).hexdigest() for path in paths]
+        assert done[name].images == [ImageRef(path=path, sha256=one) for path, one in zip(paths, digests, strict=True)]
 
 
 async def test_an_image_of_a_listed_host_is_fetched_once(
@@ -173,7 +201,9 @@ async def test_a_bad_image_fails_its_own_job_with_a_reason(
         "digest": ([ImageRef(path="a.png", sha256="0" * 64)], "sha256"),
         "host": ([ImageRef(url="http://images.example/a.png")], "images.hosts"),
         "nothing": ([ImageRef()], "image"),
-        "two": ([ImageRef(path="a.png")] * 2, "exactly one image is supported, got 2"),
+        "two": ([ImageRef(path="a.png")] * 2, "1 image parts, and 2 images came with them"),
+        "many": ([ImageRef(url="http://none.invalid/")] * 17, "17 images, and images.max_per_prompt allows 16"),
+        "one of": ([ImageRef(path="a.png"), ImageRef(path="none.png")], "1 image parts"),
     }
     jobs = [image_job(keys, name, *images) for name, (images, _) in bad.items()]
     jobs.append(image_job(keys, "no part", ImageRef(path="a.png"), messages=text))

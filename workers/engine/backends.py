@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, WorkerConfig
+from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, WorkerConfig
 from sluice.pipeline.errors import EngineError, ModelError, RequestError, TornWeights, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.workers.engine.contracts import (
@@ -36,9 +36,15 @@ BACKENDS = ("hf", "vllm")
 
 
 def make_backend(
-    model: ModelConfig, worker: WorkerConfig, repeat_terminate: RepeatTerminateConfig | None = None
+    model: ModelConfig,
+    worker: WorkerConfig,
+    repeat_terminate: RepeatTerminateConfig | None = None,
+    images: ImagesConfig | None = None,
 ) -> RoutedBackend:
-    """The configured backend with its fallback, not started; both with the repeat guard if it's enabled."""
+    """The configured backend with its fallback, not started; both with the repeat guard if it's enabled.
+
+    `images` says how many a prompt may have.
+    """
     if worker.torch_threads:
         torch.set_num_threads(worker.torch_threads)
 
@@ -54,12 +60,18 @@ def make_backend(
         return RoutedBackend(hf(), None, repeat_terminate)
     from sluice.workers.engine.vllm import VllmBackend
 
-    vllm = VllmBackend(model, max_batch=worker.max_batch, options=worker.vllm, repeat_terminate=repeat_terminate)
+    vllm = VllmBackend(
+        model,
+        max_batch=worker.max_batch,
+        options=worker.vllm,
+        repeat_terminate=repeat_terminate,
+        max_images=(images or ImagesConfig()).max_per_prompt,
+    )
     return RoutedBackend(vllm, hf if worker.fallback_backend == "hf" else None, repeat_terminate)
 
 
 class RoutedBackend:
-    """`primary`, plus the backend from `make_fallback` for requests with an image if primary takes none."""
+    """`primary`, plus the backend from `make_fallback` for requests with images if primary takes none."""
 
     def __init__(
         self,
@@ -98,7 +110,7 @@ class RoutedBackend:
             raise
 
     async def for_images(self) -> Backend:
-        """The backend for prompts with an image. Raises EngineError if there is none."""
+        """The backend for prompts with images. Raises EngineError if there is none."""
         facts = self._primary.facts
         if facts.supports_vlm:
             return self._primary
@@ -116,12 +128,12 @@ class RoutedBackend:
         return self._fallback
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
-        """Decode one sequence; with an image, on the backend that takes images."""
+        """Decode one sequence; with images, on the backend that takes them."""
         if request.probe_guard is not None:
             raise RequestError(
                 f"{request.seq_key}: only the engine sets rules of the repeat guard; leave probe_guard out"
             )
-        if request.image is None or self._primary.facts.supports_vlm:
+        if not request.images or self._primary.facts.supports_vlm:
             return await self._primary.decode(request)
         waits = (request.seq_key, asyncio.Event())
         self._waiting.append(waits)

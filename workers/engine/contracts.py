@@ -40,7 +40,7 @@ class EngineFacts:
     vocab_size: int  # ids are 0 .. vocab_size - 1
     eos_token_ids: tuple[int, ...]
     context_length: int  # tokens, prompt and generated together
-    supports_vlm: bool = False  # decodes prompts with an image
+    supports_vlm: bool = False  # decodes prompts with images
     hooks: frozenset[Hook] = frozenset()  # plugin hooks it can call
     repeat_terminate: bool = False  # the repeat guard is loaded
     logprobs_mode: str = "raw_logprobs"  # or processed_logprobs: at the sampling temperature (1 where that is 0)
@@ -49,17 +49,18 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence to decode. The tokens depend on (prompt, image, sampling, seed, weights) only.
+    """One sequence to decode. The tokens depend on (prompt, images, sampling, seed, weights) only.
 
     - `report` is called every `report_every` tokens with the new ones, from any thread; it must not block.
-    - With an image, the prompt holds one image placeholder, as the chat template writes it.
+    - The prompt holds one placeholder for each image, in their order, as the chat template writes it; a placeholder may
+      be expanded already, as in an output's `prompt_token_ids`.
     """
 
     seq_key: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    image: Any = field(default=None, compare=False)  # PIL.Image.Image, RGB
+    images: tuple[Any, ...] = field(default=(), compare=False)  # PIL.Image.Image, RGB
     so_far: SampledTokens | None = None  # continues from there; proximal logprobs are scored again
     plugins: tuple[GenerationPlugin, ...] = ()
     eos_token_ids: tuple[int, ...] | None = None  # None: the model's
@@ -73,6 +74,7 @@ class SequenceRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
+        object.__setattr__(self, "images", tuple(self.images))
         if not self.prompt_token_ids:
             raise RequestError(f"{self.seq_key}: the prompt is empty; give at least one token")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from sluice.pipeline.config.rules import check_guard
 from sluice.pipeline.config.types import (
@@ -24,6 +24,7 @@ from sluice.pipeline.config.types import (
 )
 from sluice.pipeline.errors import DeadlineExceeded, EngineError, ModelError, RequestError, SluiceError
 from sluice.pipeline.images.decoders import Decoders, load_image
+from sluice.pipeline.images.store import admit_images
 from sluice.pipeline.prompts.admission import Limits, admit_prompt
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.thread_pool import ThreadPool
@@ -87,7 +88,7 @@ class GenerationEngine:
             vllm=vllm or VllmEngineOptions(),
             torch_threads=torch_threads,
         )
-        self.backend = make_backend(config, worker, repeat_terminate)
+        self.backend = make_backend(config, worker, repeat_terminate, images)
         self.prompts = Prompts(config, chat)
         self._rendering = ThreadPool("render", 1)
         self._decoders = Decoders(images)
@@ -134,7 +135,7 @@ class GenerationEngine:
         options: GenerationOptions | None = None,
         plugins: Sequence[GenerationPlugin] = (),
     ) -> list[GenerationResult]:
-        """The same for prompts with an image. Also raises EngineError if the backend takes no images."""
+        """The same for prompts with images. Also raises EngineError if the backend takes no images."""
         return self._batch(requests, options, plugins, image=True)
 
     def answers(
@@ -205,15 +206,15 @@ class GenerationEngine:
         sampling = options.sampling()
         try:
             admit_prompt(request.messages, None, Limits(target.facts.context_length), f"{key}: messages")
-            prompt, image = await self._prompt(key, request)
-            prompt, cut = (prompt, 0) if image is not None else fit_prompt(key, prompt, sampling, target.facts)
+            prompt, images = await self._prompt(key, request)
+            prompt, cut = (prompt, 0) if images else fit_prompt(key, prompt, sampling, target.facts)
             asked = SequenceRequest(
                 key,
                 tuple(prompt),
                 sampling,
                 # Wide steps between seeds, so batches with neighbouring seeds share no random stream.
                 seed=(options.seed << 32) + number,
-                image=image,
+                images=images,
                 plugins=plugins,
                 eos_token_ids=options.eos_token_ids,
                 pad_token_id=options.pad_token_id,
@@ -225,8 +226,8 @@ class GenerationEngine:
                 request_id=key, finish_reason="error", error=str(error), engine=target.facts
             )
 
-    async def _prompt(self, key: str, request: GenerationRequest) -> tuple[list[int], object | None]:
-        """(token ids, image or None). Raises RequestError, ModelError."""
+    async def _prompt(self, key: str, request: GenerationRequest) -> tuple[list[int], tuple[Any, ...]]:
+        """(token ids, images). Raises RequestError, ModelError."""
         try:
             return await self._rendered(request)
         except DeadlineExceeded as error:
@@ -236,15 +237,17 @@ class GenerationEngine:
         except Exception as error:  # the model's own template, tokenizer or processor
             raise RequestError(f"{key}: cannot build the prompt: {error!r}") from error
 
-    async def _rendered(self, request: GenerationRequest) -> tuple[list[int], object | None]:
+    async def _rendered(self, request: GenerationRequest) -> tuple[list[int], tuple[Any, ...]]:
         if isinstance(request, TextGenerationRequest):
             given = request.prompt_token_ids
             if given:
-                return self.prompts.without_image(given), None
-            return await self._beside(lambda: self.prompts.text(request.messages)), None
+                return self.prompts.without_image(given), ()
+            return await self._beside(lambda: self.prompts.text(request.messages)), ()
         where = f"request {request.request_id!r}"
-        image = await asyncio.to_thread(load_image, request.images[0], where, self._decoders)
-        return await self._beside(lambda: self.prompts.vlm(request.messages)), image
+        admit_images(request.images, self._decoders.limits, where)
+        prompt = await self._beside(lambda: self.prompts.vlm(request.messages, len(request.images)))
+        loading = (asyncio.to_thread(load_image, image, where, self._decoders) for image in request.images)
+        return prompt, tuple(await asyncio.gather(*loading))
 
     async def _beside(self, work: Callable[[], list[int]]) -> list[int]:
         return await self._rendering.run(work, timeout_s=_RENDER_S, what="rendering the prompt")

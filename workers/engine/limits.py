@@ -35,10 +35,15 @@ def fit_prompt(
 def check_request(request: SequenceRequest, facts: EngineFacts, prompt: Sequence[int]) -> None:
     """Raise RequestError unless the engine can decode the request whole; `prompt` is what the model will see."""
     key, limit, wanted = request.seq_key, facts.context_length, request.sampling.max_new_tokens
+    if len(prompt) >= limit and request.images:
+        raise RequestError(
+            f"{key}: the prompt has {len(prompt)} tokens ({len(request.prompt_token_ids)} before its "
+            f"{len(request.images)} images were expanded), the context is {limit}; send fewer or smaller images, or "
+            "lower model.preprocess.max_pixels if the model has it (a prompt with images is never cut)"
+        )
     if len(prompt) >= limit:
         raise RequestError(
-            f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it, or set truncate_prompt "
-            "(for text prompts only, not for prompts with an image)"
+            f"{key}: the prompt has {len(prompt)} tokens, the context is {limit}; shorten it, or set truncate_prompt"
         )
     room = limit - len(prompt)
     if wanted > room:

@@ -1,11 +1,11 @@
-"""Prompts as token ids: by the tokenizer's chat template for text, by the processor's for a prompt with an image.
+"""Prompts as token ids: by the tokenizer's chat template for text, by the processor's for a prompt with images.
 
 A prompt that refers to an image but comes without one is refused here, for every engine and entry point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -43,22 +43,43 @@ class Prompts:
         check_token_ids(token_ids, self._placeholders)
         return list(token_ids)
 
-    def vlm(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt token ids with one image placeholder, not yet expanded; nothing is fetched.
+    def vlm(self, messages: Sequence[Message], num_images: int = 1) -> list[int]:
+        """Prompt token ids with a placeholder for each image, not yet expanded; nothing is fetched.
 
-        One message must have an image part, of type image or image_url; the rest of that part is for whoever fetches
-        the image. Raises RequestError, ModelError.
+        The messages must have as many image parts, of type image or image_url, in the order of the images; the rest of
+        such a part is for whoever fetches the image. Raises RequestError, ModelError.
         """
         image_token = self._processor.image_token
         template = self._processor.chat_template
         if isinstance(template, dict):
             template = template.get("default")
-        text = render_text(self.tokenizer, template, _with_image_part(messages, image_token), self._chat)
+        text = render_text(self.tokenizer, template, self._with_image_parts(messages, num_images), self._chat)
         bos = self.tokenizer.bos_token
         # Like the processor: its templates leave the first token to the tokenizer unless they write it themselves.
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
-        check_placeholders(token_ids.count(image_token_id(self._processor)), 1, image_token)
+        check_placeholders(token_ids.count(image_token_id(self._processor)), num_images, image_token)
         return token_ids
+
+    def _with_image_parts(self, messages: Sequence[Message], num_images: int) -> list[Message]:
+        """The messages, with their image parts in the form templates expect. Raises RequestError."""
+        plain: list[Message] = []
+        images = 0
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list | tuple):
+                parts = [_part(part, self._placeholders.values()) for part in content]
+                images += sum(part["type"] == "image" for part in parts)
+                message = {**message, "content": parts}
+            elif isinstance(content, str):
+                _check_text(content, self._placeholders.values())
+            plain.append(message)
+        if images != num_images:
+            given = "one image" if num_images == 1 else f"{num_images} images"
+            raise RequestError(
+                f"the messages have {images} image parts, and {given} came with them; give each image a part, "
+                "{'type': 'image'}, where it belongs"
+            )
+        return plain
 
     def _find_placeholders(self) -> dict[int, str]:
         config = model_config(self._model.path)
@@ -77,25 +98,7 @@ class Prompts:
         return load_processor(self._model.path, transformers, trust_remote_code=self._model.trust_remote_code)
 
 
-def _with_image_part(messages: Sequence[Message], image_token: str) -> list[Message]:
-    """The messages, with the one image part in the form templates expect. Raises RequestError."""
-    plain: list[Message] = []
-    images = 0
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            parts = [_part(part, image_token) for part in content]
-            images += sum(part["type"] == "image" for part in parts)
-            message = {**message, "content": parts}
-        elif isinstance(content, str):
-            _check_text(content, image_token)
-        plain.append(message)
-    if images != 1:
-        raise RequestError(f"the messages have {images} image parts; exactly one is supported, {{'type': 'image'}}")
-    return plain
-
-
-def _part(part: Any, image_token: str) -> dict[str, Any]:
+def _part(part: Any, placeholders: Collection[str]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in _IMAGE_TYPES:
         return {"type": "image"}
@@ -103,10 +106,11 @@ def _part(part: Any, image_token: str) -> dict[str, Any]:
         raise RequestError(
             f"a part of type {kind!r} in the messages; a part must be of type text, with a text, or image"
         )
-    _check_text(part["text"], image_token)
+    _check_text(part["text"], placeholders)
     return dict(part)
 
 
-def _check_text(text: str, image_token: str) -> None:
-    if image_token in text:
-        raise RequestError(f"a text of the messages contains the image placeholder {image_token!r}; remove it")
+def _check_text(text: str, placeholders: Collection[str]) -> None:
+    for token in placeholders:
+        if token in text:
+            raise RequestError(f"a text of the messages contains the image placeholder {token!r}; remove it")

@@ -108,7 +108,7 @@ class TextGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VlmGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt with exactly one image; an image part in the messages says where it belongs.
+    """One prompt with its images; each has an image part in the messages that says where it belongs, in their order.
 
     An image is a path, encoded bytes or a `PIL.Image.Image`.
     """
@@ -120,8 +120,8 @@ class VlmGenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.messages:
             raise RequestError(f"request {self.request_id!r}: messages is empty; give at least one message")
-        if len(self.images) != 1:
-            raise RequestError(f"request {self.request_id!r}: exactly one image is supported, got {len(self.images)}")
+        if not self.images:
+            raise RequestError(f"request {self.request_id!r}: no image; a prompt of text is a TextGenerationRequest")
 
 
 GenerationRequest = TextGenerationRequest | VlmGenerationRequest

@@ -33,7 +33,7 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    images: tuple[str | ImageRef, ...] = ()  # paths, relative to the input file's folder
+    images: tuple[str | ImageRef, ...] = ()  # paths, relative to the input file's folder; beside `prompt`, before it
     id: str | int | None = None
     metadata: dict[str, Any] = {}
 
@@ -46,8 +46,6 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
             check_messages(self.messages)
         if not getattr(self, given[0]):
             raise ValueError(f"`{given[0]}` is empty")
-        if len(self.images) > 1:
-            raise ValueError(f"`images` has {len(self.images)} entries; a prompt may have one image")
         if self.images and self.prompt_token_ids is not None:
             raise ValueError("`images` need `messages` or `prompt`, not `prompt_token_ids`")
         for image in self.images:
@@ -62,11 +60,10 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
         if not self.images:
             messages = self.messages or [{"role": "user", "content": self.prompt}]
             return TextGenerationRequest(messages=messages, request_id=where)
-        [image] = self.images
-        content = [{"type": "image"}, {"type": "text", "text": self.prompt}]
+        content = [*({"type": "image"} for _ in self.images), {"type": "text", "text": self.prompt}]
         return VlmGenerationRequest(
             messages=self.messages or [{"role": "user", "content": content}],
-            images=(folder / (image if isinstance(image, str) else str(image.path)),),
+            images=tuple(folder / (image if isinstance(image, str) else str(image.path)) for image in self.images),
             request_id=where,
         )
 
@@ -78,7 +75,7 @@ class Scan:
     digest: str  # sha256 of the file
     total: int  # rows, including malformed ones
     malformed: dict[int, Malformed] = field(default_factory=dict)  # by row
-    with_image: set[int] = field(default_factory=set)  # rows
+    with_image: set[int] = field(default_factory=set)  # rows with images
 
     @property
     def request_types(self) -> list[RequestType]:

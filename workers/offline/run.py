@@ -2,7 +2,7 @@
 
 - Every error that can be found without a model (settings, rows, part file) is raised before one is loaded.
 - A sequence already in the sink isn't decoded again; if nothing is left, the engine isn't even loaded.
-- Rows with an image go first. If the engine takes no images, each becomes an error row; the others are decoded.
+- Rows with images go first. If the engine takes no images, each becomes an error row; the others are decoded.
 - Standard output carries only answers or the summary; what libraries print there goes to standard error.
 - Ctrl-C and SIGTERM end a run cleanly: finished answers are kept, and the same command resumes from there.
 """

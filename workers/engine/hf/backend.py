@@ -34,6 +34,7 @@ from sluice.pipeline.errors import EngineError, RequestError, SluiceError, TornW
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.hf.decoder import Decoder, Ended
+from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.engine.hf.model import LoadedModel, load_model
 from sluice.workers.engine.hf.proof import prove
 from sluice.workers.engine.hf.rows import Row
@@ -97,7 +98,7 @@ class HfBackend:
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence in the running batch. Raises RequestError or EngineError."""
         thread = self._running()
-        if request.image is None:
+        if not request.images:
             return await asyncio.wrap_future(thread.decode(request))
         if self._images is None:
             raise RequestError(
@@ -109,6 +110,16 @@ class HfBackend:
             if prepared.aborted:
                 thread.abort(request.seq_key)
             return await asyncio.wrap_future(future)
+
+    @property
+    def images_processed(self) -> int:
+        """How many images went through the processor: each once, and not once for every sequence."""
+        return 0 if self._thread.processor is None else self._thread.processor.processed
+
+    @property
+    def features(self) -> ImageFeatures | None:
+        """What the vision tower has computed, and how often; None for a model that takes no images."""
+        return self._thread.features
 
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key; their `decode` returns what they have."""
@@ -161,6 +172,7 @@ class DecodeThread:
         self.ready: Future[EngineFacts] = Future()
         self.version = version
         self.processor: VisionProcessor | None = None  # set once the model is loaded, if it takes images
+        self.features: ImageFeatures | None = None  # likewise
         self.guard: GuardRules | None = None  # likewise, if the guard is on
         self.guard_cost = GuardCost()
         self._load_model, self._directory = load, directory
@@ -184,7 +196,7 @@ class DecodeThread:
         self._thread.start()
 
     def decode(self, request: SequenceRequest, vision: VisionInputs | None = None) -> Future[SequenceOutput]:
-        """Queue one sequence, with its prepared image if it has one; cancel the future to abort it."""
+        """Queue one sequence, with its prepared images if it has some; cancel the future to abort it."""
         return self._submit(self._joins, (request, vision))
 
     def load(self, directory: Path, version: int, probe: WeightsProbe | None) -> Future[None]:
@@ -231,7 +243,9 @@ class DecodeThread:
                 prove(model)
                 decoder = Decoder(model, self.version, self.guard_cost)
                 self.processor, self.guard = decoder.model.vision, decoder.model.guard
-                self._weights = Weights(decoder.model.module, self._directory, decoder.score)
+                model = decoder.model
+                self._weights = Weights(model.module, self._directory, decoder.score, model.features)
+                self.features = model.features
                 self.ready.set_result(decoder.model.facts)
                 while self._wait(decoder):
                     self._serve(decoder)

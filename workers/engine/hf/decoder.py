@@ -2,7 +2,7 @@
 
 - Rows of the batch, the cache and the sampling table have the same order.
 - A row's first token comes from its prefill; a row that ends there never enters the batch.
-- Equal contexts are prefilled once. A prompt with an image is prefilled alone.
+- Equal contexts are prefilled once. A prompt with images is prefilled alone.
 - New weights: every running row is prefilled again, because a cache must not outlive its weights. The same pass scores
   the tokens sampled under the previous version: their proximal logprobs.
 - A row that can't take its token (NaN, a failing plugin) leaves with its error; the others continue.
@@ -216,7 +216,7 @@ def prefill(model: LoadedModel, rows: Sequence[Row], version: int) -> tuple[Pref
 def prefill_groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Rows of similar length together, at most PREFILL_TOKENS padded tokens a group (or one row).
 
-    Rows with an image: those with the same context and image together.
+    Rows with images: those with the same context and images together.
     """
     texts = [row for row in rows if row.vision is None]
     for group in groups_by_length([len(row.context) for row in texts], PREFILL_TOKENS):

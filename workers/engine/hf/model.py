@@ -26,6 +26,7 @@ from sluice.pipeline.errors import ModelError
 from sluice.pipeline.images.processor import VisionProcessor
 from sluice.workers.engine.contracts import EngineFacts
 from sluice.workers.engine.hf.cache import PrefillCache
+from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.guard.rules import GuardRules
 from sluice.workers.model_files import check_directory, end_token_ids, has_vision, load_tokenizer
 
@@ -42,8 +43,9 @@ class LoadedModel:
     facts: EngineFacts
     pad_token_id: int
     keeps_last_logits: bool  # its forward can return logits of the last positions only
-    rope_index: Callable[..., Any] | None = None  # positions of a prompt with an image, if they have 3 axes
+    rope_index: Callable[..., Any] | None = None  # positions of a prompt with images, if they have 3 axes
     vision: VisionProcessor | None = None  # None: takes no images
+    features: ImageFeatures | None = None  # likewise
     guard: GuardRules | None = None  # None: loops aren't ended
 
 
@@ -61,11 +63,6 @@ def load_model(
     module = (module if config.device_map else module.to(device)).eval().requires_grad_(False)
     _check_layers(module, config.path)
     takes = inspect.signature(module.forward).parameters
-    if vision is not None and "token_type_ids" in takes:
-        raise ModelError(
-            f"{config.path}: {type(module).__name__} uses bidirectional attention over images, which the hf backend "
-            "does not support; set model.variant to text, or use the vllm backend"
-        )
     facts = _facts(config, module, tokenizer, supports_vlm=vision is not None)
     guard = GuardRules.for_engine(repeat_terminate, tokenizer, facts.eos_token_ids, config.path)
     return LoadedModel(
@@ -80,6 +77,7 @@ def load_model(
         keeps_last_logits="logits_to_keep" in takes,
         rope_index=getattr(getattr(module, "model", None), "get_rope_index", None),
         vision=vision,
+        features=None if vision is None else ImageFeatures(module),
         guard=guard,
     )
 

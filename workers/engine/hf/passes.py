@@ -26,7 +26,7 @@ def forward(
     positions: torch.Tensor,
     cache: Cache,
     keep: int = 1,
-    **image: torch.Tensor,
+    **images: Any,
 ) -> torch.Tensor:
     """float32 logits of the last `keep` positions, (rows, keep, vocab).
 
@@ -41,7 +41,7 @@ def forward(
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        **image,
+        **images,
         **last,
     )
     return output.logits[:, -keep:].float()

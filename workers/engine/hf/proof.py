@@ -6,6 +6,8 @@
 - Rows are shorter and longer than the model's window, and cross it while they decode.
 - A model is supported if this passes on this device with these kernels, whatever its architecture is called.
 - Only the last tokens of a sequence are compared: logits of a whole window wouldn't fit.
+- If the model sees images, a prompt with two of them is decoded across a weight swap, against one plain pass in which
+  the model itself works out positions and masks.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from transformers import DynamicCache
 
-from sluice.pipeline.errors import EngineError, ModelError
+from sluice.pipeline.errors import EngineError, ModelError, RequestError
+from sluice.pipeline.images.processor import VisionInputs
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.weights.agreement import Agreement, Gaps, largest, window_of
 from sluice.pipeline.wire.messages import SamplingParams
@@ -28,12 +33,14 @@ from sluice.workers.engine.hf.decoder import Decoder
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import token_logprobs
 from sluice.workers.engine.hf.rows import Row
+from sluice.workers.engine.hf.vision import of_tokens
 
 _SEED = 20
 _STEPS = (6, 12, 3, 8)  # new tokens of the probe rows
 _TAIL = 24  # tokens at the end of each sequence that are compared
 _CACHED = 8  # of these, the ones that transformers decodes with its own cache
 _ALLOWED = 64
+_IMAGE_SIZES = ((224, 448), (448, 224))  # height, width: whole patches of 14 and 16 pixels
 _LONGEST = 16_384  # tokens; a longer window is proved up to here
 
 
@@ -52,16 +59,28 @@ def prove(model: LoadedModel) -> DecodeProof:
     """Raises ModelError if decoding or scoring gives different numbers from plain passes."""
     try:
         found = _proof(model)
+        seen = _image_proof(model) if found.holds and model.vision is not None else found
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise ModelError(
             f"{model.facts.model}: the decoding check does not fit in memory on {model.facts.device} ({error}); "
             "decoding would not either: use a larger device, or model.dtype bfloat16"
+        ) from error
+    except RequestError as error:
+        raise ModelError(
+            f"{model.facts.model}: no prompt with images can be decoded: {error}; or set model.variant to text"
         ) from error
     except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError, EngineError) as error:
         raise ModelError(
             f"{model.facts.model}: {type(model.module).__name__} cannot be decoded by the hf backend "
             f"({type(error).__name__}: {error}); use worker.backend=vllm if vLLM supports it, or another model"
         ) from error
+    if found.holds and not seen.holds:
+        raise ModelError(
+            f"{model.facts.model}: decoding {type(model.module).__name__} with images on the hf backend does not give "
+            f"the logprobs of a plain pass; the largest difference is {seen.decoding:.2g} nats (tolerance "
+            f"{seen.tolerance:.0e}; {model.facts.dtype} on {model.facts.device}). Set model.variant to text, or use "
+            "worker.backend=vllm if vLLM knows this model"
+        )
     if found.holds:
         get_logger().info("decoding proved", architecture=type(model.module).__name__, nats=f"{found.decoding:.1e}")
         return found
@@ -94,6 +113,72 @@ def _proof(model: LoadedModel) -> DecodeProof:
         tolerance=agreement.tolerance,
         holds=all(agreement.holds(gaps) for gaps in (decoding, choices, scoring)),
     )
+
+
+def _image_proof(model: LoadedModel) -> DecodeProof:
+    """One row with two images, prefilled again on the way as after new weights."""
+    facts, drawn = model.facts, np.random.default_rng(_SEED)
+    try:
+        vision = _two_images(model)
+    except RequestError as error:  # with do_resize false, not every size can be processed
+        get_logger().warning("decoding with images is not proved", model=facts.model, error=str(error))
+        return DecodeProof(0.0, 0.0, 0.0, holds=True)
+    steps = min(max(_STEPS), facts.context_length - len(vision.token_ids))
+    if steps < 2:
+        get_logger().warning("decoding with images is not proved: two do not fit the context", model=facts.model)
+        return DecodeProof(0.0, 0.0, 0.0, holds=True)
+    allowed = tuple(drawn.choice(_plain_tokens(model), _ALLOWED).tolist())
+    request = SequenceRequest(
+        "probe-images",
+        vision.token_ids,
+        SamplingParams(temperature=0.0, max_new_tokens=steps),
+        allowed_token_ids=allowed,
+    )
+    decoder = Decoder(replace(model, guard=None), 0)
+    row = Row(request, model.tokenizer, facts, vision)
+    _raise_first(decoder.join([row]))
+    while decoder.rows:
+        _raise_first(decoder.step())
+        if len(row.tokens) == steps // 2:
+            _raise_first(decoder.swap(0))
+    whole, shorter = (_plain_with_images(model, vision, row.tokens[: steps - less]) for less in (0, 1))
+    agreement = Agreement.of(
+        [_gaps(whole[:-1], shorter)],
+        [whole.cpu().double().numpy()],
+        epsilon=torch.finfo(model.module.dtype).eps,
+        config=model.module.config.get_text_config(),
+    )
+    gaps = _gaps(torch.tensor(row.sampled.logprobs), whole)
+    return DecodeProof(float(gaps.max()), 0.0, agreement.tolerance, agreement.holds([gaps]))
+
+
+def _two_images(model: LoadedModel) -> VisionInputs:
+    assert model.vision is not None
+    drawn = np.random.default_rng(_SEED)
+    images = [Image.fromarray(drawn.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in _IMAGE_SIZES]
+    words = drawn.choice(_plain_tokens(model), (3, 4)).tolist()
+    image = model.vision.image_token_id
+    return model.vision.prepare([*words[0], image, *words[1], image, *words[2]], images)
+
+
+def _plain_tokens(model: LoadedModel) -> NDArray[np.int64]:
+    """Ids that neither end a sequence nor stand for an image."""
+    special = [*model.facts.eos_token_ids, *model.tokenizer.all_special_ids]
+    if model.vision is not None:
+        special += [model.vision.image_token_id, *model.vision.other_image_ids]
+    return np.setdiff1d(np.arange(min(model.facts.vocab_size, len(model.tokenizer))), special)
+
+
+def _plain_with_images(model: LoadedModel, vision: VisionInputs, tokens: Sequence[int]) -> Tensor:
+    """Logprobs of `tokens` after the prompt, by one pass over all of it with the processor's own arrays."""
+    module = model.module
+    inputs = torch.tensor([[*vision.token_ids, *tokens]], device=module.device)
+    types = torch.nn.functional.pad(torch.from_numpy(vision.token_types), (0, len(tokens))).to(module.device)
+    arrays = {name: torch.from_numpy(array).to(module.device) for name, array in vision.tensors.items()}
+    pixels = {name: value.to(module.dtype) if value.is_floating_point() else value for name, value in arrays.items()}
+    kept: dict[str, Any] = {"logits_to_keep": len(tokens) + 1} if model.keeps_last_logits else {}
+    logits = module(input_ids=inputs, use_cache=False, **pixels, **of_tokens(module, types), **kept).logits
+    return _of_tokens(torch.log_softmax(logits[0, -len(tokens) - 1 : -1].float(), dim=-1), tokens)
 
 
 def _decoded(model: LoadedModel) -> list[Row]:

@@ -21,7 +21,7 @@ from sluice.workers.guard.watch import Watch
 
 
 class Row(RunningSequence):
-    """A sequence with its image, its plugin hooks and its repeat guard, if any."""
+    """A sequence with its images, its plugin hooks and its repeat guard, if any."""
 
     __slots__ = ("hooks", "pad_token_id", "vision", "watch")
 

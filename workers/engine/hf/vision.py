@@ -1,10 +1,11 @@
-"""Prompts with an image: prepared beside the decode thread, then prefilled in it.
+"""Prompts with images: prepared beside the decode thread, then prefilled in it.
 
-- Decode steps don't wait for an image, nor an image for decode steps.
-- Each (prompt, image) is prepared once while any of its sequences is decoded: the same image object, not an equal one.
+- Decode steps don't wait for images, nor images for decode steps.
+- Each (prompt, images) is prepared once while any of its sequences is decoded: the same image objects, not equal ones.
+  Other prompts with an image of theirs share what the processor keeps.
 - A sequence aborted in the meantime ends as soon as it reaches the decode thread.
 - Generated tokens are always looked up in the embedding, even one equal to the image token: after a resume they get a
-  separate pass through the model, without the image.
+  separate pass through the model, without the images.
 - mRoPE models take positions (3, rows, length); all three are equal for text.
 """
 
@@ -20,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from transformers import Cache
 
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError
@@ -30,7 +30,7 @@ from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import chosen, forward, forward_scored
 
 _THREADS = 2
-_Key = tuple[tuple[int, ...], int]  # prompt, identity of the image
+_Key = tuple[tuple[int, ...], tuple[int, ...]]  # prompt, identities of the images
 
 
 def prefill_image(
@@ -48,15 +48,14 @@ def prefill_image(
     Raises RequestError if the model rejects the processor's output.
     """
     module, device = model.module, torch.device(model.facts.device)
+    assert model.features is not None
     inputs = torch.tensor([vision.token_ids], device=device)
     length = inputs.shape[1]
-    tensors = {name: _placed(value, module) for name, value in vision.tensors.items()}
     types = torch.from_numpy(vision.token_types).to(device)
     try:
-        positions, offset = _positions(model, inputs, types, tensors)
-        if "mm_token_type_ids" in inspect.signature(module.forward).parameters:
-            tensors["mm_token_type_ids"] = types
-        logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1, **tensors)
+        positions, offset = _positions(model, inputs, types, vision)
+        images = {**model.features.arguments(vision), **of_tokens(module, types)}
+        logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1, **images)
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise  # not necessarily the image's fault: the engine ends, and its jobs are decoded elsewhere
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -77,20 +76,23 @@ def prefill_image(
 
 
 def _positions(
-    model: LoadedModel, inputs: torch.Tensor, types: torch.Tensor, tensors: dict[str, torch.Tensor]
+    model: LoadedModel, inputs: torch.Tensor, types: torch.Tensor, vision: VisionInputs
 ) -> tuple[torch.Tensor, int]:
     """Positions of the prompt, and (next position - length) after it."""
     if model.rope_index is None:
         return torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0), 0
     known = inspect.signature(model.rope_index).parameters
-    given: dict[str, Any] = {"mm_token_type_ids": types, **tensors}
-    positions, delta = model.rope_index(inputs, **{name: value for name, value in given.items() if name in known})
+    given: dict[str, Any] = {"mm_token_type_ids": types} if "mm_token_type_ids" in known else {}
+    for name in known.keys() & vision.tensors.keys():
+        given[name] = torch.from_numpy(vision.tensors[name]).to(inputs.device)
+    positions, delta = model.rope_index(inputs, **given)
     return positions, int(delta)
 
 
-def _placed(array: NDArray[Any], module: Any) -> torch.Tensor:
-    value = torch.from_numpy(array)
-    return value.to(module.device, module.dtype) if value.is_floating_point() else value.to(module.device)
+def of_tokens(module: Any, types: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`types` (rows, length; 1: image) under the names by which this model's forward pass takes them."""
+    takes = inspect.signature(module.forward).parameters
+    return {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in takes}
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +122,7 @@ class PreparedImages:
     @asynccontextmanager
     async def of(self, request: SequenceRequest) -> AsyncIterator[PreparedImage]:
         """The inputs of this request, kept for the duration of the block. Raises RequestError, EngineError."""
-        key = (request.prompt_token_ids, id(request.image))
+        key = (request.prompt_token_ids, tuple(map(id, request.images)))
         mine = PreparedImage(request.seq_key)
         shared = self._join(key, request, mine)
         try:
@@ -141,7 +143,7 @@ class PreparedImages:
         except SluiceError:
             raise
         except Exception as error:  # from a third-party processor of this model
-            raise RequestError(f"{request.seq_key}: the image cannot be processed: {error!r}") from error
+            raise RequestError(f"{request.seq_key}: the images cannot be processed: {error!r}") from error
 
     def abort(self, seq_key: str) -> None:
         with self._lock:
@@ -158,7 +160,7 @@ class PreparedImages:
             shared = self._shared.get(key)
             if shared is None:
                 try:
-                    future = self._pool.submit(self._processor.prepare, request.prompt_token_ids, (request.image,))
+                    future = self._pool.submit(self._processor.prepare, request.prompt_token_ids, request.images)
                 except RuntimeError as error:
                     raise EngineError("the hf engine is closed") from error
                 shared = self._shared[key] = _Shared(future)

@@ -18,26 +18,44 @@ from safetensors import SafetensorError
 
 from sluice.pipeline.errors import RequestError, TornWeights, WeightsError
 from sluice.workers.engine.contracts import WeightsProbe
+from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.engine.weight_files import Layout, open_weights
 
 
 class Weights:
     """Tracks which directory the module's weights come from; `score` is the module's own."""
 
-    def __init__(self, module: torch.nn.Module, directory: Path, score: Callable[[Sequence[int]], float]) -> None:
-        self._module, self._directory, self._score = module, directory, score
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        directory: Path,
+        score: Callable[[Sequence[int]], float],
+        features: ImageFeatures | None = None,
+    ) -> None:
+        """`features` are the model's, if it sees images: they are dropped unless the vision part stays as it is."""
+        self._module, self._directory, self._score, self._features = module, directory, score, features
         self.torn: TornWeights | None = None  # why they are neither the old nor the new ones
 
     def load(self, directory: Path, probe: WeightsProbe | None) -> None:
         """Raises WeightsError if the old weights are in place, TornWeights if neither are."""
         before = None if probe is None or self.torn else self._before(probe)
         try:
-            load_weights(self._module, directory)
+            self._copy(directory)
             self._prove(directory, probe, before)
         except TornWeights as error:
             self._restore(error, probe, before)
             raise WeightsError(f"{error}; the weights of {self._directory} were restored") from error
         self._directory, self.torn = directory, None
+
+    def _copy(self, directory: Path) -> None:
+        changed = True
+        try:
+            changed = load_weights(
+                self._module, directory, frozenset() if self._features is None else self._features.names
+            )
+        finally:
+            if changed and self._features is not None:
+                self._features.forget()
 
     def _before(self, probe: WeightsProbe) -> float:
         try:
@@ -53,7 +71,7 @@ class Weights:
         if self.torn is not None:
             raise cause
         try:
-            load_weights(self._module, self._directory)
+            self._copy(self._directory)
         except WeightsError as error:
             self.torn = TornWeights(f"{cause}; the old weights cannot be restored either: {error}")
             raise self.torn from error
@@ -66,19 +84,20 @@ class Weights:
                 raise self.torn
 
 
-def load_weights(module: torch.nn.Module, directory: Path) -> None:
-    """Copy the directory's tensors into the module and verify each one.
+def load_weights(module: torch.nn.Module, directory: Path, watched: frozenset[str] = frozenset()) -> bool:
+    """Copy the directory's tensors into the module and verify each one; whether a `watched` one changed.
 
     Raises WeightsError with the module untouched, or TornWeights once a byte may have been copied.
     """
     with ExitStack() as stack:
         sources = open_weights(directory, stack)
         layout = Layout(module)
-        pieces = layout.check(directory, sources)
+        pieces, changed = layout.check(directory, sources), False
         try:
             for piece in pieces:
                 for name, value in piece.tensors(module, lambda source: sources[source].get_tensor(source)).items():
                     target = layout.own[name]
+                    changed = changed or (name in watched and not torch.equal(target, value.to(target)))
                     target.copy_(value)
                     if not torch.equal(target, value.to(target)):  # NaN is refused
                         raise TornWeights(f"{directory}: {name} does not match what was copied; load a version again")
@@ -86,3 +105,4 @@ def load_weights(module: torch.nn.Module, directory: Path) -> None:
             raise TornWeights(
                 f"{directory}: copying the weights failed halfway: {error}; load a version again"
             ) from error
+    return changed

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.config.types import ImagesConfig, ModelConfig, RepeatTerminateConfig, VllmEngineOptions
 from sluice.pipeline.errors import ConfigError, EngineError, RequestError, TornWeights, WeightsError
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 from sluice.workers.engine.vllm.sequences import Sequences
@@ -45,11 +45,13 @@ class VllmBackend:
         options: VllmEngineOptions | None = None,
         version: int = 0,
         repeat_terminate: RepeatTerminateConfig | None = None,
+        max_images: int = ImagesConfig().max_per_prompt,
     ) -> None:
+        """`max_images` of one prompt."""
         if max_batch < 1:
             raise EngineError(f"max_batch must be >= 1, got {max_batch}")
         guard = repeat_terminate or RepeatTerminateConfig()
-        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version, guard)
+        self._engine = Engine(model, options or VllmEngineOptions(), max_batch, version, guard, max_images)
         self._thread: LoopThread | None = None
         self._closed = False
 
@@ -137,8 +139,9 @@ class Engine:
         max_batch: int,
         version: int,
         repeat_terminate: RepeatTerminateConfig,
+        max_images: int,
     ) -> None:
-        self._settings = (model, options, max_batch, repeat_terminate)
+        self._settings = (model, options, max_batch, repeat_terminate, max_images)
         self._log: EngineLog | None = None
         self._version = version
         self._engine: StartedEngine | None = None

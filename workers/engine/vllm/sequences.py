@@ -62,7 +62,7 @@ class Sequences:
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         """Decode one sequence. Raises RequestError or EngineError."""
         facts = self._engine.facts
-        request_type = "text" if request.image is None else "vlm"
+        request_type = "vlm" if request.images else "text"
         check_plugins(request.plugins, backend=facts.name, hooks=facts.hooks, request_type=request_type)
         async with self._entries.entered(request.seq_key, pausable=True) as entry:
             prompt = await self._prompt(request)
@@ -140,7 +140,7 @@ class Sequences:
 
     async def _prompt(self, request: SequenceRequest) -> Any:
         """The prompt in vLLM's form, with an image expanded. Raises RequestError."""
-        if request.image is None:
+        if not request.images:
             return {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
         vision = self._engine.vision
         if vision is None:

@@ -196,6 +196,7 @@ def start_engine(
     options: VllmEngineOptions,
     max_batch: int,
     repeat_terminate: RepeatTerminateConfig,
+    max_images: int,
     log: EngineLog,
     stall_s: float = STANDSTILL_S,
 ) -> StartedEngine:
@@ -207,7 +208,7 @@ def start_engine(
     check_directory(model.path)
     if model.attn_implementation is not None:
         raise ConfigError("model.attn_implementation is for the hf backend; use worker.vllm.extra.attention_backend")
-    vision = Vision.of(model, options)
+    vision = Vision.of(model, options, max_images)
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     checkpoint = Checkpoint(model)
     guard = GuardRules.of(repeat_terminate, tokenizer) if repeat_terminate.enabled else None

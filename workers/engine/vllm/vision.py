@@ -1,4 +1,4 @@
-"""Prompts with an image: whether vLLM takes them for this model, and how vLLM's own processor expands them.
+"""Prompts with images: whether vLLM takes them for this model, and how vLLM's own processor expands them.
 
 - What to request is decided before vLLM starts: images, or the language model alone; never silently the latter.
 - vLLM identifies images by a hash of their pixels in its caches (processed images, encoded ones, prefixes).
@@ -32,8 +32,8 @@ class Vision:
     off: str = ""  # why images aren't taken; "" if they are
 
     @classmethod
-    def of(cls, model: ModelConfig, options: VllmEngineOptions) -> Vision | None:
-        """None for a model without a vision part.
+    def of(cls, model: ModelConfig, options: VllmEngineOptions, max_images: int) -> Vision | None:
+        """None for a model without a vision part; `max_images` of one prompt.
 
         Raises ModelError for an unusable processor, or a pixel budget it would ignore.
         """
@@ -48,7 +48,7 @@ class Vision:
         if budget := pixel_budget(processor.image_processor, model.preprocess):
             arguments["mm_processor_kwargs"] = budget
         if "limit_mm_per_prompt" not in options.extra:
-            arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0, "audio": 0}
+            arguments["limit_mm_per_prompt"] = {"image": max_images, "video": 0, "audio": 0}
         return cls(arguments, processor.image_token, image_token_id(processor))
 
     def hint(self, options: VllmEngineOptions) -> str:
@@ -64,20 +64,19 @@ class Vision:
 
     async def expand(self, llm: Any, request: SequenceRequest) -> Any:
         """`vllm.inputs.MultiModalInput` of this request, processed off the event loop. Raises RequestError."""
-        key, image = request.seq_key, request.image
+        key, images = request.seq_key, list(request.images)
         try:
-            check_placeholders(request.prompt_token_ids.count(self.image_token_id), 1, self.image_token)
+            check_placeholders(request.prompt_token_ids.count(self.image_token_id), len(images), self.image_token)
         except RequestError as error:
             raise RequestError(f"{key}: {error}") from error
-        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": image}}
+        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": images}}
         try:
             return await llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
-            cause = error.__cause__ or error  # vLLM's own message contains the whole image
-            raise RequestError(
-                f"{key}: the image ({image.width} x {image.height}) cannot be processed: "
-                f"{type(cause).__name__}: {cause}"
-            ) from error
+            cause = error.__cause__ or error  # vLLM's own message contains the whole images
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+            what = f"the image ({sizes})" if len(images) == 1 else f"the {len(images)} images ({sizes})"
+            raise RequestError(f"{key}: {what} cannot be processed: {type(cause).__name__}: {cause}") from error
 
 
 def _has_vision(model: ModelConfig) -> bool:

@@ -52,6 +52,9 @@ def test_an_image_path_begins_at_the_folder_of_the_file(tmp_path: Path, image: A
     assert isinstance(asked, VlmGenerationRequest)
     assert asked.images == (tmp_path / "a.png",)
     assert asked.messages == [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    several = request_of(jsonl(tmp_path, {"prompt": "what?", "images": [image, "b.png"]}))
+    assert several.images == (tmp_path / "a.png", tmp_path / "b.png")
+    assert [part["type"] for part in several.messages[0]["content"]] == ["image", "image", "text"]
     absolute = request_of(jsonl(tmp_path, {"messages": ASKED, "images": ["/data/a.png"]}))
     assert (absolute.messages, absolute.images) == (ASKED, (Path("/data/a.png"),))
 
@@ -64,7 +67,6 @@ def test_an_image_path_begins_at_the_folder_of_the_file(tmp_path: Path, image: A
         ({"prompt": ""}, "`prompt` is empty"),
         ({"prompt_token_ids": []}, "`prompt_token_ids` is empty"),
         ({"messages": [{"role": "user"}]}, "needs a `role` string and `content`"),
-        ({"prompt": "a", "images": ["a", "b"]}, "one image"),
         ({"prompt_token_ids": [1], "images": ["a"]}, "not `prompt_token_ids`"),
         ({"prompt": "a", "images": [{"url": "http://x/a.png"}]}, "`images` must be paths here"),
         (
