@@ -1,7 +1,8 @@
-"""`sluice produce`, `gateway`, `rollout-server` and `rollout try`."""
+"""`sluice produce`, `gateway`, `rollout-server`, `rollout try` and `data`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -125,3 +126,34 @@ def try_(
             trial.converse()
             return 0
     return 0 if well else 1
+
+
+data = App(name="data", help="Make prompt files from other formats.")
+
+
+@data.command
+def coco(
+    annotations: Annotated[Path, Parameter(help="The set's JSON file, such as instances_val2017.json.")],
+    *,
+    images: Annotated[Path, Parameter(help="Directory that the set's file names are below; for images.roots.")],
+    out: Annotated[Path, Parameter(help="JSONL file to write; replaced if it is there.")],
+    prompt: Annotated[
+        str | None, Parameter(help="What is asked of every picture; {categories} stands for the names.")
+    ] = None,
+    keep_empty: Annotated[
+        bool, Parameter(negative="", help="Keep pictures without any annotation, with an empty truth.")
+    ] = False,
+) -> None:
+    """Convert a COCO-style detection set to rows of the detection task.
+
+    Boxes become xyxy in integers from 0 to 999 of the picture's width and height. Crowd regions, boxes without area or
+    outside the picture, and pictures that are missing or have another size are left out; boxes that leave the picture
+    are clipped. Each is counted and named.
+
+    Example: `sluice data coco instances_val2017.json --images val2017 --out scenes.jsonl`
+    """
+    from sluice.producers.coco import PROMPT, convert, summary
+
+    made = convert(annotations, images, out, prompt=prompt or PROMPT, keep_empty=keep_empty)
+    for line in summary(made, out, images):
+        print(line)

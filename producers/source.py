@@ -1,28 +1,36 @@
 """Prompt sources: rows of JSONL, Parquet or Hugging Face `datasets`, and how far a run has read them.
 
 A row: `messages` (list of {role, content}), optional `truth` (anything the task understands), `id` (string or
-number, unique; otherwise the row's content is its identity), `images` (a list of paths, URLs, `sha256:…` digests or
-{path, url, sha256}; the workers fetch them), `metadata`. Malformed rows carry file and line.
+number, unique; otherwise the row's content is its identity), `images`, `metadata`. Malformed rows carry file and line.
+
+`images` is one image or a list, as many as the messages have image parts and in their order: a path, a URL, a
+`sha256:…` digest, {path, url, sha256}, or {bytes, path} as `datasets` stores images (base64 in JSONL; the path is then
+only a name). Bytes are written below `images.store` and referenced by digest; the workers fetch all others.
 
 A data set is a directory made by `save_to_disk`, or `hf:NAME[:CONFIG][:SPLIT]` from the hub. Its columns: `messages`,
-else `prompt` (a string is one user message); `truth`, else `answer`; `id`, `images` and `metadata` as in JSONL. Other
-columns aren't read. Only data are read: `datasets` itself refuses a data set with its own code.
+else `prompt` (a string is one user message, after the row's images); `truth`, else `answer`; `id`, `images` and
+`metadata` as in JSONL. Other columns aren't read, and no image is decoded. Only data are read: `datasets` itself
+refuses a data set with its own code.
 """
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sluice.pipeline.config.types import Config, DataConfig
-from sluice.pipeline.errors import ConfigError, DataError
+from sluice.pipeline.config.types import Config, DataConfig, ImagesConfig
+from sluice.pipeline.errors import ConfigError, DataError, RequestError
+from sluice.pipeline.images.pixels import check_encoded
+from sluice.pipeline.images.store import check_digest, normal_digest
+from sluice.pipeline.images.writer import ImageWriter
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts import rows
 from sluice.pipeline.prompts.admission import Limits
@@ -37,26 +45,54 @@ from sluice.pipeline.wire.messages import ImageRef
 _SAMPLE_BYTES = 1 << 20
 
 
+class RowImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image of a row: a reference, or its bytes, which then count alone."""
+
+    path: str | None = None
+    url: str | None = None
+    sha256: str | None = None
+    data: bytes | None = msgspec.field(default=None, name="bytes")
+
+    def __post_init__(self) -> None:
+        if self.data is None and not (self.path or self.url or self.sha256):
+            raise ValueError("an image has neither bytes nor path, url or sha256; give one")
+
+    @property
+    def ref(self) -> ImageRef:
+        """As a job references it."""
+        if self.data is not None:
+            return ImageRef(sha256=sha256(self.data).hexdigest())
+        return ImageRef(path=self.path, url=self.url, sha256=self.sha256)
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt."""
 
     messages: list[dict[str, Any]]
     truth: Any = None
     id: str | int | None = None
-    images: list[str | ImageRef] = []
+    images: list[str | RowImage] | str | RowImage = []  # a list once it is read
     metadata: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
+        if not isinstance(self.images, list):
+            msgspec.structs.force_setattr(self, "images", [self.images])
         rows.check_messages(self.messages)
+        rows.check_images(self.messages, len(self.each_image()))
+
+    def each_image(self) -> list[str | RowImage]:
+        """The images in order."""
+        return cast("list[str | RowImage]", self.images)
 
     def image_refs(self) -> list[ImageRef]:
         """The images as a job references them."""
-        return [ImageRef.of(image) if isinstance(image, str) else image for image in self.images]
+        return [ImageRef.of(image) if isinstance(image, str) else image.ref for image in self.each_image()]
 
 
 def identity(row: Row) -> str:
     """A row's identity: its id, else its messages and images. `1` and `"1"` are two ids."""
-    content: Any = [row.messages, row.images] if row.images else row.messages
+    images = [image if isinstance(image, str) else image.ref for image in row.each_image()]
+    content: Any = [row.messages, images] if images else row.messages
     return msgspec.json.encode(content if row.id is None else row.id).decode()
 
 
@@ -81,17 +117,48 @@ def count_rows(config: DataConfig) -> int:
     return total if config.limit is None else min(total, config.limit)
 
 
-def read_rows(config: DataConfig, limits: Limits | None = None) -> Iterator[Row | Malformed]:
-    """The rows of one epoch in file order; `limits` are the model's."""
+def read_rows(
+    config: DataConfig, limits: Limits | None = None, images: ImagesConfig | None = None
+) -> Iterator[Row | Malformed]:
+    """The rows of one epoch in file order; `limits` are the model's, `images` those of a picture's bytes."""
+    check = partial(_check_bytes, limits=images or ImagesConfig())
     if _is_dataset(config):
-        found = read_dataset(config.path, Row, limits)
+        found = read_dataset(config.path, Row, limits, check)
     else:
-        is_parquet = _is_parquet(config)
-        found = rows.read_rows(_existing(config), Row, parquet=is_parquet, max_row_bytes=MAX_ROW_BYTES, limits=limits)
+        options: dict[str, Any] = {"max_row_bytes": MAX_ROW_BYTES, "limits": limits, "check": check}
+        found = rows.read_rows(_existing(config), Row, parquet=_is_parquet(config), **options)
     for position, row in enumerate(found):
         if config.limit is not None and position >= config.limit:
             return
         yield row
+
+
+def read_prompts(config: Config) -> Iterator[Row | Malformed]:
+    """The rows of one epoch within the limits of the run's model and images."""
+    limits = Limits.of_model(config.model.path, images=config.images.max_per_prompt)
+    return read_rows(config.data, limits, config.images)
+
+
+def stored(row: Row, writer: ImageWriter) -> Row:
+    """The row with digests for its images' bytes, which are then on disk. Blocks; raises RequestError, StoreError."""
+    if not any(isinstance(image, RowImage) and image.data is not None for image in row.each_image()):
+        return row
+    images: list[str | RowImage] = []
+    for at, image in enumerate(row.each_image()):
+        if isinstance(image, RowImage) and image.data is not None:
+            image = RowImage(sha256=writer.put(image.data, f"images[{at}]"))
+        images.append(image)
+    return msgspec.structs.replace(row, images=images)
+
+
+def _check_bytes(row: Row, limits: ImagesConfig) -> None:
+    """Raise RequestError for bytes that are no accepted picture."""
+    for at, image in enumerate(row.each_image()):
+        if isinstance(image, RowImage) and image.data is not None:
+            where = f"`images[{at}]`"
+            check_encoded(image.data, limits, where)
+            if image.sha256:
+                check_digest(image.data, normal_digest(image.sha256, where), where)
 
 
 def _is_dataset(config: DataConfig) -> bool:
@@ -134,24 +201,28 @@ def fingerprint_dataset(path: str) -> str:
     data = _open_dataset(path)
     ends = [*range(min(_ENDS, len(data))), *range(max(_ENDS, len(data) - _ENDS), len(data))]
     with _readable(path):
-        rows = repr([data[at] for at in ends])
+        rows = repr([_short(_plain(data[at])) for at in ends])
     return sha256(f"{len(data)}:{data.features}:{rows}".encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
-def read_dataset(path: str, kind: type[_RowT], limits: Limits | None = None) -> Iterator[_RowT | Malformed]:
-    """The rows in order; raises DataError if the file or an image in it is broken."""
+def read_dataset(
+    path: str, kind: type[_RowT], limits: Limits | None = None, check: Callable[[_RowT], None] | None = None
+) -> Iterator[_RowT | Malformed]:
+    """The rows in order; raises DataError if the file is broken. `check` as in `rows.read_rows`."""
     for number, columns in enumerate(_dataset_rows(path), start=1):
         try:
             row = msgspec.convert(_mapped(columns), kind)
             admit_row(row, limits or Limits())
+            if check is not None:
+                check(row)
             yield row
-        except (msgspec.ValidationError, ValueError) as error:
+        except (msgspec.ValidationError, ValueError, RequestError) as error:
             yield Malformed(f"{path}: row {number}", f"malformed row: {error}")
 
 
 def _dataset_rows(path: str) -> Iterator[dict[str, Any]]:
     with _readable(path):
-        yield from _open_dataset(path)
+        yield from map(_plain, _open_dataset(path))
 
 
 @contextmanager
@@ -165,14 +236,22 @@ def _readable(path: str) -> Iterator[None]:
 
 
 def _mapped(columns: dict[str, Any]) -> dict[str, Any]:
-    tree = {name: value for name, value in columns.items() if value is not None}
+    tree = rows.with_image_bytes({name: value for name, value in columns.items() if value is not None})
     prompt, answer = tree.pop("prompt", None), tree.pop("answer", None)
     if prompt is not None:
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        asked = [{"role": "user", "content": _shown(prompt, tree)}] if isinstance(prompt, str) else prompt
         tree.setdefault("messages", asked)
     if answer is not None:
         tree.setdefault("truth", answer)
     return tree
+
+
+def _shown(prompt: str, columns: dict[str, Any]) -> Any:
+    """What the user says: the row's images, then the prompt."""
+    images = columns.get("images", [])
+    if not (count := len(images) if isinstance(images, list) else 1):
+        return prompt
+    return [*[{"type": "image"}] * count, {"type": "text", "text": prompt}]
 
 
 def _open_dataset(path: str) -> Any:
@@ -186,7 +265,25 @@ def _open_dataset(path: str) -> Any:
     kept = [name for name in _COLUMNS if name in data.column_names]
     if not {"messages", "prompt"} & set(kept):
         raise DataError(f"{path}: has neither `messages` nor `prompt`, but {', '.join(data.column_names)}; rename one")
-    return data.select_columns(kept)
+    data = data.select_columns(kept)
+    images = data.features.get("images")
+    if isinstance(getattr(images, "feature", images), module.Image):
+        return data.with_format("arrow")  # the stored bytes and path; datasets would decode them
+    return data
+
+
+def _short(value: Any) -> Any:
+    """The same with digests for bytes."""
+    if isinstance(value, dict):
+        return {name: _short(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_short(inner) for inner in value]
+    return sha256(value).digest() if isinstance(value, bytes) else value
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """The columns of a row, whatever the format."""
+    return row if isinstance(row, dict) else row.to_pylist()[0]
 
 
 _USE = "give a directory made by save_to_disk, or hf:NAME[:CONFIG][:SPLIT] if the Hub is reachable"
@@ -290,7 +387,7 @@ def look_at_rows(config: Config, patience_s: float) -> RowsFound:
     """Read one epoch's rows for at most `patience_s`; raises DataError for an unreadable file."""
     until = time.monotonic() + patience_s
     total, read, malformed, first = count_rows(config.data), 0, 0, None
-    for row in read_rows(config.data, Limits.of_model(config.model.path)):
+    for row in read_prompts(config):
         read += 1
         if isinstance(row, Malformed):
             malformed += 1

@@ -16,14 +16,23 @@ from typing import Any, Protocol, TypeVar
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError
+from sluice.pipeline.images.writer import ImageWriter
 from sluice.pipeline.logs import get_logger
-from sluice.pipeline.prompts.admission import Limits
 from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
 from sluice.pipeline.queue.trained import trained_among
 from sluice.pipeline.run.role import Role, default_name, role_process
 from sluice.pipeline.wire.messages import DecodeJob
 from sluice.pipeline.wire.waits import WaitKind
-from sluice.producers.source import BEFORE_FIRST, Malformed, Row, SourceProgress, count_rows, identity, read_rows
+from sluice.producers.source import (
+    BEFORE_FIRST,
+    Malformed,
+    Row,
+    SourceProgress,
+    count_rows,
+    identity,
+    read_prompts,
+    stored,
+)
 
 _PAGE = 100  # rows
 _OTHER_S = 60.0  # how long another producer of the run may continue
@@ -159,14 +168,14 @@ def _not_trained(config: Config, rows: Iterator[RowItems], intake: Intake) -> It
 
 
 def _rows(config: Config, cursor: str, progress: SourceProgress, intake: Intake) -> Iterator[RowItems]:
-    limits = Limits.of_model(config.model.path)
+    writer = ImageWriter.of(config)
     done_epoch, done_row = (int(part) for part in cursor.split(":"))
     for epoch in range(config.data.epochs):
-        for number, row in enumerate(read_rows(config.data, limits)):
+        for number, row in enumerate(read_prompts(config)):
             if isinstance(row, Malformed):
                 progress.skip(row)
             elif (epoch, number) > (done_epoch, done_row):
-                yield intake.items(row, epoch), f"{epoch}:{number}"
+                yield intake.items(stored(row, writer), epoch), f"{epoch}:{number}"
 
 
 _CHUNK = 100

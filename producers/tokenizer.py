@@ -30,8 +30,13 @@ def load_renderer(path: str, *, trust_remote_code: bool = False) -> Renderer:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{path}: no usable tokenizer ({error}); save it beside the weights") from error
-    placeholders = image_placeholders(_model_file(path, "config.json"), tokenizer)
+    placeholders = model_placeholders(tokenizer, path)
     return Renderer(settle(tokenizer), frozenset(turn_terminators(tokenizer, path)), placeholders=placeholders)
+
+
+def model_placeholders(tokenizer: Any, path: str, *, revision: str = "main") -> dict[int, str]:
+    """Id → text of the tokens that stand for an image; empty for a model without vision."""
+    return image_placeholders(_model_file(path, "config.json", revision), tokenizer)
 
 
 def turn_terminators(tokenizer: Any, path: str, *, revision: str = "main") -> set[int]:

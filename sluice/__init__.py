@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from sluice.pipeline.wire.messages import WeightVersion as WeightVersion
     from sluice.producers.agents.tools import Tool as Tool
     from sluice.producers.agents.tools import ToolError as ToolError
+    from sluice.producers.agents.tools import ToolImage as ToolImage
     from sluice.producers.agents.tools import tool as tool
     from sluice.workers.engine.generation_engine import GenerationEngine as GenerationEngine
     from sluice.workers.engine.plugins import BalancedJsonStop as BalancedJsonStop
@@ -80,7 +81,7 @@ _HOMES = {
         "WeightVersion",
     ),
     "sluice.pipeline.queue.replies": ("Replies",),
-    "sluice.producers.agents.tools": ("Tool", "ToolError", "tool"),
+    "sluice.producers.agents.tools": ("Tool", "ToolError", "ToolImage", "tool"),
     "sluice.workers.engine.generation_engine": ("GenerationEngine",),
     "sluice.workers.engine.plugins": ("BalancedJsonStop", "DuplicateObjectSuppression", "GenerationPlugin"),
     "sluice.workers.engine.requests": (

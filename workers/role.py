@@ -7,6 +7,7 @@ import contextlib
 from functools import partial
 
 from sluice.pipeline.config.types import Config
+from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.run.gpu import use_free_gpu
 from sluice.pipeline.run.role import Role, default_name, role_process
@@ -37,7 +38,7 @@ async def serve(role: Role) -> None:
     try:
         get_logger().info("engine ready", **_facts(backend.facts))
         prompts = await asyncio.to_thread(
-            partial(JobPrompts, config.model, config.images, timeout_s=config.worker.stall_timeout_s)
+            partial(JobPrompts, config.model, images_of_run(config), timeout_s=config.worker.stall_timeout_s)
         )
         role.status.waiting(None)
         try:

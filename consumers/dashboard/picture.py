@@ -27,6 +27,7 @@ from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
 from sluice.pipeline.images.store import check_digest
+from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.wire.messages import SequenceResult
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -84,8 +85,9 @@ def read_picture(config: Config, result: SequenceResult, number: int = 0) -> Pic
     if number >= len(sources):
         return None
     roots = [str(Path(config.data.path).parent)] if config.data.path else []
-    data = read_below([*roots, *config.images.roots], sources[number], config.images.max_mb)
-    return check_picture(data, config.images)
+    images = images_of_run(config)
+    data = read_below([*roots, *images.roots], sources[number], images.max_mb)
+    return check_picture(data, images)
 
 
 def read_below(roots: Sequence[str], source: Source, max_mb: float) -> bytes:

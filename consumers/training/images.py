@@ -29,6 +29,7 @@ from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, RequestError, TaskError
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.pipeline.images.store import ImageStore
+from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.wire.messages import ImageRef, TrainingSample
 
 IMAGE_FAILED = "image_failed"  # the reason of a sequence whose images can't be used
@@ -65,7 +66,7 @@ class SampleImages:
     def __init__(self, config: Config, processor: VisionProcessor, directory: Path) -> None:
         """`directory` is emptied now, and removed by `close`."""
         self.processor = processor
-        self._images, self._directory = config.images, directory
+        self._images, self._directory = images_of_run(config), directory
         self._token_id = image_token_of(config.model)
         self._patch = _patch_size(Path(config.model.path))
         self._store: ImageStore | None = None

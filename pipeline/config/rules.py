@@ -87,7 +87,15 @@ def _numbers(config: Config) -> list[tuple[bool, str]]:
 
 def _images(config: Config) -> list[tuple[bool, str]]:
     images = config.images
-    names = ("max_mb", "max_pixels", "max_per_prompt", "fetch_timeout_s", "decode_timeout_s", "decode_processes")
+    names = (
+        "max_mb",
+        "max_pixels",
+        "max_per_prompt",
+        "store_mb",
+        "fetch_timeout_s",
+        "decode_timeout_s",
+        "decode_processes",
+    )
     positive = {name: getattr(images, name) for name in names}
     found = [
         (0 < value < inf, f"images.{key} must be a finite number > 0, got {value}") for key, value in positive.items()

@@ -58,9 +58,11 @@ class ImagesConfig(Section, frozen=True, kw_only=True):
 
     roots: tuple[str, ...] = ()  # directories from which image files may be read
     hosts: tuple[str, ...] = ()  # "host" (the scheme's own port), "host:port" or "[IPv6]:port"; no wildcards
+    max_per_prompt: int = 16  # a prompt (all turns of a rollout) with more is refused before any of them is fetched
+    store: str = ""  # directory for pictures that arrive as bytes, a root of every role; "": <run_dir>/<run>/images
+    store_mb: int = 16384  # pictures in that directory, together; beyond it, new ones are refused
     max_mb: float = 20  # per encoded image
     max_pixels: int = 40_000_000  # width x height, checked before decoding
-    max_per_prompt: int = 16  # a prompt with more images is refused before any of them is fetched
     formats: tuple[ImageFormat, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # by content, not by name
     fetch_timeout_s: float = 20  # per URL, including retries
     cache_mb: int = 256  # decoded images kept by a worker; 0 = none

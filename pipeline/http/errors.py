@@ -18,6 +18,7 @@ _KINDS = {
     429: ("rate_limit_error", "rate_limited"),
     503: ("server_error", "unavailable"),
     504: ("server_error", "timeout"),
+    507: ("server_error", "insufficient_storage"),
 }
 
 

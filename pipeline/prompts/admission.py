@@ -6,6 +6,8 @@
   checked only by the worker.
 - The check costs a fraction of parsing: bytes are counted in C, and nothing is built before they pass.
 - The limits are far beyond realistic prompts. A prompt within them may still be too long; its token count decides.
+- Image parts are counted before anything is fetched or decoded. A data URL is a picture, not text: where one is taken,
+  its length doesn't count as prompt, and images.max_mb bounds it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import msgspec
 
@@ -32,6 +34,10 @@ BYTES_PER_TOKEN = 64  # the longest common tokens are runs of about 100 blanks; 
 _LEAST_BYTES = 1 << 18  # for a tiny context, the token count refuses a long prompt
 _UNKNOWN_CONTEXT = 1 << 18  # tokens
 
+IMAGE_KINDS = ("image", "image_url", "input_image", "image_file")
+OTHER_KINDS = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
+DATA_URL = "data:"
+
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: no backtracking
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -39,22 +45,24 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one model; `context` is in tokens, None: unknown."""
+    """The limits of one model and door."""
 
-    context: int | None = None
+    context: int | None = None  # tokens; None: unknown
+    images: int | None = None  # images.max_per_prompt; None: whoever knows it checks it
+    data_urls: bool = False  # this door takes pictures as data URLs
 
     @classmethod
-    def of_model(cls, path: str) -> Limits:
+    def of_model(cls, path: str, *, images: int | None = None, data_urls: bool = False) -> Limits:
         """From the directory's config.json."""
         try:
             found = msgspec.json.decode((Path(path) / "config.json").read_bytes())
         except (OSError, ValueError, msgspec.MsgspecError):  # loading the model will report what is wrong with it
-            return cls()
+            return cls(None, images, data_urls)
         config = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
         text = config.get("text_config")
         of_text = cast("dict[str, Any]", text).get("max_position_embeddings") if isinstance(text, dict) else None
         context = of_text or config.get("max_position_embeddings")
-        return cls(context if isinstance(context, int) and context > 0 else None)
+        return cls(context if isinstance(context, int) and context > 0 else None, images, data_urls)
 
     @property
     def prompt_bytes(self) -> int:
@@ -81,7 +89,14 @@ def admit_prompt(messages: object, tools: object, limits: Limits, where: str = "
     _admit_messages(messages, where)
     if isinstance(tools, Sequence) and not isinstance(tools, str | bytes):
         _at_most(len(cast("Sequence[Any]", tools)), MAX_TOOLS, "tools", "tools")
+    pictures = image_parts(messages)
+    if limits.images is not None and len(pictures) > limits.images:
+        raise RequestError(
+            f"{where}: {len(pictures)} images; at most {limits.images} are taken (images.max_per_prompt)"
+        )
     size = _size(messages) + _size(cast(object, tools))
+    if limits.data_urls:
+        size -= sum(len(url) for url in map(image_url, pictures) if is_data_url(url))
     if size > limits.prompt_bytes:
         context = f"a context of {limits.context} tokens" if limits.context else "any context"
         raise RequestError(
@@ -98,6 +113,40 @@ def admit_request(body: object, limits: Limits) -> None:
         admit_prompt(fields["messages"], fields.get("tools"), limits)
     if "final_messages" in fields:
         _admit_messages(fields["final_messages"], "final_messages")  # never rendered: tools may have returned a lot
+
+
+def media_kind(part: object) -> str:
+    """The kind of a part; "" for text, and for anything a template may know."""
+    if not isinstance(part, Mapping):
+        return ""
+    known = cast("Mapping[str, Any]", part)
+    kind = known.get("type")
+    if kind in IMAGE_KINDS or kind in OTHER_KINDS:
+        return str(kind)
+    # Templates also detect an image by this key, whatever the type says; empty columns of a table are None.
+    return next((key for key in (*IMAGE_KINDS, *OTHER_KINDS) if known.get(key) is not None), "")
+
+
+def image_parts(messages: object) -> list[Mapping[str, Any]]:
+    """The image parts of the messages, in order."""
+    found: list[Mapping[str, Any]] = []
+    if isinstance(messages, Sequence) and not isinstance(messages, str | bytes):
+        for message in cast("Sequence[Any]", messages):
+            content: Any = cast("Mapping[str, Any]", message).get("content") if isinstance(message, Mapping) else None
+            if isinstance(content, list | tuple):
+                found += [part for part in cast("Sequence[Any]", content) if media_kind(part) in IMAGE_KINDS]
+    return found
+
+
+def image_url(part: Mapping[str, Any]) -> object:
+    """What `image_url` of a part names: {"url": …}, or the URL itself."""
+    shown = part.get("image_url")
+    return cast("Mapping[str, Any]", shown).get("url") if isinstance(shown, Mapping) else shown
+
+
+def is_data_url(url: object) -> TypeGuard[str]:
+    """Whether a picture's bytes are in its URL."""
+    return isinstance(url, str) and url[: len(DATA_URL)].lower() == DATA_URL
 
 
 def _admit_messages(messages: object, where: str) -> None:

@@ -1,7 +1,7 @@
 """Messages to prompt token ids, by the tokenizer's chat template, or the processor's for an image.
 
 - Messages go to the template unchanged; nothing is added, merged or dropped.
-- `render` is for prompts without an image: messages that refer to one are refused, whatever the template would do.
+- `render` refuses messages that refer to an image, whatever the template would do, unless its caller has the images.
 - `enable_thinking` is passed; if a template rejects the argument, it is called again without it.
 - If a template takes only parts, as some for images do, a string is passed as one text part.
 - A template whose operations cost too much is refused before it runs (template_cost).
@@ -25,6 +25,7 @@ import msgspec
 from jinja2 import TemplateError
 
 from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.prompts.admission import IMAGE_KINDS, OTHER_KINDS, media_kind
 from sluice.pipeline.prompts.template_cost import check_cost
 from sluice.pipeline.wire.codec import lone_surrogate
 from sluice.pipeline.wire.messages import Message
@@ -59,15 +60,20 @@ def settle(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def render(tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
-    """Prompt token ids, shape (prompt_len,).
+def render(
+    tokenizer: Any, messages: Sequence[Message], options: ChatTemplateOptions | None = None, *, images: bool = False
+) -> list[int]:
+    """Prompt token ids, shape (prompt_len,); `images`: image parts are taken, as {"type": "image"}.
 
-    Raises ModelError for a tokenizer without a chat template, RequestError for messages with an image or that the
+    Raises ModelError for a tokenizer without a chat template, RequestError for messages with other parts or that the
     template rejects.
     """
     options = options or ChatTemplateOptions()
     _check(tokenizer, getattr(tokenizer, "chat_template", None), messages, options)
-    check_parts(messages)
+    if images:
+        messages = [_with_plain_images(message) for message in messages]
+    else:
+        check_parts(messages)
     if _takes_parts_only(tokenizer):
         messages = [_in_one_part(one) if isinstance(one.get("content"), str) else one for one in messages]
     encoded = _apply(tokenizer, messages, options, tokenize=True, return_dict=False)
@@ -106,6 +112,15 @@ def _in_parts(messages: Sequence[Message], rendered: Callable[[Sequence[Message]
 
 def _in_one_part(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_plain_images(message: Message) -> Message:
+    """Image parts as templates expect them, whatever they name."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = cast("list[Any]", content)
+    return {**message, "content": [{"type": "image"} if media_kind(one) in IMAGE_KINDS else one for one in parts]}
 
 
 def _takes_parts_only(tokenizer: Any) -> bool:
@@ -211,8 +226,6 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-_IMAGES = ("image", "image_url", "input_image", "image_file")
-_OTHERS = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
 _CONFIG_KEYS = ("image_token_id", "image_token_index", "boi_token_id", "boi_token_index")
 _TOKENIZER_NAMES = ("image_token", "boi_token")
 
@@ -240,9 +253,9 @@ def check_parts(messages: Sequence[Message]) -> None:
         content = message.get("content")
         parts: Any = [content] if isinstance(content, Mapping) else content
         for place, part in enumerate(cast("Sequence[Any]", parts) if isinstance(parts, (list, tuple)) else ()):
-            if kind := _media(part):
+            if kind := media_kind(part):
                 where = f"messages[{at}].content[{place}] is a part of type {kind!r}"
-                if kind in _OTHERS:
+                if kind in OTHER_KINDS:
                     raise RequestError(f"{where}; a prompt can have only text and images; remove it")
                 raise RequestError(f"{where}, but no image was sent; add one to `images`, or remove the part")
 
@@ -257,15 +270,3 @@ def check_token_ids(token_ids: Iterable[int], placeholders: Mapping[int, str]) -
             f"the prompt has {len(found)} image placeholders ({placeholders[found[0]]}), but no image was sent; add "
             "one to `images` with an image part in the messages, or remove the placeholder"
         )
-
-
-def _media(part: Any) -> str:
-    """The kind of a part; "" for text, and for anything a template may know."""
-    if not isinstance(part, Mapping):
-        return ""
-    known = cast("Mapping[str, Any]", part)
-    kind = known.get("type")
-    if kind in _IMAGES or kind in _OTHERS:
-        return str(kind)
-    # Templates also detect an image by this key, whatever the type says; empty columns of a table are None.
-    return next((key for key in (*_IMAGES, *_OTHERS) if known.get(key) is not None), "")

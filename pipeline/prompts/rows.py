@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import codecs
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import msgspec
 
 from sluice.pipeline.errors import DataError, RequestError
-from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt
+from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt, image_parts, image_url, is_data_url
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, no_plain_value
 
 MAX_ROW_BYTES = 16 << 20
 # pyarrow's own errors are these, or subclasses of them.
 _DAMAGE = (OSError, ValueError, OverflowError, MemoryError, NotImplementedError, TypeError, KeyError, IndexError)
+_BATCH_ROWS, _BATCH_BYTES = 256, 32 << 20  # read at a time: rows with pictures are large
+_BUFFER_BYTES = 1 << 20  # of a column; without it a row group is read whole
 _PARQUET_ENDINGS = (".parquet", ".pq")
 _RowT = TypeVar("_RowT")
 
@@ -45,6 +47,29 @@ def check_messages(messages: Sequence[dict[str, Any]]) -> None:
     for position, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f"`messages[{position}]` needs a `role` string and `content`")
+
+
+def check_images(messages: Sequence[dict[str, Any]], count: int) -> None:
+    """Raise ValueError unless the messages have as many image parts as the row has images."""
+    parts = image_parts(messages)
+    if len(parts) != count:
+        raise ValueError(
+            f'`images` has {count} entries and the messages have {len(parts)} image parts ({{"type": "image"}}); '
+            "give one image for each part, in the order of the parts"
+        )
+    if any(is_data_url(image_url(part)) for part in parts):
+        raise ValueError("an image part of the messages holds a data URL; give its bytes in `images`")
+
+
+def with_image_bytes(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row, with plain bytes in `images` as {"bytes": …}."""
+    images = columns.get("images")
+    if isinstance(images, bytes):
+        return {**columns, "images": [{"bytes": images}]}
+    if isinstance(images, list):
+        several = cast("list[Any]", images)
+        return {**columns, "images": [{"bytes": one} if isinstance(one, bytes) else one for one in several]}
+    return columns
 
 
 def admit_row(row: object, limits: Limits) -> None:
@@ -71,12 +96,21 @@ def read_rows(
     name: str = "",
     max_row_bytes: int = MAX_ROW_BYTES,
     limits: Limits | None = None,
+    check: Callable[[_RowT], None] | None = None,
 ) -> Iterator[_RowT | Malformed]:
-    """The rows of a file; `name` replaces the path in messages. Raises DataError for a damaged Parquet file."""
-    limits = limits or Limits()
+    """The rows of a file; `name` replaces the path in messages. Raises DataError for a damaged Parquet file.
+
+    `check` refuses a row with ValueError or RequestError.
+    """
+
+    def admit(row: _RowT) -> None:
+        admit_row(row, limits or Limits())
+        if check is not None:
+            check(row)
+
     if parquet:
-        return _read_parquet(path, kind, name or str(path), limits)
-    return _read_jsonl(path, kind, name or str(path), max_row_bytes, limits)
+        return _read_parquet(path, kind, name or str(path), admit)
+    return _read_jsonl(path, kind, name or str(path), max_row_bytes, admit)
 
 
 def count_rows(path: Path, *, parquet: bool) -> int:
@@ -96,7 +130,7 @@ def parquet_module() -> Any:
 
 
 def _read_jsonl(
-    path: Path, kind: type[_RowT], name: str, max_row_bytes: int, limits: Limits
+    path: Path, kind: type[_RowT], name: str, max_row_bytes: int, admit: Callable[[_RowT], None]
 ) -> Iterator[_RowT | Malformed]:
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as stream:
@@ -111,7 +145,7 @@ def _read_jsonl(
             try:
                 admit_json(line, "the row")
                 row = decoder.decode(line)
-                admit_row(row, limits)
+                admit(row)
             except (msgspec.MsgspecError, ValueError, RequestError, RecursionError) as error:
                 yield Malformed(where, f"malformed row: {lone_surrogate_in_json(line, '') or error}")
             else:
@@ -127,7 +161,9 @@ def _lines(stream: IO[bytes], most: int) -> Iterator[tuple[bytes, int]]:
         yield head, size
 
 
-def _read_parquet(path: Path, kind: type[_RowT], name: str, limits: Limits) -> Iterator[_RowT | Malformed]:
+def _read_parquet(
+    path: Path, kind: type[_RowT], name: str, admit: Callable[[_RowT], None]
+) -> Iterator[_RowT | Malformed]:
     file = _parquet_file(path)
     number = 0
     for group in range(file.num_row_groups):
@@ -136,7 +172,7 @@ def _read_parquet(path: Path, kind: type[_RowT], name: str, limits: Limits) -> I
         try:
             for tree in _trees(file, group):
                 number += 1
-                yield _row(tree, kind, f"{name}: row {number}", limits)
+                yield _row(tree, kind, f"{name}: row {number}", admit)
         except _DAMAGE as error:
             problem = str(error) or repr(error)
         for lost in range(number + 1, begin + num_rows + 1):
@@ -144,20 +180,24 @@ def _read_parquet(path: Path, kind: type[_RowT], name: str, limits: Limits) -> I
         number = begin + num_rows
 
 
-def _row(tree: Any, kind: type[_RowT], where: str, limits: Limits) -> _RowT | Malformed:
+def _row(tree: Any, kind: type[_RowT], where: str, admit: Callable[[_RowT], None]) -> _RowT | Malformed:
     try:
         if isinstance(tree, Exception):
             raise ValueError(str(tree)) from tree
-        row = msgspec.convert({key: value for key, value in tree.items() if value is not None}, kind)
-        admit_row(row, limits)
-    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
+        given = {key: value for key, value in tree.items() if value is not None}
+        row = msgspec.convert(with_image_bytes(given), kind)
+        admit(row)
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError, RequestError) as error:
         return Malformed(where, f"malformed row: {error}")
     return row
 
 
 def _trees(file: Any, group: int) -> Iterator[dict[str, Any] | Exception]:
     """The rows of a row group; a row that can't be converted is its error."""
-    for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+    about = file.metadata.row_group(group)
+    row_bytes = int(about.total_byte_size) // max(1, int(about.num_rows))
+    rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, row_bytes)))
+    for batch in file.iter_batches(batch_size=rows, row_groups=[group]):
         try:
             yield from batch.to_pylist()
         except (ValueError, OverflowError):  # text that isn't UTF-8, a date outside the calendar
@@ -174,7 +214,7 @@ def _tree(batch: Any, at: int) -> dict[str, Any] | Exception:
 def _parquet_file(path: Path) -> Any:
     module = parquet_module()
     try:
-        file = module.ParquetFile(path, page_checksum_verification=True)
+        file = module.ParquetFile(path, page_checksum_verification=True, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         sizes = [int(file.metadata.row_group(group).num_rows) for group in range(file.num_row_groups)]
     except _DAMAGE as error:
         raise DataError(f"{path}: not a whole Parquet file ({error})") from error

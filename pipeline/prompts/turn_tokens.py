@@ -6,15 +6,19 @@
 - If the template renders the known part identically, the rest is added: len(template(messages)) - len(known).
 - If not (white space, the JSON of a tool call, stripped thoughts), it is a resync: the rendered suffix after the
   sampled turn is added, found by counting the terminators up to the end of that turn.
+- Every image part is one placeholder here; the engine expands it, and only it knows to how many tokens. So `known` is
+  what the engine was given, not what it reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.prompts.admission import image_parts
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions, check_token_ids, conversation, render
 from sluice.pipeline.wire.messages import Message
 
@@ -43,7 +47,7 @@ class Renderer:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the messages with the generation prompt, shape (prompt_len,). Raises RequestError, ModelError."""
         token_ids = self._rendered(messages)
-        check_token_ids(token_ids, self.placeholders)
+        self._check(token_ids, messages)
         return token_ids
 
     def added(self, messages: Sequence[Message], *, at: int, known: Sequence[int]) -> Added:
@@ -57,16 +61,42 @@ class Renderer:
         else:
             terminated = known[-1] in self.terminators if known else False
             added = Added(self._suffix(whole, messages, at, terminated), resynced=True)
-        check_token_ids(added.token_ids, self.placeholders)  # a sampled one is the policy's own
+        self._check(added.token_ids, messages[at + 1 :])  # a sampled one is the policy's own
         return added
 
-    def _rendered(self, messages: Sequence[Message]) -> list[int]:
-        return render(self.tokenizer, conversation(messages), self.options)
+    def _check(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
+        """Raise RequestError unless the ids have one placeholder for each image part of these messages."""
+        num_images = len(image_parts(messages))
+        if not num_images:
+            check_token_ids(token_ids, self.placeholders)
+            return
+        if not self.placeholders:
+            raise RequestError(f"the messages have {num_images} images, and this model takes none; take them out")
+        found = sum(token in self.placeholders for token in token_ids)
+        if found != num_images:
+            raise RequestError(
+                f"{num_images} image parts became {found} image placeholders: a text holds one, or the chat template "
+                "does not show every part; take it out of the text, or use a template that shows images there"
+            )
+
+    def _rendered(self, messages: Sequence[Message], options: ChatTemplateOptions | None = None) -> list[int]:
+        has_images = bool(image_parts(messages))
+        token_ids = render(self.tokenizer, conversation(messages), options or self.options, images=has_images)
+        return [*self._missing_bos(messages, token_ids), *token_ids] if has_images else token_ids
+
+    def _missing_bos(self, messages: Sequence[Message], token_ids: Sequence[int]) -> list[int]:
+        """The first token where a processor would write it: its templates leave it to the tokenizer.
+
+        A conversation keeps the form of its first prompt: it is added only if that one has an image.
+        """
+        asked = list(takewhile(lambda message: message.get("role") != "assistant", messages))
+        bos = self.tokenizer.bos_token_id
+        if bos is None or token_ids[:1] == [bos] or not image_parts(asked):
+            return []
+        return [bos] if self.tokenizer.encode("")[:1] == [bos] else []
 
     def _suffix(self, whole: list[int], messages: Sequence[Message], at: int, terminated: bool) -> list[int]:
-        turn = render(
-            self.tokenizer, conversation(messages[: at + 1]), replace(self.options, add_generation_prompt=False)
-        )
+        turn = self._rendered(messages[: at + 1], replace(self.options, add_generation_prompt=False))
         before = self._count(self._rendered(messages[:at])) if at else 0
         ends = self._count(turn)
         if ends > before:

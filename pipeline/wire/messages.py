@@ -352,7 +352,8 @@ class Turn(Wire, frozen=True, kw_only=True, tag="turn"):
     key: str  # idempotency key of the call that requested it
     parent: int  # number of the turn that it follows; -1 = none
     history: str  # hash of the conversation up to and including it
-    added_token_ids: TokenArray  # after the parent's last sampled token; for a root the whole prompt
+    added_token_ids: TokenArray  # after the parent's last sampled token, images expanded; for a root the whole prompt
+    sent_token_ids: TokenArray = msgspec.field(default_factory=TokenArray)  # these, not expanded; empty = the same
     result: SequenceResult  # its prompt_token_ids are empty
     message: Message  # as returned to the caller
 

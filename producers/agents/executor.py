@@ -20,6 +20,7 @@ from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.producers.agents.session import PreparedCall, RolloutSession
 from sluice.producers.agents.state import AppState
 from sluice.producers.agents.tools import ToolBox
+from sluice.producers.agents.tools.image import with_digests
 from sluice.producers.agents.trainer_client import Trainer, TrainerClient
 from sluice.producers.http.schemas import (
     CompletionsResponse,
@@ -119,7 +120,7 @@ class Execution:
             for turn in range(1, most_replies + 1):
                 self._waits_for = f"the prompt of turn {turn}"
                 call = await session.prepare()
-                left = request.max_tokens_total - len(call.token_ids)
+                left = request.max_tokens_total - call.num_tokens
                 if left < 1:
                     return "max_tokens"
                 self._waits_for = f"the trainer's reply of turn {turn}"
@@ -158,7 +159,7 @@ class Execution:
         return RolloutSession(
             request.rollout_id,
             [one.plain() for one in request.messages],
-            renderer=Renderer(loaded.tokenizer, loaded.terminators, options),
+            renderer=Renderer(loaded.tokenizer, loaded.terminators, options, placeholders=loaded.placeholders),
             tokenizers=state.tokenizers,
             trainer=self.trainer,
             tools=schemas,
@@ -197,7 +198,7 @@ class Execution:
         return self._answer(
             RolloutStatus.COMPLETED,
             finish_reason=reason,
-            final_messages=[ChatMessage.model_validate(one) for one in self._session.messages],
+            final_messages=[ChatMessage.model_validate(one) for one in with_digests(self._session.messages)],
         )
 
     def _failed(self, error: RolloutError) -> RolloutResponse:

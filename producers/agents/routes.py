@@ -84,7 +84,8 @@ def _add_rollouts(router: APIRouter, state: AppState, runs: Runs) -> None:
         for where in ("server_url", "tool_server_url"):
             if (url := getattr(request, where)) is not None:
                 state.hosts.admit(url, where)
-        admit_prompt([one.plain() for one in request.messages], None, Limits(request.max_tokens_total))
+        limits = Limits(request.max_tokens_total, data_urls=True)
+        admit_prompt([one.plain() for one in request.messages], None, limits)
 
     @router.post(
         "/rollout",

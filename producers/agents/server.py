@@ -25,6 +25,7 @@ from sluice.pipeline.http.errors import problem_response
 from sluice.pipeline.http.middleware import OPEN_PATHS, BearerAuth, BodyLimit, HostGate, JsonOnly
 from sluice.pipeline.http.server import serve
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts.admission import Limits
 from sluice.pipeline.run.loop_watch import watch_loop
 from sluice.pipeline.run.role import default_name, leave_within
 from sluice.pipeline.telemetry.exporter import metrics_server
@@ -118,6 +119,7 @@ def build_app(state: AppState, runs: Runs, *, key: str | None = None) -> FastAPI
         docs_url=None,
         redoc_url=None,
     )
+    app.state.limits = Limits(data_urls=True)
     router = APIRouter(route_class=StrictRoute)
     add_routes(router, state, runs)
     app.include_router(router)

@@ -6,6 +6,8 @@
 - If messages were only appended, the added tokens follow the same rule that the gateway uses
   (sluice.pipeline.prompts.turn_tokens).
 - If earlier ones were changed or removed, no token can be called new: the call is refused.
+- An image is one placeholder in the local rendering, and many tokens in the trainer's prompt. So a call that adds one
+  sends no mask, and of a prompt with images only the known part is compared.
 - Every reply says which prompt it saw. It must be the known ids plus the added ones, or the local rendering (a trainer
   that re-tokenises); anything else is drift: an error, or counted and accepted.
 """
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from sluice.pipeline.errors import ModelError, RequestError
+from sluice.pipeline.prompts.admission import image_parts
 from sluice.pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
 from sluice.pipeline.wire.messages import Message
 from sluice.producers.agents.tokenizers import Tokenizers
@@ -53,6 +56,7 @@ class RolloutSession:
         self._rollout_id, self._tools, self._drift = rollout_id, list(tools), drift
         self._renderer, self._tokenizers, self._trainer = renderer, tokenizers, trainer
         self._known: list[int] = []
+        self._rendered: list[int] = []  # the same with one placeholder for each image
         self._sent: list[Message] = []  # the messages of `_known`, including the reply
 
     async def prepare(self) -> PreparedCall:
@@ -86,18 +90,23 @@ class RolloutSession:
         await self._check(call, reply.prompt_token_ids)
         self.num_resyncs += call.resynced
         self._known = [*reply.prompt_token_ids, *reply.token_ids]
+        self._rendered = [*call.token_ids, *reply.token_ids] if call.num_images else self._known
         self._sent = [*call.messages, reply.choices[0].message.plain()]
         self.last_len = len(self._known)
 
     def _prepared(self, messages: list[Message]) -> PreparedCall:
         if not self._sent:
-            return PreparedCall(messages, self._renderer.prompt(messages), first=True)
+            prompt = self._renderer.prompt(messages)
+            return PreparedCall(messages, prompt, num_tokens=len(prompt), first=True)
         if messages[: len(self._sent)] == self._sent:
             try:
-                added = self._renderer.added(messages, at=len(self._sent) - 1, known=self._known)
+                added = self._renderer.added(messages, at=len(self._sent) - 1, known=self._rendered)
             except TemplateDrift as error:
                 return self._without_suffix(messages, error)
-            return PreparedCall(messages, [*self._known, *added.token_ids], added=added)
+            new_images = len(image_parts(messages[len(self._sent) :]))
+            num_tokens = len(self._known) + len(added.token_ids)
+            prompt = [*self._rendered, *added.token_ids]
+            return PreparedCall(messages, prompt, num_tokens=num_tokens, added=added, has_mask=not new_images)
         change = self._by_length(self._renderer.prompt(messages))
         raise RolloutError(
             "mask_error", f"earlier messages were changed ({len(change)} tokens longer now); only append to them"
@@ -109,7 +118,7 @@ class RolloutSession:
             raise RolloutError("mask_error", str(error)) from error
         self.num_drifts += 1
         whole = self._renderer.prompt(messages)
-        return PreparedCall(messages, whole, added=Added(self._by_length(whole)))
+        return PreparedCall(messages, whole, num_tokens=len(whole), added=Added(self._by_length(whole)))
 
     def _by_length(self, whole: list[int]) -> list[int]:
         """Tokens beyond `last_len`. Raises RolloutError if the context became shorter."""
@@ -120,7 +129,7 @@ class RolloutSession:
         return whole[self.last_len :]
 
     async def _check(self, call: PreparedCall, seen: list[int]) -> None:
-        if seen == call.token_ids:
+        if seen == call.token_ids or (call.num_images and seen[: len(self._known)] == self._known):
             return
         if call.resynced and seen == await self._tokenizers.render(lambda: self._renderer.prompt(call.messages)):
             return
@@ -137,12 +146,23 @@ class RolloutSession:
 
 
 class PreparedCall:
-    """The messages of a call, its expected prompt ids, and which of them are new."""
+    """The messages of a call, its expected prompt ids, and which of them are new.
+
+    Each image is one token in `token_ids`; `num_tokens` counts those of earlier calls as they were expanded.
+    """
 
     def __init__(
-        self, messages: list[Message], token_ids: list[int], added: Added | None = None, *, first: bool = False
+        self,
+        messages: list[Message],
+        token_ids: list[int],
+        *,
+        num_tokens: int,
+        added: Added | None = None,
+        first: bool = False,
+        has_mask: bool = True,
     ) -> None:
-        self.messages, self.token_ids = messages, token_ids
-        new = 0 if first or added is None else len(added.token_ids)
+        self.messages, self.token_ids, self.num_tokens = messages, token_ids, num_tokens
+        self.num_images = len(image_parts(messages))
+        new = 0 if first or added is None or not has_mask else len(added.token_ids)
         self.response_mask = [0] * new or None
         self.resynced = added is not None and added.resynced

@@ -64,7 +64,14 @@ async def app_state(config: Config, retries: Retries | None = None) -> AsyncGene
     async with guarded_session(hosts, timeout_s=settings.http_client_timeout_s, pool=pool) as http:
         try:
             yield AppState(
-                settings, hosts, http, tokenizers, load_tools(settings), line, Counters(line), retries or Retries()
+                settings,
+                hosts,
+                http,
+                tokenizers,
+                load_tools(settings, config.images),
+                line,
+                Counters(line),
+                retries or Retries(),
             )
         finally:
             tokenizers.close()

@@ -21,7 +21,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.chat_template import settle
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.producers.http.schemas import RolloutError
-from sluice.producers.tokenizer import turn_terminators
+from sluice.producers.tokenizer import model_placeholders, turn_terminators
 
 Made = TypeVar("Made")
 Key = tuple[str, str | None]
@@ -31,10 +31,11 @@ _RENDERERS = 4
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer with a chat template, and the ids that end a turn."""
+    """A tokenizer with a chat template, the ids that end a turn, and those that stand for an image."""
 
     tokenizer: Any
     terminators: frozenset[int]
+    placeholders: Mapping[int, str]
 
 
 class Tokenizers:
@@ -123,6 +124,7 @@ class Tokenizers:
                 source, revision=revision or "main", trust_remote_code=self._trust
             )
             terminators = frozenset(turn_terminators(tokenizer, source, revision=revision or "main"))
+            placeholders = model_placeholders(tokenizer, source, revision=revision or "main")
         except Exception as error:  # the library raises all kinds of errors; all mean the same
             reason = f"{type(error).__name__}: {error}"
             raise RolloutError("tokenizer_error", f"tokenizer {name!r} cannot be loaded ({reason[:500]})") from error
@@ -130,4 +132,4 @@ class Tokenizers:
             raise RolloutError(
                 "tokenizer_error", f"tokenizer {name!r} has no chat template; add chat_template.jinja beside it"
             )
-        return LoadedTokenizer(settle(tokenizer), terminators)
+        return LoadedTokenizer(settle(tokenizer), terminators, placeholders)

@@ -21,7 +21,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import ConfigError, SluiceError
+from sluice.pipeline.errors import ConfigError, RequestError, SluiceError
+from sluice.pipeline.prompts.admission import image_parts
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Turn
 from sluice.pipeline.terminal import Console
@@ -211,6 +212,10 @@ class LocalTrainer:
                 max_new_tokens=call.max_tokens,
                 stop=tuple(call.stop or ()),
             )
+            if image_parts([one.plain() for one in call.messages]):
+                raise RequestError(
+                    "images: `sluice rollout try` shows the model none; use a rollout server and a gateway"
+                )
             plan = plan_turn(
                 self.turns,
                 [one.plain() for one in call.messages],

@@ -21,19 +21,19 @@ import msgspec
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded
-from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.pipeline.prompts.admission import MAX_TURNS
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.keys import tagged
-from sluice.pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
+from sluice.pipeline.wire.messages import DecodeJob, ImageRef, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.producers.gateway.completion import Answer
 from sluice.producers.gateway.decoding import Decoding
+from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
-from sluice.producers.gateway.requests import ChatRequest, images_of
+from sluice.producers.gateway.requests import ChatRequest
 from sluice.producers.gateway.tool_calls import Parsed, ToolParser, assistant_message, read_calls
 from sluice.producers.gateway.trajectory import known_token_ids, path_to
 from sluice.producers.gateway.turns import Plan, digest, plan_turn
@@ -54,10 +54,11 @@ class Chat:
         decoding: Decoding,
         rollouts: Rollouts,
         metrics: Metrics,
+        images: RequestImages,
     ) -> None:
         self._config, self._name, self._renderer, self.parser = config, name, renderer, parser
         self._decoding, self._rollouts, self._metrics = decoding, rollouts, metrics
-        self._hosts = AllowedHosts(config.images.hosts, "images.hosts")
+        self._images = images
         self._rendering = ThreadPool("render", _RENDERERS)
 
     def close(self) -> None:
@@ -75,14 +76,11 @@ class Chat:
     async def events(self, request: ChatRequest, sampling: SamplingParams) -> AsyncGenerator[TokenDelta | Answer]:
         """Tokens as they arrive, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
         until = time.monotonic() + self._config.gateway.request_timeout_s
-        messages = request.plain_messages()
-        images = images_of(messages, self._hosts)
+        messages, images = await self._images.of_messages(request.plain_messages())
         if request.rollout_id is None:
             flow = self._plain(request, messages, images, sampling, until)
-        elif images:
-            raise Refusal(400, "a rollout's turns are text only; remove the image, or rollout_id", "messages")
         else:
-            flow = self._turn(request, request.rollout_id, messages, sampling, until)
+            flow = self._turn(request, request.rollout_id, messages, images, sampling, until)
         async with aclosing(flow) as events:
             async for event in events:
                 if request.stream or isinstance(event, Answer):
@@ -92,21 +90,16 @@ class Chat:
         self,
         request: ChatRequest,
         messages: list[Message],
-        images: list[Any],
+        images: list[ImageRef],
         sampling: SamplingParams,
         until: float,
     ) -> AsyncGenerator[TokenDelta | Answer]:
         name = secrets.token_hex(12)
-        if images:
-            if request.tools or request.response_mask:
-                what = "tools" if request.tools else "response_mask"
-                raise Refusal(
-                    400, f"{what}: not supported with an image, because a worker builds that prompt; remove it", what
-                )
+        if images and not (request.tools or request.response_mask):  # a worker has the processor's own template
             prompt: dict[str, Any] = {"messages": messages, "images": images}
         else:
-            plan = await self._plan([], request, messages, sampling, until)
-            prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids)}
+            plan = await self._plan([], request, messages, images, sampling, until)
+            prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids), "images": images}
         job = self._job(request, f"chat-{name}", sampling, n=request.count, **prompt)
         results: list[SequenceResult] = []
         async with aclosing(self._decoding.events(job, until)) as events:
@@ -121,17 +114,24 @@ class Chat:
         yield Answer(request.model, results, said)
 
     async def _turn(
-        self, request: ChatRequest, rollout_id: str, messages: list[Message], sampling: SamplingParams, until: float
+        self,
+        request: ChatRequest,
+        rollout_id: str,
+        messages: list[Message],
+        images: list[ImageRef],
+        sampling: SamplingParams,
+        until: float,
     ) -> AsyncGenerator[TokenDelta | Answer]:
         rollout = await self._rollouts.load(rollout_id)
         if rollout is not None and rollout.state == "closed":
             raise closed(rollout_id)
         if rollout is not None and len(rollout.turns) >= MAX_TURNS:
             raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, which is the limit; finish it")
-        plan = await self._plan(rollout.turns if rollout else [], request, messages, sampling, until)
+        plan = await self._plan(rollout.turns if rollout else [], request, messages, images, sampling, until)
         if rollout is None:  # only now: a refused call opens nothing
             rollout = await self._open(rollout_id)
-            plan = await self._plan(rollout.turns, request, messages, sampling, until) if rollout.turns else plan
+            if rollout.turns:
+                plan = await self._plan(rollout.turns, request, messages, images, sampling, until)
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
             yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
             return
@@ -140,6 +140,7 @@ class Chat:
             digest([rollout_id, plan.key, plan.parent]),
             sampling,
             prompt_token_ids=TokenArray(plan.prompt_token_ids),
+            images=plan.images,
             rollout_id=rollout_id,
             turn=plan.depth,
             task=rollout.head.task,
@@ -188,6 +189,7 @@ class Chat:
         turns: Sequence[Turn],
         request: ChatRequest,
         messages: list[Message],
+        images: list[ImageRef],
         sampling: SamplingParams,
         until: float,
     ) -> Plan:
@@ -200,6 +202,7 @@ class Chat:
             sampling=sampling,
             renderer=self._renderer,
             response_mask=request.response_mask,
+            images=images,
         )
         left = max(0.0, until - time.monotonic())
         try:

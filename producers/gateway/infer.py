@@ -18,7 +18,6 @@ import msgspec
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import MessageError
-from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.pipeline.prompts.admission import Limits, admit_json, admit_prompt
 from sluice.pipeline.prompts.rows import check_messages
 from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
@@ -26,8 +25,8 @@ from sluice.pipeline.wire.keys import tagged
 from sluice.pipeline.wire.messages import MAX_GROUP, DecodeJob, Message, SamplingParams, SequenceResult
 from sluice.producers.gateway.completion import chat_completion, repeat_terminate_triggered
 from sluice.producers.gateway.decoding import Decoding
+from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.requests import images_of, url_ref
 
 _NEUTRAL: dict[str, Any] = {
     "num_beams": 1,
@@ -158,8 +157,8 @@ def encode_envelopes(envelopes: Sequence[Envelope]) -> bytes:
 class Inference:
     """Answers calls; `name` is this process's mailbox."""
 
-    def __init__(self, config: Config, name: str, decoding: Decoding, hosts: AllowedHosts) -> None:
-        self._config, self._name, self._decoding, self._hosts = config, name, decoding, hosts
+    def __init__(self, config: Config, name: str, decoding: Decoding, images: RequestImages) -> None:
+        self._config, self._name, self._decoding, self._images = config, name, decoding, images
 
     async def answer(self, call: InferCall) -> list[Envelope]:
         """`n` envelopes per prompt, in order; the first failing prompt fails the call. Raises Refusal."""
@@ -168,7 +167,7 @@ class Inference:
             sampling = options.sampling(self._config.sampling)
         except MessageError as error:
             raise Refusal(400, str(error), "request_config") from error
-        jobs = [self._job(place, one, sampling, options.n) for place, one in enumerate(call.infer_requests)]
+        jobs = [await self._job(place, one, sampling, options.n) for place, one in enumerate(call.infer_requests)]
         tasks = [asyncio.create_task(self._results(job)) for job in jobs]
         try:
             answers = await asyncio.gather(*tasks)
@@ -179,17 +178,19 @@ class Inference:
         model, logprobs = self._config.gateway.model_name, options.logprobs
         return [envelope(result, model=model, logprobs=logprobs) for results in answers for result in results]
 
-    def _job(self, place: int, request: InferRequest, sampling: SamplingParams, n: int) -> DecodeJob:
+    async def _job(self, place: int, request: InferRequest, sampling: SamplingParams, n: int) -> DecodeJob:
         where = f"infer_requests.{place}"
-        images = [url_ref(url, f"{where}.images.{at}", self._hosts) for at, url in enumerate(request.images)]
-        images = images or images_of(request.messages, self._hosts)
+        if request.images:
+            messages, images = await self._images.of_list(request.messages, request.images, f"{where}.images")
+        else:
+            messages, images = await self._images.of_messages(request.messages)
         if len(images) > 1:
             raise Refusal(400, f"{where}: {len(images)} images; one is supported", f"{where}.images")
         return DecodeJob(
             run=self._config.run,
             job_id=tagged(self._config.run, f"infer-{secrets.token_hex(12)}"),
             n=n,
-            messages=request.messages,
+            messages=messages,
             images=images,
             sampling=sampling,
             deadline_s=self._config.gateway.request_timeout_s,

@@ -28,8 +28,14 @@ _MULTIPLY = {
     },
 }
 
+_PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
 CHAT_EXAMPLES: dict[str, Example] = {
     "completion": {"summary": "A completion.", "value": {"messages": [_ASKED], "max_tokens": 256}},
+    "image": {
+        "summary": "A question about an image: a data URL, or the URL of a host in images.hosts.",
+        "value": {"messages": [{"role": "user", "content": [_PICTURE, {"type": "text", "text": "What is it?"}]}]},
+    },
     "turn": {
         "summary": "The second turn of a rollout: the first call's messages, its answer, and the tool's result.",
         "value": {
@@ -152,6 +158,7 @@ _ERRORS = {
     500: "The sequence died in the queue, or the gateway has a bug.",
     503: "The broker is unavailable.",
     504: "No answer in time; the message says what was waited for.",
+    507: "The directory of `images.store` takes no more pictures; the message names the key.",
 }
 
 

@@ -10,6 +10,7 @@
 | 500    | the sequence died in the queue, or a fault of ours                    |
 | 503    | the broker is away                                                    |
 | 504    | no answer in time; the message names what was waited for              |
+| 507    | `images.store` takes no more pictures                                 |
 """
 
 from __future__ import annotations

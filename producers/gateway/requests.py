@@ -2,21 +2,17 @@
 
 - Fields left out or null take the run's own setting.
 - Harmless unknown fields are ignored; one that would change the answer is refused.
-- Images come by URL from a listed host, never by path or inline. The worker fetches them and checks host and address
-  again; checking here tells the caller at once.
+- Images: images.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import ConfigDict, Field, field_validator
 
-from sluice.pipeline.errors import RequestError
-from sluice.pipeline.http.addresses import AllowedHosts
-from sluice.pipeline.wire.messages import MAX_GROUP, ImageRef, Message, SamplingParams
+from sluice.pipeline.wire.messages import MAX_GROUP, Message, SamplingParams
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.http.schemas import (
     MAX_ID_LENGTH,
@@ -182,36 +178,3 @@ def _strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
     if "" in strings:
         raise Refusal(400, "stop has an empty string, which would end every answer immediately; remove it", "stop")
     return strings
-
-
-def images_of(messages: Sequence[Message], hosts: AllowedHosts) -> list[ImageRef]:
-    """The image parts of the messages, in order. Raises Refusal (400) for a part that is not taken here."""
-    found: list[ImageRef] = []
-    for place, message in enumerate(messages):
-        content = message.get("content")
-        for at, part in enumerate(content if isinstance(content, list) else ()):
-            where = f"messages.{place}.content.{at}"
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "text" and isinstance(part.get("text"), str):
-                continue
-            if kind != "image_url":
-                raise Refusal(
-                    400, f"{where}: a part must be of type text, with a text, or image_url, not {kind!r:.40}", where
-                )
-            shown = part.get("image_url")
-            url = shown.get("url") if isinstance(shown, dict) else shown
-            found.append(url_ref(url, where, hosts))
-    if len(found) > 1:
-        raise Refusal(400, f"the messages have {len(found)} images; one is supported", "messages")
-    return found
-
-
-def url_ref(url: object, where: str, hosts: AllowedHosts) -> ImageRef:
-    """Raises Refusal (400) for what is no URL of a listed host."""
-    if not isinstance(url, str) or not url.lower().startswith(("http://", "https://")):
-        raise Refusal(400, f"{where}: an image must be an http or https URL; data and files are not accepted", where)
-    try:
-        hosts.admit(url, where)
-    except RequestError as error:
-        raise Refusal(400, str(error), where) from error
-    return ImageRef(url=url)

@@ -75,7 +75,7 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         "/v1/chat/completions",
         response_model=None,
         summary="A chat completion, or the next turn of a rollout",
-        responses=CHAT | errors(400, 401, 404, 409, 413, 422, 429, 500, 503, 504),
+        responses=CHAT | errors(400, 401, 404, 409, 413, 422, 429, 500, 503, 504, 507),
     )
     async def chat(body: _ChatBody, request: Request, x_rollout_id: _RolloutHeader = None) -> Response:
         """OpenAI's protocol, with the token ids of what was read and sampled.
@@ -96,7 +96,7 @@ def _add_infer(router: APIRouter, service: Service) -> None:
         response_model=None,
         summary="A batch of prompts with one set of options",
         openapi_extra=INFER_BODY,
-        responses=INFER | errors(400, 401, 413, 422, 429, 500, 503, 504),
+        responses=INFER | errors(400, 401, 413, 422, 429, 500, 503, 504, 507),
     )
     async def infer(request: Request) -> Response:
         """One chat completion for each output, in the order of the prompts, each in an envelope.

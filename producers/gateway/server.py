@@ -73,6 +73,7 @@ async def run_gateway(role: Role, port: int, on_ready: Callable[[int], object] |
         await service.decoding.settle()
     finally:
         service.chat.close()
+        service.images.close()
 
 
 async def _sweep(role: Role, service: Service) -> None:

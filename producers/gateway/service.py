@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 from starlette.requests import Request
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.pipeline.prompts.admission import Limits
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue import JobQueue
@@ -23,6 +22,7 @@ from sluice.pipeline.queue.rollouts import Rollouts
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.gateway.chat import Chat
 from sluice.producers.gateway.decoding import Decoding
+from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.infer import Inference
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal
@@ -45,6 +45,7 @@ class Service:
     chat: Chat
     closing: Closing
     inference: Inference
+    images: RequestImages
     gate: Gate
     metrics: Metrics
     limits: Limits
@@ -72,17 +73,18 @@ def make_service(
     rollouts = Rollouts(client, keys, partitions=partitions, ttl_s=gateway.rollout_ttl_s)
     parts: dict[str, Any] = {"decoding": decoding, "rollouts": rollouts, "metrics": metrics}
     parser = load_tool_parser(gateway.tool_parser)
-    chat = Chat(config, replies.name, renderer=renderer, parser=parser, **parts)
-    inference = Inference(config, replies.name, decoding, AllowedHosts(config.images.hosts, "images.hosts"))
+    images = RequestImages(config)
+    chat = Chat(config, replies.name, renderer=renderer, parser=parser, images=images, **parts)
     return Service(
         config=config,
         client=client,
         replies=replies,
         chat=chat,
         closing=Closing(rollouts, metrics),
-        inference=inference,
+        inference=Inference(config, replies.name, decoding, images),
+        images=images,
         gate=Gate(gateway.max_requests, metrics),
-        limits=Limits.of_model(config.model.path),
+        limits=Limits.of_model(config.model.path, images=config.images.max_per_prompt, data_urls=True),
         decode=text_decoder(renderer),
         **parts,
     )

@@ -9,6 +9,7 @@
 - Nothing is trained twice: turns already in an earlier part are context in later ones, mask 0.
 - Where the mask is 0 the log-probability is 0.0 and the versions are -1; a turn keeps its mask (for the end of
   sequence that the repeat guard forced).
+- Its images are those of the last turn, which was shown all of the path's; their expansions are context, mask 0.
 - The ending is that of the last turn; a turn that was cut short (deadline, cancelled, error) makes it that of the path.
 """
 
@@ -43,6 +44,15 @@ def path_to(turns: Sequence[Turn], place: int) -> list[Turn]:
 def known_token_ids(path: Sequence[Turn]) -> list[int]:
     """Every token of a path, the root's prompt included."""
     return [token for turn in path for part in (turn.added_token_ids, turn.result.token_ids) for token in part]
+
+
+def sent_token_ids(path: Sequence[Turn]) -> list[int]:
+    """The same as workers are given them: each image is one placeholder."""
+    return [token for turn in path for part in (_sent(turn), turn.result.token_ids) for token in part]
+
+
+def _sent(turn: Turn) -> TokenArray:
+    return turn.sent_token_ids if len(turn.sent_token_ids) else turn.added_token_ids
 
 
 def trajectories(rollout: Rollout, verdict: Verdict) -> list[SequenceResult]:

@@ -4,6 +4,8 @@
 - A turn follows the one with the longest prefix of the messages that ends in an assistant message of ours; none means
   a new history. Messages are compared in a normalised form (clients drop nulls, add empty lists, and reformat JSON),
   and a digest stands for the tools and all messages up to a point.
+- Images: the worker is given one placeholder for each and expands all of them again; what it reports must begin with
+  the known ids, and the rest is what the turn added. Earlier images keep the digests their turn was decoded with.
 - The key identifies the call: the same messages, tools and sampling are the same turn, whoever asks again.
 - A mask sent by a caller is a claim about the added tokens; one that doesn't fit is refused, never repaired.
 """
@@ -21,10 +23,10 @@ import msgspec
 
 from sluice.pipeline.prompts.turn_tokens import Added, Renderer, TemplateDrift
 from sluice.pipeline.queue.rollouts import Turn
-from sluice.pipeline.wire.messages import Message, SamplingParams, SequenceResult
+from sluice.pipeline.wire.messages import ImageRef, Message, SamplingParams, SequenceResult
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.producers.gateway.refusals import Refusal
-from sluice.producers.gateway.trajectory import known_token_ids, path_to
+from sluice.producers.gateway.trajectory import known_token_ids, path_to, sent_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +36,40 @@ class Plan:
     key: str
     parent: int  # its place; -1: none
     depth: int  # turns before it on its path
-    known: list[int]  # token ids up to the parent's last one
-    added: Added
+    known: list[int]  # token ids up to the parent's last one, images expanded
+    sent: list[int]  # the same as the worker was given them: each image is one placeholder
+    added: Added  # each image is one placeholder
+    images: list[ImageRef]  # of all messages, in order
     before: str  # digest of the tools and the messages that were sent
     forks: bool = False  # other turns of the rollout are not on its path
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """What the model is given."""
-        return self.known + self.added.token_ids
+        """What the worker is given; it expands the images."""
+        return self.sent + self.added.token_ids
 
     def turn(self, result: SequenceResult, message: Message) -> Turn:
-        """The turn with its answer, to be stored."""
+        """The turn with its answer, to be stored. Raises Refusal if earlier images were expanded otherwise before."""
+        added = self.added.token_ids
+        if self.images:
+            seen, known = list(result.prompt_token_ids), len(self.known)
+            if seen[:known] != self.known:
+                at = next((at for at, pair in enumerate(zip(seen, self.known, strict=False)) if pair[0] != pair[1]), 0)
+                raise Refusal(
+                    409,
+                    f"mask_error: from token {at} on, the images of earlier turns are expanded otherwise than before: "
+                    "the workers' model.preprocess or processor has changed; begin the rollout anew",
+                    "messages",
+                    code="mask_error",
+                    final=True,
+                )
+            added = seen[known:]
         return Turn(
             key=self.key,
             parent=self.parent,
             history=after(self.before, message),
-            added_token_ids=TokenArray(self.added.token_ids),
+            added_token_ids=TokenArray(added),
+            sent_token_ids=TokenArray(self.added.token_ids if added != self.added.token_ids else ()),
             result=msgspec.structs.replace(result, prompt_token_ids=TokenArray()),
             message=message,
         )
@@ -64,24 +83,33 @@ def plan_turn(
     sampling: SamplingParams,
     renderer: Renderer,
     response_mask: Sequence[int] | None = None,
+    images: Sequence[ImageRef] = (),
 ) -> Plan:
-    """Raises Refusal (400) for a mask or a template that does not fit, RequestError, ModelError."""
+    """`images` are those of the messages' parts, in order.
+
+    Raises Refusal (400) for a mask or a template that does not fit, RequestError, ModelError.
+    """
     with_tools = replace(renderer, options=replace(renderer.options, tools=tools))
     before = digests(messages, tools)[-1]
     found = goes_on_from(turns, messages, tools)
     path = path_to(turns, found.turn) if found else []
-    known = known_token_ids(path)
+    known, sent = known_token_ids(path), sent_token_ids(path)
     try:
-        added = with_tools.added(messages, at=found.at, known=known) if found else Added(with_tools.prompt(messages))
+        added = with_tools.added(messages, at=found.at, known=sent) if found else Added(with_tools.prompt(messages))
     except TemplateDrift as error:
         raise Refusal(400, f"mask_error: {error}", "messages", code="mask_error") from error
+    shown = path[-1].result.images if path else []
+    if response_mask and len(images) > len(shown):
+        raise _mask_error("a call that adds an image has no mask: the engine counts its tokens; send null")
     check_mask(response_mask, len(added.token_ids), first=found is None)
     return Plan(
         key=digest([before, msgspec.to_builtins(sampling)]),
         parent=found.turn if found else -1,
         depth=len(path),
         known=known,
+        sent=sent,
         added=added,
+        images=[*shown, *images[len(shown) :]],
         before=before,
         forks=len(turns) > 0 and (found is None or any(turn.parent == found.turn for turn in turns)),
     )

@@ -1,6 +1,8 @@
 """Rows that become rollouts of a rollout server: one RolloutHead for each member of a row's group.
 
 The request is stored with the open rollout so that a restart can post it again; it contains no addresses or keys.
+Images are named in its messages, by URL or by the digest of a picture in `images.store`, where the gateway finds it;
+the producer puts those there that the row names by path or digest.
 """
 
 from __future__ import annotations
@@ -11,10 +13,15 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import DataError
+from sluice.pipeline.errors import DataError, RequestError
+from sluice.pipeline.images.paths import Roots
+from sluice.pipeline.images.store import check_digest, describe, normal_digest
+from sluice.pipeline.images.writer import ImageWriter, images_of_run
+from sluice.pipeline.prompts.admission import IMAGE_KINDS, media_kind
 from sluice.pipeline.queue import Credit, Outcome, rollout_group_for
 from sluice.pipeline.queue.rollouts import RolloutHead, Rollouts
 from sluice.pipeline.run.role import Role
+from sluice.pipeline.wire.messages import ImageRef, Message
 from sluice.producers.rollout_client.dispatcher import Dispatcher, gateway_urls
 from sluice.producers.rollout_client.peer import GATEWAY_KEY, SERVER_KEY, Peer, peer_session
 from sluice.producers.source import Row, identity
@@ -76,12 +83,12 @@ async def rollout_intake(role: Role, url: str) -> AsyncGenerator[RolloutIntake]:
 
 
 def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
-    """The members of a row's group, in index order. Raises DataError for a row with images."""
+    """The members of a row's group, in index order. Blocks; raises DataError for an image that can't be read."""
     name, n = identity(row), config.producer.group_size
-    if row.images:
-        raise DataError(
-            f"row {name[:80]}: the rollout protocol does not support images; remove them, or unset rollout.url"
-        )
+    try:
+        messages = _with_images(config, row)
+    except RequestError as error:
+        raise DataError(f"row {name[:80]}: {error}") from error
     group = rollout_group_for(config.run, name, epoch, config.sampling, n)
     metadata = {**row.metadata, "row": name[:256], "epoch": epoch}
     return [
@@ -93,18 +100,53 @@ def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
             task=config.rollout_matching.task,
             truth=row.truth,
             metadata=metadata,
-            request=_request(config, f"{group}:{index}", row, metadata),
+            request=_request(config, f"{group}:{index}", messages, metadata),
         )
         for index in range(n)
     ]
 
 
-def _request(config: Config, rollout_id: str, row: Row, metadata: dict[str, Any]) -> dict[str, Any]:
+def _with_images(config: Config, row: Row) -> list[Message]:
+    """The row's messages, with each image part naming its image. Raises RequestError, StoreError."""
+    urls = [_url(config, ref) for ref in row.image_refs()]
+    if not urls:
+        return row.messages
+    left = iter(urls)
+
+    def named(part: Any) -> Any:
+        is_image = media_kind(part) in IMAGE_KINDS
+        return {"type": "image_url", "image_url": {"url": next(left)}} if is_image else part
+
+    contents = [message["content"] for message in row.messages]
+    return [
+        {**message, "content": [named(part) for part in content]} if isinstance(content, list) else message
+        for message, content in zip(row.messages, contents, strict=True)
+    ]
+
+
+def _url(config: Config, ref: ImageRef) -> str:
+    """Its URL, or the digest of its bytes, which are then in the store. Raises RequestError, StoreError."""
+    where, writer = describe(ref), ImageWriter.of(config)
+    digest = normal_digest(ref.sha256, where) if ref.sha256 else None
+    if ref.path is None and ref.url is not None and digest is None:
+        return ref.url
+    if digest is not None and writer.has(digest):
+        return f"sha256:{digest}"
+    if ref.path is None and digest is None:
+        raise RequestError(f"{where}: has no source")
+    roots = Roots(images_of_run(config).roots)
+    names = (ref.path,) if ref.path is not None else (str(digest), f"sha256/{digest}")
+    data = roots.read(roots.find(where, *names), int(config.images.max_mb * 2**20), where)
+    check_digest(data, digest, where)
+    return f"sha256:{writer.put(data, where)}"
+
+
+def _request(config: Config, rollout_id: str, messages: list[Message], metadata: dict[str, Any]) -> dict[str, Any]:
     """The fields of the protocol's RolloutRequest, except `server_url` and `callback_api_key`."""
     sampling, rollout = config.sampling, config.rollout
     return {
         "rollout_id": rollout_id,
-        "messages": row.messages,
+        "messages": messages,
         "sampling_params": {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

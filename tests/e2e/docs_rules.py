@@ -38,6 +38,7 @@ ELSEWHERE = (
     Rule(r"trainer.external=true|examples/custom_trainer.py", "example", "tests/e2e/test_custom_trainer.py runs both"),
     Rule(r"tool_server_url=", "dry run", "needs an MCP server, which tests/integration/rollout has"),
     Rule(r"^sluice run -c configs/agents.yaml ", "interrupted", "its servers are asked while it runs; then Ctrl-C"),
+    Rule(r"^sluice data coco ", "parsed", "tests/unit/producers/test_coco.py converts a set made there"),
     Rule(r"^sluice run -c configs/detection.yaml ", "dry run", "tests/e2e/test_run.py runs that configuration"),
     Rule(r"^sluice run -c CONFIG.yaml ", "dry run", "the audited run is that of README.md"),
 )

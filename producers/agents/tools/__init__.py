@@ -5,6 +5,7 @@ tool_server_url ──▶ mcp_tools ──▶ ToolBox.plus ─┘    └──�
 """
 
 from sluice.producers.agents.tools.function import Tool, ToolError, tool
+from sluice.producers.agents.tools.image import ToolImage
 from sluice.producers.agents.tools.registry import ToolBox, load_tools
 
-__all__ = ["Tool", "ToolBox", "ToolError", "load_tools", "tool"]
+__all__ = ["Tool", "ToolBox", "ToolError", "ToolImage", "load_tools", "tool"]

@@ -23,6 +23,10 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, 
 from sluice.pipeline.config.types import RolloutServerConfig
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
 from sluice.pipeline.thread_pool import ThreadPool
+from sluice.producers.agents.tools.image import ToolImage
+
+ToolResult = str | list[str | ToolImage]
+"""What the model reads: a text, or texts and images in order."""
 
 _MOST_LOST = 32  # calls of one function that never ended
 
@@ -39,7 +43,7 @@ class Tool(Protocol):
     schema: dict[str, Any]
     """The function as in OpenAI's API: {"type": "function", "function": {name, description, parameters}}."""
 
-    async def call(self, arguments: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
         """The result as the model reads it. May raise anything."""
         ...
 
@@ -48,7 +52,7 @@ class Tool(Protocol):
 class TimedTool(Tool, Protocol):
     """A tool that may have to wait for a free thread."""
 
-    async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> str:
+    async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
         """As `call`; the time begins with the work. Raises DeadlineExceeded."""
         ...
 
@@ -71,11 +75,14 @@ class FunctionTool:
         """Limit a plain function to this many calls at a time."""
         self._pool = ThreadPool(f"tool {self.name}", threads, max_lost=_MOST_LOST)
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """Strings unchanged, everything else as JSON. Raises ToolError for arguments that don't fit."""
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """Strings and images unchanged, also in a list; everything else as JSON.
+
+        Raises ToolError for arguments that don't fit.
+        """
         return await self.call_within(arguments, inf)
 
-    async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> str:
+    async def call_within(self, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
         """The same. Raises DeadlineExceeded."""
         values = self._checked(arguments)
         if inspect.iscoroutinefunction(self._function):
@@ -83,7 +90,7 @@ class FunctionTool:
         else:
             work = partial(copy_context().run, self._function, **values)
             result = await self._pool.run(work, timeout_s=timeout_s, what=self.name)
-        return result if isinstance(result, str) else msgspec.json.encode(result).decode()
+        return _result(result)
 
     async def _awaited(self, values: dict[str, Any], timeout_s: float) -> Any:
         try:
@@ -106,6 +113,19 @@ class FunctionTool:
 def tool(function: Callable[..., Any]) -> FunctionTool:
     """A function with annotations and a docstring as a tool. Raises ConfigError where it has no schema."""
     return FunctionTool(function)
+
+
+def _result(value: Any) -> ToolResult:
+    parts: list[Any] = (
+        [value] if isinstance(value, ToolImage) else list(value) if isinstance(value, list | tuple) else []
+    )
+    if any(isinstance(part, ToolImage) for part in parts):
+        return [part if isinstance(part, ToolImage) else _text(part) for part in parts]
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _arguments_model(function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:

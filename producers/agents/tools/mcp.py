@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,12 +21,13 @@ import msgspec
 from aiohttp.abc import AbstractResolver
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CallToolResult, TextContent
+from mcp.types import CallToolResult, ImageContent, TextContent
 from mcp.types import Tool as Listed
 
 from sluice.pipeline.errors import RequestError, first_cause
 from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress
-from sluice.producers.agents.tools.function import Tool, ToolError
+from sluice.producers.agents.tools.function import Tool, ToolError, ToolResult
+from sluice.producers.agents.tools.image import ToolImage
 from sluice.producers.http.client import guarded_session
 
 MAX_TOOLS = 256
@@ -63,8 +65,8 @@ class McpTool:
         self.schema: dict[str, Any] = {"type": "function", "function": described}
         self._client = client
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """The text parts of the result. Raises ToolError where the server says that it failed."""
+    async def call(self, arguments: dict[str, Any]) -> ToolResult:
+        """The texts and images of the result. Raises ToolError where the server says that it failed."""
         try:
             result = await self._client.call_tool(self.name, arguments)
         except MCPError as error:
@@ -72,7 +74,15 @@ class McpTool:
         text = _text(result)
         if result.is_error:
             raise ToolError(text or f"{self.name} failed at the tool server; try another way")
-        return text
+        if not any(isinstance(part, ImageContent) for part in result.content):
+            return text
+        shown: list[str | ToolImage] = []
+        for part in result.content:
+            if isinstance(part, TextContent):
+                shown.append(part.text)
+            elif isinstance(part, ImageContent):
+                shown.append(_image(part, self.name))
+        return shown
 
 
 class _Connection:
@@ -113,6 +123,13 @@ def _text(result: CallToolResult) -> str:
     if not parts and result.structured_content is not None:
         return msgspec.json.encode(result.structured_content).decode()
     return "\n".join(parts)
+
+
+def _image(part: ImageContent, name: str) -> ToolImage:
+    try:
+        return ToolImage(data=binascii.a2b_base64(part.data, strict_mode=True))
+    except ValueError as error:
+        raise ToolError(f"{name} returned an image that can't be shown; try another way") from error
 
 
 async def _end(keeper: asyncio.Task[None]) -> None:

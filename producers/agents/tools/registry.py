@@ -4,7 +4,8 @@
   `max_calls` none is run, and the model is told so.
 - A failing tool is data: whatever goes wrong is an "Error: …" message for the model, and the loop goes on. What a tool
   raises may hold a secret: only a ToolError's words are the model's, all else is the log's.
-- A result is bounded, and always text that can be encoded.
+- A result is bounded, and always text that can be encoded, or such texts and images. An image that is too large, or
+  none, makes the call a failed one.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sluice.pipeline.config.types import RolloutServerConfig
-from sluice.pipeline.errors import ConfigError, DeadlineExceeded
+from sluice.pipeline.config.types import ImagesConfig, RolloutServerConfig
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, RequestError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.codec import lone_surrogate, too_deep
 from sluice.producers.agents.tools.calculator import calculator
-from sluice.producers.agents.tools.function import FunctionTool, TimedTool, Tool, ToolError
+from sluice.producers.agents.tools.function import FunctionTool, TimedTool, Tool, ToolError, ToolResult
+from sluice.producers.agents.tools.image import ToolImage
 
 MAX_RESULT_CHARS = 262_144
 MAX_CALLS = 32
@@ -30,8 +32,10 @@ _MAX_REASON_CHARS = 2_000
 class ToolBox:
     """Tools by name. Raises ConfigError where two have one name."""
 
-    def __init__(self, tools: Iterable[Tool], timeout_s: float, max_calls: int = MAX_CALLS) -> None:
-        self._timeout_s, self._max_calls = timeout_s, max_calls
+    def __init__(
+        self, tools: Iterable[Tool], timeout_s: float, max_calls: int = MAX_CALLS, images: ImagesConfig | None = None
+    ) -> None:
+        self._timeout_s, self._max_calls, self._images = timeout_s, max_calls, images or ImagesConfig()
         self._tools: dict[str, Tool] = {}
         for one in tools:
             if self._tools.setdefault(one.name, one) is not one:
@@ -45,7 +49,7 @@ class ToolBox:
 
     def plus(self, tools: Iterable[Tool], prefix: str) -> ToolBox:
         """These and those; a name that is taken gets the prefix, then a number."""
-        made = ToolBox((), self._timeout_s, self._max_calls)
+        made = ToolBox((), self._timeout_s, self._max_calls, self._images)
         made._tools = dict(self._tools)
         for one in tools:
             names = (one.name, f"{prefix}_{one.name}", *(f"{prefix}_{one.name}_{at}" for at in range(2, 1000)))
@@ -63,7 +67,8 @@ class ToolBox:
     async def _message(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function, name = call.get("function") or {}, _name(call)
         try:
-            text = await self._within_deadline(name, function.get("arguments"))
+            result = await self._within_deadline(name, function.get("arguments"))
+            return _answer(call, result if isinstance(result, str) else await self._parts(name, result))
         except ToolError as error:
             text = f"Error: {error}"
         except asyncio.CancelledError:
@@ -76,7 +81,23 @@ class ToolBox:
             text = f"Error: {name} failed; correct the arguments, or try another way"
         return _answer(call, text)
 
-    async def _within_deadline(self, name: str, arguments: Any) -> str:
+    async def _parts(self, name: str, result: Sequence[str | ToolImage]) -> list[dict[str, Any]]:
+        """The parts of a message. Raises ToolError for an image that can't be shown."""
+        if (count := sum(isinstance(one, ToolImage) for one in result)) > self._images.max_per_prompt:
+            raise ToolError(f"{name} returned {count} images, at most {self._images.max_per_prompt} are shown")
+        parts: list[dict[str, Any]] = []
+        for one in result:
+            if isinstance(one, str):
+                parts.append({"type": "text", "text": _bounded(one)})
+                continue
+            try:
+                parts.append(await asyncio.to_thread(one.part, self._images, f"an image of {name}"))
+            except RequestError as error:
+                get_logger().warning("a tool's image can't be shown", tool=name, why=str(error))
+                raise ToolError(f"{name} returned an image that can't be shown; try another way") from error
+        return parts
+
+    async def _within_deadline(self, name: str, arguments: Any) -> ToolResult:
         if name not in self._tools:
             known = ", ".join(self._tools) or "none"
             raise ToolError(f"there is no tool {name[:256]!r}; the tools are: {known}")
@@ -93,15 +114,15 @@ class ToolBox:
             raise ToolError(message) from error
 
 
-def load_tools(config: RolloutServerConfig) -> ToolBox:
-    """The tools that `rollout_server.tools` names. Raises ConfigError."""
+def load_tools(config: RolloutServerConfig, images: ImagesConfig | None = None) -> ToolBox:
+    """The tools that `rollout_server.tools` names; `images` bounds what they show. Raises ConfigError."""
     found: list[Tool] = []
     for name in config.tools:
         found += calculator(config.tool_latency_ms) if name == "calculator" else _imported(name)
     for one in found:
         if isinstance(one, FunctionTool):
             one.limit_threads(config.tool_threads)
-    return ToolBox(found, config.tool_timeout_s, config.max_tool_calls)
+    return ToolBox(found, config.tool_timeout_s, config.max_tool_calls, images)
 
 
 def _imported(name: str) -> list[Tool]:
@@ -119,8 +140,10 @@ def _name(call: Mapping[str, Any]) -> str:
     return str((call.get("function") or {}).get("name", ""))
 
 
-def _answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call.get("id", ""), "name": _name(call), "content": _bounded(text)}
+def _answer(call: Mapping[str, Any], content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(content, str):
+        content = _bounded(content)
+    return {"role": "tool", "tool_call_id": call.get("id", ""), "name": _name(call), "content": content}
 
 
 def _object(arguments: Any) -> dict[str, Any]:

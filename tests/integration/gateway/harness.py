@@ -12,6 +12,7 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from sluice.pipeline.config.types import Config
+from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.wire.messages import Message, SequenceResult, decode
 from sluice.producers.gateway.server import run_gateway
 from sluice.workers.decode_worker import DecodeWorker
@@ -52,7 +53,9 @@ async def serving(config: Config, backend: HfBackend | None, key: str = "none") 
     async with contextlib.AsyncExitStack() as scope:
         if backend is not None:
             worker = await scope.enter_async_context(role_of(config, "worker", "w"))
-            decoding = asyncio.create_task(DecodeWorker(worker, backend, JobPrompts(config.model)).run())
+            decoding = asyncio.create_task(
+                DecodeWorker(worker, backend, JobPrompts(config.model, images_of_run(config))).run()
+            )
             scope.push_async_callback(_end, worker, decoding)
         role = await scope.enter_async_context(role_of(config, "gateway", "g"))
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -242,13 +242,14 @@ async def test_no_answer_in_time_says_what_was_waited_for(config: Config) -> Non
         assert (status, "waited for a worker" in body["error"]["message"]) == (504, True)
 
 
-async def test_tools_are_not_left_out_in_silence_where_an_image_is(config: Config) -> None:
+async def test_a_model_without_vision_is_shown_no_image(config: Config) -> None:
     images = msgspec.structs.replace(config.images, hosts=("127.0.0.1",))
     shown = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]
-    body = {"messages": [{"role": "user", "content": shown}], "tools": [{"type": "function"}]}
+    body = {"messages": [{"role": "user", "content": shown}]}
     async with serving(msgspec.structs.replace(config, images=images), None) as gateway:
-        status, answer = await gateway.post("/v1/chat/completions", body)
-    assert (status, answer["error"]["param"]) == (400, "tools")
+        for more in ({"tools": [{"type": "function"}]}, {"rollout_id": "r"}):
+            status, answer = await gateway.post("/v1/chat/completions", body | more)
+            assert (status, "this model takes none" in answer["error"]["message"]) == (400, True)
 
 
 async def test_a_batch_is_answered_in_order(config: Config, backend: HfBackend) -> None:

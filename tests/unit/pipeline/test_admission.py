@@ -74,7 +74,7 @@ def test_structure_is_bounded(raw: bytes, says: str) -> None:
     ],
 )
 def test_lists_are_bounded(messages: Any, tools: Any, where: str) -> None:
-    with pytest.raises(RequestError, match=rf"^{where}: \d+ .* at most"):
+    with pytest.raises(RequestError, match=rf"^{where}: \d+ .*(at most|the limit is)"):
         admit_prompt(messages, tools, Limits())
 
 

@@ -23,13 +23,15 @@ def saved(directory: Path, rows: list[dict[str, Any]], **options: Any) -> DataCo
 
 
 def test_a_saved_data_set_reads_like_jsonl(tmp_path: Path) -> None:
-    full = {"messages": MESSAGES, "truth": "4", "id": "a", "images": ["i.png"], "metadata": {"k": "v"}, "other": 1}
-    config = saved(tmp_path / "data", [full, {"messages": MESSAGES}, {"messages": MESSAGES}], limit=2)
+    said = {"type": "text", "text": "hi"}
+    shown, plain = ([{"role": "user", "content": one}] for one in ([{"type": "image", "text": None}, said], [said]))
+    full = {"messages": shown, "truth": "4", "id": "a", "images": ["i.png"], "metadata": {"k": "v"}, "other": 1}
+    config = saved(tmp_path / "data", [full, {"messages": plain}, {"messages": plain}], limit=2)
     first, second = read_rows(config)
-    assert first == Row(messages=MESSAGES, truth="4", id="a", images=["i.png"], metadata={"k": "v"})
+    assert first == Row(messages=shown, truth="4", id="a", images=["i.png"], metadata={"k": "v"})
     assert isinstance(first, Row)
     assert first.image_refs() == [ImageRef(path="i.png")]
-    assert second == Row(messages=MESSAGES)
+    assert second == Row(messages=plain)
     assert count_rows(config) == 2
     assert count_rows(DataConfig(path=config.path, format="datasets")) == 3
 
@@ -79,14 +81,20 @@ def test_what_is_no_data_set_says_what_to_do(tmp_path: Path) -> None:
                 read(DataConfig(path=path, format="datasets"))
 
 
-def test_a_row_that_cannot_be_decoded_is_an_error_of_the_data(tmp_path: Path) -> None:
+def test_an_image_that_is_none_costs_its_row_and_a_torn_file_is_an_error_of_the_data(tmp_path: Path) -> None:
     features = datasets.Features({"prompt": datasets.Value("string"), "images": [datasets.Image()]})
     broken = [[{"bytes": b"no image", "path": None}]]
     data = datasets.Dataset.from_dict({"prompt": ["a"], "images": broken}, features=features)
     data.save_to_disk(str(tmp_path / "data"))
     config = DataConfig(path=str(tmp_path / "data"))
+    [bad] = read_rows(config)
+    assert isinstance(bad, Malformed)
+    assert "accepted are" in bad.problem
+    assert len(fingerprint(config)) == 24
+    [arrow] = (tmp_path / "data").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:-200])
     for read in (fingerprint, lambda config: list(read_rows(config))):
-        with pytest.raises(DataError, match=r"data: a row cannot be read .*identify image"):
+        with pytest.raises(DataError, match=r"data: "):
             read(config)
 
 

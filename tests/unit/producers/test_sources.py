@@ -207,7 +207,8 @@ def test_images_are_named_in_a_row_by_path_url_digest_or_all_of_them(tmp_path: P
         f"sha256:{digest}",
         {"url": "http://images.example/3.png", "sha256": digest},
     ]
-    plain, seen, strange = rows(jsonl(tmp_path, GOOD, {**GOOD, "images": named}, {**GOOD, "images": [{"file": "x"}]}))
+    shown = {"messages": [{"role": "user", "content": [{"type": "image"}] * 4}]}
+    plain, seen, strange = rows(jsonl(tmp_path, GOOD, {**shown, "images": named}, {**GOOD, "images": [{"file": "x"}]}))
     assert isinstance(seen, Row)
     assert seen.image_refs() == [
         ImageRef(path="scans/1.png"),

@@ -10,13 +10,11 @@ from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
 from sluice.pipeline.errors import BrokerRefused, DeadlineExceeded, LeaseLost, MessageError, ResultsLost
-from sluice.pipeline.http.addresses import AllowedHosts
-from sluice.pipeline.wire.messages import DeadLetter, ImageRef, SamplingParams
+from sluice.pipeline.wire.messages import DeadLetter, SamplingParams
 from sluice.producers.gateway.refusals import Refusal, of_letter, refusal_of
-from sluice.producers.gateway.requests import ChatRequest, FinishRequest, images_of
+from sluice.producers.gateway.requests import ChatRequest, FinishRequest
 
 RUN = SamplingParams(max_new_tokens=77, temperature=0.5, stop=("x",), truncate_prompt=True)
-HOSTS = AllowedHosts(["pictures.example:8000"], "images.hosts")
 
 
 def request(**fields: Any) -> ChatRequest:
@@ -112,41 +110,6 @@ def test_what_cannot_travel_is_refused_at_the_door(value: Any) -> None:
         FinishRequest(final_status="COMPLETED", truth={"deep": [value]})
     with pytest.raises(Refusal, match="messages: cannot be sent"):
         request(messages=[{"role": "user", "content": [{"type": "text", "text": value}]}]).plain_messages()
-
-
-def parts(*content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, *content]}]
-
-
-def test_one_image_of_a_listed_host_is_taken() -> None:
-    url = "http://pictures.example:8000/cat.png"
-    assert images_of(parts({"type": "image_url", "image_url": {"url": url}}), HOSTS) == [ImageRef(url=url)]
-    assert images_of([{"role": "user", "content": "text"}, {"role": "assistant", "content": None}], HOSTS) == []
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        ({"type": "image_url", "image_url": {"url": "http://other.example/cat.png"}}, "not a listed host"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "data and files are not accepted"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "data and files are not accepted"),
-        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "data and files are not accepted"),
-        ({"type": "image_url"}, "data and files are not accepted"),
-        ({"type": "input_audio", "input_audio": {}}, "input_audio"),
-        ({"type": "text", "text": 5}, "a part must be of type text, with a text"),
-        ("text", "a part must be of type text, with a text"),
-    ],
-)
-def test_other_parts_are_refused_with_their_place(part: Any, words: str) -> None:
-    with pytest.raises(Refusal, match=words) as refused:
-        images_of(parts(part), HOSTS)
-    assert (refused.value.status, refused.value.path) == (400, "messages.0.content.1")
-
-
-def test_two_images_are_refused() -> None:
-    part = {"type": "image_url", "image_url": {"url": "http://pictures.example:8000/cat.png"}}
-    with pytest.raises(Refusal, match="2 images"):
-        images_of(parts(part, part), HOSTS)
 
 
 def test_a_dead_sequence_is_the_callers_fault_or_ours() -> None:

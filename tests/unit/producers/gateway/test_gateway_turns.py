@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from sluice.pipeline.errors import RequestError
+from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Turn
-from sluice.pipeline.wire.messages import Message, SamplingParams
+from sluice.pipeline.wire.messages import ImageRef, Message, SamplingParams
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from sluice.producers.gateway.refusals import Refusal
 from sluice.producers.gateway.turns import Plan, plan_turn
 from tests.factories import sequence_result
 from tests.tiny_models import build_tokenizer
+from tests.tiny_vlms import QWEN_TEMPLATE
 
 USER: Message = {"role": "user", "content": "hi"}
 MORE: Message = {"role": "user", "content": "more"}
@@ -115,3 +119,104 @@ def test_a_template_that_does_not_only_append_is_a_mask_error(renderer: Renderer
     with pytest.raises(Refusal, match="mask_error") as refused:
         plan(drifting, [first], [USER, first.message, MORE])
     assert refused.value.code == "mask_error"
+
+
+IMAGES = [ImageRef(sha256=letter * 64) for letter in "abc"]
+PAD, TOKENS = "<|image_pad|>", 5  # placeholder, and what an engine makes of it
+
+
+def shown(image: ImageRef, role: str = "user", text: str = "what?") -> Message:
+    url = {"url": f"sha256:{image.sha256}"}
+    return {"role": role, "content": [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]}
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Renderer:
+    tokenizer: Any = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", PAD]})
+    tokenizer.chat_template = QWEN_TEMPLATE
+    pad = tokenizer.convert_tokens_to_ids(PAD)
+    options = ChatTemplateOptions(enable_thinking=True)  # else the template adds an empty thought to its prompts alone
+    return Renderer(tokenizer, frozenset([tokenizer.eos_token_id]), options, placeholders={pad: PAD})
+
+
+def expanded(renderer: Renderer, token_ids: list[int], tokens: int = TOKENS) -> list[int]:
+    return [one for token in token_ids for one in [token] * (tokens if token in renderer.placeholders else 1)]
+
+
+def decoded(renderer: Renderer, planned: Plan, text: str = "yes", tokens: int = TOKENS) -> Turn:
+    """The turn as a worker reports it: with every image expanded, and the images it decoded."""
+    sampled = [*renderer.tokenizer.encode(text, add_special_tokens=False), renderer.tokenizer.eos_token_id]
+    result = sequence_result(
+        "job",
+        prompt_token_ids=TokenArray(expanded(renderer, planned.prompt_token_ids, tokens)),
+        images=planned.images,
+        token_ids=TokenArray(sampled),
+        logprobs=FloatArray([0.0] * len(sampled)),
+        versions=Runs.of([0] * len(sampled)),
+    )
+    return planned.turn(result, {"role": "assistant", "content": text})
+
+
+def test_images_of_several_turns_are_one_placeholder_each_for_the_worker_and_expanded_in_what_is_known(
+    seeing: Renderer,
+) -> None:
+    root = plan(seeing, [], [shown(IMAGES[0])], images=IMAGES[:1])
+    first = decoded(seeing, root)
+    assert list(first.sent_token_ids) == root.prompt_token_ids
+    assert list(first.added_token_ids) == expanded(seeing, root.prompt_token_ids)
+    history = [shown(IMAGES[0]), first.message]
+    second = plan(seeing, [first], [*history, shown(IMAGES[1], "tool")], images=IMAGES[:2])
+    assert second.images == IMAGES[:2]
+    assert second.known == list(first.added_token_ids) + list(first.result.token_ids)
+    assert second.prompt_token_ids == seeing.prompt([*history, shown(IMAGES[1], "tool")])
+    two = decoded(seeing, second)
+    assert list(two.added_token_ids) == expanded(seeing, second.added.token_ids)
+    third = plan(seeing, [first, two], [*history, shown(IMAGES[1], "tool"), two.message, MORE], images=IMAGES[:2])
+    assert third.images == IMAGES[:2]
+    assert not third.added.resynced
+    assert third.known[: len(second.known)] == second.known
+    last = decoded(seeing, third)
+    assert not len(last.sent_token_ids), "nothing of it was expanded"
+    assert list(last.added_token_ids) == third.added.token_ids
+
+
+def test_earlier_images_that_expand_otherwise_end_the_call(seeing: Renderer) -> None:
+    first = decoded(seeing, plan(seeing, [], [shown(IMAGES[0])], images=IMAGES[:1]))
+    second = plan(seeing, [first], [shown(IMAGES[0]), first.message, MORE], images=IMAGES[:1])
+    with pytest.raises(Refusal, match=r"model\.preprocess or processor has changed") as refused:
+        decoded(seeing, second, tokens=TOKENS + 1)
+    assert (refused.value.status, refused.value.code) == (409, "mask_error")
+
+
+def test_earlier_images_keep_the_digests_that_were_decoded(seeing: Renderer) -> None:
+    url = "http://images.example/a.png"
+    asked: Message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    root = plan(seeing, [], [asked], images=[ImageRef(url=url)])
+    stamped = ImageRef(url=url, sha256="a" * 64)
+    first = decoded(seeing, root)
+    first = msgspec.structs.replace(first, result=msgspec.structs.replace(first.result, images=[stamped]))
+    second = plan(seeing, [first], [asked, first.message, shown(IMAGES[1])], images=[ImageRef(url=url), IMAGES[1]])
+    assert second.images == [stamped, IMAGES[1]]
+
+
+def test_a_call_that_adds_an_image_has_no_mask(seeing: Renderer) -> None:
+    first = decoded(seeing, plan(seeing, [], [USER]))
+    messages = [USER, first.message, shown(IMAGES[0])]
+    with pytest.raises(Refusal, match="the engine counts its tokens") as refused:
+        plan(seeing, [first], messages, images=IMAGES[:1], response_mask=[0] * 3)
+    assert refused.value.code == "mask_error"
+    assert plan(seeing, [first], messages, images=IMAGES[:1]).images == IMAGES[:1]
+
+
+@pytest.mark.parametrize("text", [PAD, f"what? {PAD}{PAD}"])
+def test_a_text_that_spells_a_placeholder_is_refused(seeing: Renderer, text: str) -> None:
+    with pytest.raises(RequestError, match="image parts became"):
+        plan(seeing, [], [shown(IMAGES[0], text=text)], images=IMAGES[:1])
+    with pytest.raises(RequestError, match="no image was sent"):
+        plan(seeing, [], [{"role": "user", "content": text}])
+
+
+def test_a_model_without_vision_takes_no_image(renderer: Renderer) -> None:
+    with pytest.raises(RequestError, match="this model takes none"):
+        plan(renderer, [], [shown(IMAGES[0])], images=IMAGES[:1])

@@ -1,0 +1,94 @@
+"""Pictures that arrive as bytes, written once below `images.store` and referenced by their digest.
+
+    bytes ─ format, size ─▶ <images.store>/sha256/<digest> ─▶ ImageRef(sha256=…) ─▶ the queue, which carries no bytes
+
+- Every role of a run reads that directory beside `images.roots`, so a worker finds what a producer or gateway wrote.
+- A file is complete or absent, and only its owner can read it. Nothing is decoded here.
+- Several processes may write. Each counts what is there twice a minute at most, so together they may exceed
+  `images.store_mb` by what they write in that time. Nothing is removed: jobs and samples refer to it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from sluice.pipeline.config.types import Config, ImagesConfig
+from sluice.pipeline.errors import DataError
+from sluice.pipeline.files import write_atomic
+from sluice.pipeline.images.pixels import check_encoded
+
+_COUNT_AFTER_S = 30.0
+
+
+class StoreError(DataError):
+    """The directory of `images.store` takes no more, or can't be written."""
+
+
+def images_directory(config: Config) -> Path:
+    """Where this run's pictures are written."""
+    return Path(config.images.store) if config.images.store else Path(config.run_dir) / config.run / "images"
+
+
+def images_of_run(config: Config) -> ImagesConfig:
+    """The `images` section with that directory among its roots; for every role that reads pictures."""
+    roots = (*config.images.roots, str(images_directory(config)))
+    return msgspec.structs.replace(config.images, roots=roots)
+
+
+class ImageWriter:
+    """Writes below `directory`; may be used from several threads."""
+
+    def __init__(self, directory: Path, limits: ImagesConfig) -> None:
+        self._folder, self._limits = directory / "sha256", limits
+        self._max_bytes = limits.store_mb << 20
+        self._lock = threading.Lock()
+        self._num_bytes, self._counted_at = 0, -_COUNT_AFTER_S
+
+    @classmethod
+    def of(cls, config: Config) -> ImageWriter:
+        """That of a run."""
+        return cls(images_directory(config), config.images)
+
+    def has(self, digest: str) -> bool:
+        """Whether a picture with this digest (64 hexadecimal digits) was written. Blocks."""
+        return (self._folder / digest).is_file()
+
+    def put(self, data: bytes, where: str) -> str:
+        """Its digest; on return it is on disk. Blocks.
+
+        Raises RequestError, which begins with `where`, for what is no accepted picture; StoreError.
+        """
+        check_encoded(data, self._limits, where)
+        digest = sha256(data).hexdigest()
+        path = self._folder / digest
+        with self._lock:
+            try:
+                if path.is_file() and path.stat().st_size == len(data):
+                    return digest
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._check_room(len(data))
+                write_atomic(path, data, mode=0o600)
+            except OSError as error:
+                raise StoreError(
+                    f"{self._folder}: a picture can't be written ({error}); look at images.store"
+                ) from error
+            self._num_bytes += len(data)
+        return digest
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raises StoreError."""
+        if time.monotonic() - self._counted_at >= _COUNT_AFTER_S:
+            with os.scandir(self._folder) as entries:
+                self._num_bytes = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+            self._counted_at = time.monotonic()
+        if self._num_bytes + num_bytes > self._max_bytes:
+            raise StoreError(
+                f"{self._folder} has {self._num_bytes} bytes of pictures, and {num_bytes} more exceed images.store_mb "
+                f"({self._limits.store_mb}); raise it, or set images.store to another directory"
+            )
