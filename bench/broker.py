@@ -14,10 +14,10 @@ from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.broker.embedded import embedded_broker
 from sluice.pipeline.config.types import BrokerConfig
 from sluice.pipeline.errors import BrokerError
-from sluice.pipeline.queue import Call, Credit, JobQueue
+from sluice.pipeline.queue import Call, Credit, JobQueue, job_id_for
 from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
-from sluice.pipeline.wire.messages import DecodeJob
+from sluice.pipeline.wire.messages import DecodeJob, SamplingParams
 
 AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1, max_bytes=1 << 50)
 CHUNK = 100  # jobs a call
@@ -26,7 +26,6 @@ _PAUSED_S = 120.0  # a process that was stopped meanwhile must not take its conn
 
 
 def broker_config(url: str) -> BrokerConfig:
-    """How a benchmark's own processes connect."""
     return BrokerConfig(url=url, socket_timeout_s=_PAUSED_S)
 
 
@@ -56,8 +55,25 @@ async def in_flight(calls: Iterator[Awaitable[Any]], most: int = IN_FLIGHT) -> N
 
 
 def chunks(jobs: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """`CHUNK` at a time."""
     return (jobs[begin : begin + CHUNK] for begin in range(0, len(jobs), CHUNK))
+
+
+def decode_job(run: str, number: int) -> DecodeJob:
+    """As a producer makes it: a system prompt, a question, a truth."""
+    sampling = SamplingParams(temperature=0.8, max_new_tokens=512, stop=("</answer>",))
+    question = f"Problem {number}: a shop sells {number} apples and buys {7 * number % 100} more. How many are there?"
+    return DecodeJob(
+        run=run,
+        job_id=job_id_for(run, str(number), 0, sampling, 1),
+        messages=[
+            {"role": "system", "content": "You are a careful mathematician. Explain step by step, then answer."},
+            {"role": "user", "content": question},
+        ],
+        sampling=sampling,
+        truth={"answer": number + 7 * number % 100},
+        task="exact_answer",
+        metadata={"row": number},
+    )
 
 
 async def enqueue(queue: JobQueue, jobs: Sequence[DecodeJob], credit: Credit = AMPLE) -> None:

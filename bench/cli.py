@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
+
+from sluice.bench.harness import finish
 
 app = App(
     name="bench",
@@ -38,11 +41,7 @@ def pipeline(
 
     Example: `sluice bench pipeline --workers 2 --json`
     """
-    from sluice.bench.harness import finish
-    from sluice.bench.pipeline import Plan, measure
-
-    plan = Plan.of(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch, model=model)
-    finish(measure(plan), as_json=json)
+    _run("pipeline", json, sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch, model=model)
 
 
 @app.command
@@ -61,10 +60,7 @@ def queue(
 
     Example: `sluice bench queue --workers 2 --workers 8 --json`
     """
-    from sluice.bench.harness import finish
-    from sluice.bench.queue.measure import Plan, measure
-
-    finish(measure(Plan.of(workers=workers, jobs=jobs, quick=quick)), as_json=json)
+    _run("queue.measure", json, workers=workers, jobs=jobs, quick=quick)
 
 
 @app.command
@@ -87,11 +83,7 @@ def engine(
 
     Example: `sluice bench engine --counts 32 --no-vllm --json`
     """
-    from sluice.bench.engine.compare import Plan, compare
-    from sluice.bench.harness import finish
-
-    plan = Plan.of(counts=counts, rounds=rounds, threads=threads, longest=longest, vllm=vllm, quick=quick)
-    finish(compare(plan), as_json=json)
+    _run("engine", json, counts=counts, rounds=rounds, threads=threads, longest=longest, vllm=vllm, quick=quick)
 
 
 @app.command
@@ -114,13 +106,8 @@ def guard(
 
     Example: `sluice bench guard --no-vllm --json`
     """
-    from sluice.bench.guard.measure import Plan, measure
-    from sluice.bench.harness import finish
-
-    plan = Plan.of(
-        counts=counts, sequences=sequences, longest=longest, run_sequences=run_sequences, vllm=vllm, quick=quick
-    )
-    finish(measure(plan), as_json=json)
+    sizes = {"sequences": sequences, "longest": longest, "run_sequences": run_sequences}
+    _run("guard.measure", json, counts=counts, vllm=vllm, quick=quick, **sizes)
 
 
 @app.command
@@ -140,10 +127,7 @@ def proximal(
 
     Example: `sluice bench proximal --backends hf --json`
     """
-    from sluice.bench.harness import finish
-    from sluice.bench.proximal.measure import Plan, measure
-
-    finish(measure(Plan.of(backends=backends, rounds=rounds, quick=quick)), as_json=json)
+    _run("proximal.measure", json, backends=backends, rounds=rounds, quick=quick)
 
 
 @app.command
@@ -157,10 +141,7 @@ def rollout(*, json: AsJson = False, rounds: Rounds = None, vllm: Vllm = True, q
 
     Example: `sluice bench rollout --no-vllm --json`
     """
-    from sluice.bench.harness import finish
-    from sluice.bench.rollout.measure import Plan, measure
-
-    finish(measure(Plan.of(rounds=rounds, vllm=vllm, quick=quick)), as_json=json)
+    _run("rollout", json, rounds=rounds, vllm=vllm, quick=quick)
 
 
 @app.command
@@ -179,10 +160,7 @@ def operate(
 
     Example: `sluice bench operate --json`
     """
-    from sluice.bench.harness import finish
-    from sluice.bench.operate.measure import Plan, measure
-
-    finish(measure(Plan.of(finished=sequences, rounds=rounds, quick=quick)), as_json=json)
+    _run("operate", json, finished=sequences, rounds=rounds, quick=quick)
 
 
 @app.command
@@ -202,10 +180,7 @@ def scale(
 
     Example: `sluice bench scale --count 100000 --json`
     """
-    from sluice.bench.harness import finish
-    from sluice.bench.scale.measure import Plan, measure
-
-    finish(measure(Plan.of(count=count, workers=workers, idle_s=idle_s)), as_json=json)
+    _run("scale", json, count=count, workers=workers, idle_s=idle_s)
 
 
 @app.command
@@ -226,12 +201,16 @@ def truth(
 
     Example: `sluice bench truth Gemma3 Qwen3.5 --json`
     """
-    from sluice.bench.harness import finish
-    from sluice.bench.truth.check import measure
-    from sluice.bench.truth.check import table as table_of
+    from sluice.bench.truth import check
 
-    found = measure(names, quick=quick)
+    found = check.measure(names, quick=quick)
     if table:
-        print(table_of(found["architectures"]))
-        return
-    finish(found, as_json=json)
+        print(check.table(found["architectures"]))
+    else:
+        finish(found, as_json=json)
+
+
+def _run(bench: str, as_json: bool, **options: Any) -> None:
+    """Measure what these options plan; a benchmark is imported when it runs."""
+    module = import_module(f"sluice.bench.{bench}")
+    finish(module.measure(module.Plan.of(**options)), as_json=as_json)

@@ -98,7 +98,6 @@ async def until(
 
 
 def in_turns(number: int, sides: Sequence[T]) -> list[T]:
-    """All sides, in the order of this round."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
 

@@ -6,6 +6,10 @@
 | `endless_model` | 3 million random parameters whose greedy tokens are the same on every engine and never end       |
 | `looping_model` | every token has one successor, see `Chains`: a third of the loops repeat one token, the periods  |
 |                 | of the others are spread evenly over 2 to 64                                                     |
+| `agent_model`   | every token has one successor as well; the mark with which the chat template opens an            |
+|                 | assistant's turn says which chain follows. With tools each turn has exactly `TURN_TOKENS` tokens |
+|                 | and calls the calculator; the last one answers. Without tools it never ends. What a turn is      |
+|                 | parsed to renders as it was sampled, so that no call is a resync                                 |
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +39,34 @@ _LOOPING = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": LOOPING_CONTEXT,
 }  # fmt: skip
+
+NUM_TURNS, TURN_TOKENS = 3, 32  # of the agent
+_AGENT = {
+    "hidden_size": 256, "intermediate_size": 768, "num_heads": 8, "num_kv_heads": 4, "max_positions": ENDLESS_CONTEXT,
+}  # fmt: skip
+_AGAIN = 256  # tokens until it begins again
+_TOOL, _A, _B = "multiply", "37", "46"
+_FREE = "<|free|>"
+_MARKS = tuple(f"<|turn{turn}|>" for turn in range(NUM_TURNS))
+CHAT_TEMPLATE = """\
+{%- set ns = namespace(turn=0) -%}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.role == 'assistant' -%}
+{{- '<|turn' ~ ns.turn ~ '|>' if tools else '<|free|>' -}}
+{%- set ns.turn = ns.turn + 1 -%}
+{%- endif -%}
+{{- message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' ~ ('<|turn' ~ ns.turn ~ '|>' if tools else '<|free|>') -}}
+{%- endif -%}
+"""
 
 
 def cached(home: Path, name: str, parameters: Any, modules: Sequence[ModuleType], save: Callable[[Path], Any]) -> Path:
@@ -131,7 +164,6 @@ class Chains:
 
     @property
     def end(self) -> int:
-        """The end of sequence."""
         return self.healthy.stop + 1
 
     def continuation(self, token: int, count: int) -> list[int]:
@@ -139,7 +171,6 @@ class Chains:
 
 
 def word(token: int) -> str:
-    """How a chain's token is written."""
     return f"w{token:05}"
 
 
@@ -207,3 +238,84 @@ def _save_qwen3(
     model.generation_config = GenerationConfig(do_sample=False, **ids)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def agent_model(home: Path) -> Path:
+    """Directory of the model and its tokenizer; made now unless an equal one is there."""
+    from transformers.utils import logging
+
+    from sluice.demo.tiny import model, tokenizer
+
+    settings = model.ModelSettings(**_AGENT)
+
+    def save(directory: Path) -> None:
+        logging.disable_progress_bar()
+        codec = _tokenizer()
+        network = model.build_model(settings, codec, lambda network: _write(network, codec))
+        model.save_model(network, codec, directory)
+
+    return cached(home, "agent-model", asdict(settings), [sys.modules[__name__], model, tokenizer], save)
+
+
+def prompt_text(number: int, num_words: int) -> str:
+    """What a user says; the same number gives the same text, of one token a word."""
+    return "".join(_word("q", (number * 31 + place * 7) % _AGAIN) for place in range(num_words))
+
+
+def conversation(text: str, num_turns: int) -> list[dict[str, Any]]:
+    """What the model is asked after so many turns of a rollout about `text`, all of them calls with their results."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    for turn, words in enumerate(chains()[:num_turns]):
+        called = {"name": _TOOL, "arguments": {"a": int(_A), "b": int(_B)}}
+        calls = [{"id": f"call_{turn}", "type": "function", "function": called}]
+        said = "".join(word for word in words if word.startswith(f"t{turn}_"))
+        messages.append({"role": "assistant", "content": said, "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": f"call_{turn}", "content": str(int(_A) * int(_B))})
+    return messages
+
+
+def chains() -> list[list[str]]:
+    """Each in words, from its mark to its end; the endless one ends with its first word."""
+    from sluice.demo.tiny.tokenizer import TURN_END
+    from sluice.demo.tools.tokenizer import CALL
+
+    start, arguments, second, end = CALL
+    call = [start, _TOOL, arguments, _A, second, _B, end, TURN_END]
+    found: list[list[str]] = []
+    for turn, mark in enumerate(_MARKS):
+        rest = call if turn < NUM_TURNS - 1 else [TURN_END]
+        found.append([mark, *(_word(f"t{turn}", place) for place in range(TURN_TOKENS - len(rest))), *rest])
+    endless = [_word("e", place) for place in range(_AGAIN)]
+    return [*found, [_FREE, *endless, endless[0]]]
+
+
+def _word(kind: str, number: int) -> str:
+    """One token; its end is no blank, so that text of words survives being stripped."""
+    return f"{kind}_{number};"
+
+
+def _tokenizer() -> Any:
+    from sluice.demo.tiny.tokenizer import TURN_END, build_tokenizer
+
+    written = [word for chain in chains() for word in chain[1:] if word != TURN_END]
+    chunks = dict.fromkeys([*written, *(_word("q", number) for number in range(_AGAIN)), "tool\n"])
+    plain = (_TOOL, _A, _B)
+    tokenizer = build_tokenizer(
+        words=plain, chunks=[chunk for chunk in chunks if chunk not in plain], special=(*_MARKS, _FREE)
+    )
+    tokenizer.model_max_length = ENDLESS_CONTEXT
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _write(network: Any, codec: Any) -> None:
+    """Under `torch.no_grad`."""
+    import torch
+
+    ids = [[token for (token,) in (codec.encode(word, add_special_tokens=False) for word in one)] for one in chains()]
+    steps = [step for chain in ids for step in pairwise(chain)]
+    network.config.tie_word_embeddings = False
+    network.lm_head.weight = torch.nn.Parameter(torch.empty_like(network.lm_head.weight))
+    embedding = network.model.embed_tokens.weight
+    vectors = torch.nn.functional.normalize(torch.randn(embedding.shape), dim=-1)
+    write_successors(network, vectors, dict(steps))

@@ -3,7 +3,7 @@
     jobs ─┬▶ BareEngines     W processes, each the engine on its share of the jobs; no Redis    ─┬▶ fields
           └▶ QueuedEngines   broker ─▶ W `sluice worker` ─▶ result stream ─▶ Sink               ─┘
 
-- The side that is not measured costs nothing: bare engines block on stdin, workers are paused (SIGSTOP).
+- The side that is not measured costs nothing: bare engines block on stdin, workers stand still (SIGSTOP).
 - Rendering the prompts lies outside the clock of the bare engines, and inside that of the queue.
 - Afterwards comes the latency of the pipeline under half of its load.
 """
@@ -11,10 +11,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +24,7 @@ from sluice.bench.broker import chunks, enqueue, own_broker, until_serving
 from sluice.bench.child import Parent
 from sluice.bench.harness import HOME, at_least_one, own_directory, percentile, play, ratios, run_interruptible, say
 from sluice.bench.models import demo_model
-from sluice.bench.processes import Fleet, set_options
+from sluice.bench.processes import Fleet, run_settings, set_options
 from sluice.pipeline.broker.streams import result_reader
 from sluice.pipeline.config import load_config
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -63,17 +62,8 @@ class Plan:
         return cls(sequences, workers, rounds, max_batch, directory, digits=model is None)
 
     def settings(self) -> list[str]:
-        """Of the run's configuration, the same for the bare engines and the workers."""
-        return [
-            f"run={RUN}",
-            "seed=0",
-            f"model.path={self.model}",
-            f"worker.max_batch={self.max_batch}",
-            "worker.claim_gpu=false",
-            "worker.torch_threads=1",
-            "worker.drain_s=1",
-            "rollout_matching.task=exact_answer",
-        ]
+        """The same for the bare engines and the workers."""
+        return run_settings(RUN, self.model, "seed=0", f"worker.max_batch={self.max_batch}", "worker.drain_s=1")
 
 
 @dataclass(frozen=True)
@@ -130,8 +120,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
             nonlocal received, result_bytes
             name = f"round-{number}"
             if side == "bare":
-                with queued.paused():
-                    return await bare.round(name, plan.sequences, LONGEST)
+                return await bare.round(name, plan.sequences, LONGEST)
             before = await queued.bytes_received()
             sample, arrivals = await queued.round(jobs(name, plan.sequences, digits=plan.digits))
             received += await queued.bytes_received() - before
@@ -140,11 +129,11 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
 
         def ended(number: int, found: Round) -> None:
             check(found)
-            bare, queued = found["bare"], found["queued"]
+            now = summary([found])
             say(
-                f"round {number + 1}/{plan.rounds}: bare {bare.tok_s:.0f} tok/s, through the queue "
-                f"{queued.tok_s:.0f} tok/s, efficiency {efficiency([found])[0]:.3f} "
-                f"({bare.num_tokens} tokens each; by processor time {cpu_efficiency([found])[0]:.3f})"
+                f"round {number + 1}/{plan.rounds}: bare {now['bare_tok_s']:.0f} tok/s, through the queue "
+                f"{now['pipeline_tok_s']:.0f} tok/s, efficiency {now['efficiency']:.3f} "
+                f"({found['bare'].num_tokens} tokens each; by processor time {now['cpu_efficiency']:.3f})"
             )
 
         rounds = await play(plan.rounds, ("bare", "queued"), one, ended)
@@ -158,7 +147,9 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
             "workers": plan.workers,
             "max_batch": plan.max_batch,
             "rounds": plan.rounds,
-            **_by_round(rounds),
+            "tokens": rounds[0]["queued"].num_tokens,
+            "identical_rounds": sum(each["bare"].digest == each["queued"].digest for each in rounds),
+            "per_round": [summary([each]) for each in rounds],
             "model": plan.model.name,
             **await _latency(plan, queued, half),
         }
@@ -167,8 +158,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
 async def _warm_up(plan: Plan, bare: BareEngines, queued: QueuedEngines) -> None:
     """A short round on both sides; on the queue's until every worker took part."""
     count = 2 * plan.workers * plan.max_batch
-    with queued.paused():
-        await bare.round("warm", count, _WARM_TOKENS)
+    await bare.round("warm", count, _WARM_TOKENS)
     for attempt in range(_WARM_ROUNDS):
         warm = jobs(f"warm-{attempt}", count, digits=plan.digits, longest=_WARM_TOKENS)
         _, arrivals = await queued.round(warm)
@@ -194,11 +184,6 @@ async def _latency(plan: Plan, queued: QueuedEngines, rate: float) -> dict[str, 
     return {**found, "latency_sequences_per_s": rate, "latency_sequences": count}
 
 
-def efficiency(rounds: Sequence[Round]) -> list[float]:
-    """Pipeline rate over bare rate, round by round."""
-    return ratios(rounds, "queued", "bare", lambda sample: sample.tok_s)
-
-
 def cpu_efficiency(rounds: Sequence[Round]) -> list[float]:
     """Processor time of the bare engines over that of the workers: steadier than wall time on a busy machine."""
     return ratios(rounds, "bare", "queued", lambda sample: sample.cpu_s)
@@ -208,7 +193,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, float]:
     return {
         "bare_tok_s": median(each["bare"].tok_s for each in rounds),
         "pipeline_tok_s": median(each["queued"].tok_s for each in rounds),
-        "efficiency": median(efficiency(rounds)),
+        "efficiency": median(ratios(rounds, "queued", "bare", lambda sample: sample.tok_s)),
         "cpu_efficiency": median(cpu_efficiency(rounds)),
     }
 
@@ -224,24 +209,7 @@ def check(found: Round) -> None:
         )
 
 
-def _by_round(rounds: Sequence[Round]) -> dict[str, Any]:
-    return {
-        "tokens": rounds[0]["queued"].num_tokens,
-        "identical_rounds": sum(each["bare"].digest == each["queued"].digest for each in rounds),
-        "per_round": [
-            {
-                "bare_tok_s": each["bare"].tok_s,
-                "pipeline_tok_s": each["queued"].tok_s,
-                "efficiency": efficiency([each])[0],
-                "cpu_efficiency": cpu_efficiency([each])[0],
-            }
-            for each in rounds
-        ],
-    }
-
-
 def num_new_tokens(index: int) -> int:
-    """`max_new_tokens` of the job with this number."""
     return SHORTEST + index * _STRIDE % (LONGEST - SHORTEST + 1)
 
 
@@ -315,6 +283,17 @@ async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: 
     await backend.close()
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """One result as it came in; `at` is Unix seconds."""
+
+    at: float
+    raw: bytes
+
+    def result(self) -> SequenceResult:
+        return decode(SequenceResult, self.raw)
+
+
 class QueuedEngines:
     """The broker's queue, W real workers, the result stream, the sink."""
 
@@ -327,51 +306,35 @@ class QueuedEngines:
         self._sink = Sink(client, self.keys, fleet)
 
     async def start(self) -> None:
-        """Start the workers and wait until each has its engine."""
+        """Start the workers and wait until each has its engine; they stand still outside of rounds."""
         for _ in range(self._plan.workers):
             await self._fleet.start(sluice_command("worker", *set_options(self._settings)), {"REDIS_URL": self._url})
         await self._sink.open()
         await until_serving(self._client, self.keys, self._fleet, self._plan.workers)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Its workers stand still for the length of the block."""
         self._fleet.pause()
-        try:
-            yield
-        finally:
-            self._fleet.resume()
-
-    @contextlib.contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Its workers, which stand still otherwise, run for the length of the block."""
-        self._fleet.resume()
-        try:
-            yield
-        finally:
-            self._fleet.pause()
 
     async def round(self, jobs: Sequence[DecodeJob]) -> tuple[Sample, list[Arrival]]:
         """All jobs at once; the clock runs from before the first enqueue to the arrival of the last result."""
-        started, cpu_s = time.monotonic(), self._fleet.cpu_s()
-        arrivals, _ = await asyncio.gather(self._sink.collect(len(jobs)), self._enqueue(jobs))
-        seconds, cpu_s = time.monotonic() - started, self._fleet.cpu_s() - cpu_s
+        with self._fleet.running():
+            started, cpu_s = time.monotonic(), self._fleet.cpu_s()
+            arrivals, _ = await asyncio.gather(self._sink.collect(len(jobs)), self._enqueue(jobs))
+            seconds, cpu_s = time.monotonic() - started, self._fleet.cpu_s() - cpu_s
         results = [arrival.result() for arrival in arrivals]
         return Sample(seconds, cpu_s, {result.seq_id: list(result.token_ids) for result in results}), arrivals
 
     async def open_load(self, jobs: Sequence[DecodeJob], per_second: float) -> list[Arrival]:
         """Jobs that arrive at random (exponential gaps), whatever is still running."""
+        gaps, due = random.Random(0), time.monotonic()
         collected = asyncio.create_task(self._sink.collect(len(jobs)))
-        gaps = random.Random(0)
-        due = time.monotonic()
-        try:
-            for job in jobs:
-                due += gaps.expovariate(per_second)
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-                await self._enqueue([job])
-            return await collected
-        finally:
-            collected.cancel()
+        with self._fleet.running():
+            try:
+                for job in jobs:
+                    due += gaps.expovariate(per_second)
+                    await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    await self._enqueue([job])
+                return await collected
+            finally:
+                collected.cancel()
 
     async def bytes_received(self) -> int:
         """All that the broker's sockets took in since its start: jobs, claims, commits, heartbeats, reads and acks."""
@@ -380,17 +343,6 @@ class QueuedEngines:
     async def _enqueue(self, jobs: Sequence[DecodeJob]) -> None:
         for chunk in chunks(jobs):
             await enqueue(self._queue, chunk)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One result as it came in; `at` is Unix seconds."""
-
-    at: float
-    raw: bytes
-
-    def result(self) -> SequenceResult:
-        return decode(SequenceResult, self.raw)
 
 
 class Sink:

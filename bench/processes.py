@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,6 @@ class Fleet:
         await self.start(child_command(serve, arguments), env, piped=True)
 
     def send(self, what: Any) -> None:
-        """One message to each child."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(what) + b"\n")
@@ -78,7 +77,6 @@ class Fleet:
         return [msgspec.json.decode(line, type=kind) for line in lines]
 
     async def ask(self, what: Any, kind: type[T], deadline_s: float = WORK_S) -> list[T]:
-        """What each child answers to this message."""
         self.send(what)
         return await self.receive(kind, deadline_s)
 
@@ -102,6 +100,15 @@ class Fleet:
 
     def resume(self) -> None:
         self._send(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """They run for the length of the block, and stand still otherwise."""
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
 
     def cpu_s(self) -> float:
         """Processor seconds that they have used so far (user and system); 0 where there is no /proc."""
@@ -166,6 +173,12 @@ def enforce_eager() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def run_settings(run: str, model: Path, *more: str) -> list[str]:
+    """The configuration of a benchmark's run as `KEY=VALUE`: one thread each, no GPU claimed, a task without images."""
+    common = ["worker.claim_gpu=false", "worker.torch_threads=1", "rollout_matching.task=exact_answer"]
+    return [f"run={run}", f"model.path={model}", *common, *more]
 
 
 def set_options(settings: Sequence[str]) -> list[str]:

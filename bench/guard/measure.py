@@ -1,37 +1,62 @@
-"""What one run does, the two whole runs, and the fields of the JSON object.
+"""The share of a step that the guard takes, what it saves, and two whole runs, without the guard and with it.
 
+- The guard's cost is taken by the engine itself, inside its process, and read every quarter of a second. What counts
+  are the intervals in which every step had all sequences: no prefill, no sequence that has ended. The sequences never
+  end by themselves, and are asked for fewer tokens than `min_new_tokens`: the guard watches all and ends none.
+- Savings: half of the workload loops. Loops begin after 0 to 256 generated tokens, every period as often as the others
+  of `sluice.bench.models.PERIODS`. What the guard does in the engine must be what the rule says of the known
+  continuation, or nothing is reported.
+- The oracle ends a looping sequence at the first token from which the rest is periodic for good, with a period of at
+  most `ngram_size`; it does nothing else. A sequence that ends by itself is none of its business.
 - A whole run is one that `sluice run` starts: producer, one worker, consumer and trainer on a broker of its own. Every
   rollout is right, so the trainer trains on all of its tokens; the learning rate is too small to change what the model
-  says.
-- A run's clock runs from the first look at which its worker had its engine (four looks a second) to the trainer's
+  says. Its clock runs from the first look at which its worker had its engine (four looks a second) to the trainer's
   last step. The counters are the run's own metrics.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import random
 import sys
 import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from sluice.bench.guard.engine import THREADS, step_share
-from sluice.bench.guard.rule_cost import DEFAULTS, ns_per_token
-from sluice.bench.guard.savings import saved, starts
+from sluice.bench.child import Parent
+from sluice.bench.engine import make_engine
+from sluice.bench.guard.rule_cost import ANY_PERIOD, DEFAULTS, ns_per_token
 from sluice.bench.harness import HOME, at_least_one, own_directory, run_interruptible, say, why_no_vllm
-from sluice.bench.models import LOOPING_CONTEXT, Chains, looping_model, word
+from sluice.bench.models import HEALTHY, LEAD, LOOPING_CONTEXT, Chains, endless_model, looping_model, word
+from sluice.bench.processes import START_S, Fleet, engine_environment, run_settings
 from sluice.consumers.training.step_log import read_steps
 from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.run.progress_panel import Progress
 from sluice.pipeline.run.stack import INTERRUPTED, run_stack
 from sluice.pipeline.run.supervisor import Supervisor
 from sluice.pipeline.status.snapshot import Snapshot
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import SequenceOutput, SequenceRequest
+from sluice.workers.guard.repeat import RepeatGuard
+from sluice.workers.guard.watch import GuardCost
 
+THREADS = 1
+_INTERVAL_S = 0.25
+_PROMPT, _PROMPT_IDS = 16, 256  # tokens; the byte tokens
+_ROUNDS = 20  # at most
+_MAX_BATCH = 64
+_OTHER_SIZES = (48, 60, 120)  # for comparison: every period that divides the size is seen
+_LEAD_STRIDE, _HEALTHY_STRIDE = 97, 131  # coprime to the spans, so that neighbours differ much
+_SIZE = DEFAULTS.ngram_size or 0
 _STREAM = 2048  # tokens
 _SHORTEST = 320  # new tokens; DEFAULTS cannot end anything much earlier
 _RUN_LONGEST = 1024
@@ -58,14 +83,12 @@ class Plan:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """In the order of measuring."""
         return ("hf",) if self.why_no_vllm else ("hf", "vllm")
 
     @classmethod
     def of(
         cls, *, counts: tuple[int, ...], sequences: int, longest: int, run_sequences: int, vllm: bool, quick: bool
     ) -> Plan:
-        """Checked. Raises ConfigError."""
         at_least_one(counts=counts, sequences=sequences)
         if not _SHORTEST <= longest < LOOPING_CONTEXT:
             raise ConfigError(f"--longest {longest} is outside {_SHORTEST}..{LOOPING_CONTEXT - 1}")
@@ -83,7 +106,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     `step_share`: guard time over step time inside the engine's process, by backend and number of sequences.
     `ns_per_token`, `naive_ns_per_token`, `upstream_ns_per_token`: of the rule alone, see `guard.rule_cost`;
     `any_period_ns_per_token` and `object_keys_ns_per_token` with that one key more.
-    `saved_share`: tail tokens that the guard saves over those of an oracle, see `guard.savings`;
+    `saved_share`: tail tokens that the guard saves over those of an oracle;
     `saved_share_any_period`: the same with that key; `saved_share_ceiling`: what any rule could that is armed after
     `min_new_tokens`.
     `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved` of the
@@ -113,19 +136,21 @@ async def _in_engines(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 def _whole_runs(plan: Plan, home: Path) -> dict[str, Any]:
-    _write_rows(home / "rows.jsonl", plan.run_sequences)
+    starting = enumerate(starts(Chains.make(), plan.run_sequences))
+    truth = {"answer": "w", "pattern": "w"}  # it is found in whatever is written
+    rows = [
+        {"id": at, "messages": [{"role": "user", "content": word(one.token)}], "truth": truth} for at, one in starting
+    ]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {name: _run(_config(plan, home, name)) for name in ("off", "on")}
-    off, on = found["off"], found["on"]
     for name, run in found.items():
         say(f"run with the guard {name}: {run['trained_per_s']:.2f} samples/s trained, {run['tokens']:.0f} tokens")
+    fields = {key: {name: run[key] for name, run in found.items()} for key in found["on"]}
     return {
-        "trained_per_s": {name: run["trained_per_s"] for name, run in found.items()},
-        "trained_speedup": on["trained_per_s"] / off["trained_per_s"],
-        "tokens": {name: int(run["tokens"]) for name, run in found.items()},
-        "run_s": {name: run["seconds"] for name, run in found.items()},
-        "trainer_step_s": {name: run["step_s"] for name, run in found.items()},
-        "tokens_saved": int(on["saved"]),
-        "triggered": int(on["triggered"]),
+        **{key: fields[key] for key in ("trained_per_s", "tokens", "run_s", "trainer_step_s")},
+        "trained_speedup": fields["trained_per_s"]["on"] / fields["trained_per_s"]["off"],
+        "tokens_saved": fields["saved"]["on"],
+        "triggered": fields["triggered"]["on"],
     }
 
 
@@ -147,45 +172,257 @@ def _run(config: Config) -> dict[str, float]:
     if code or trained != config.data.limit:
         raise SluiceError(f"{config.run} ended with {code} and {trained} of {config.data.limit} samples trained")
     seconds = steps[-1]["at"] - began
-    counters = {name: sum(step[key] for step in steps) for name, key in _COUNTERS.items()}
+    counters = {name: int(sum(step[key] for step in steps)) for name, key in _COUNTERS.items()}
     step_s = sum(step["train/step_s"] for step in steps)
-    return {"trained_per_s": trained / seconds, "seconds": seconds, "step_s": step_s, **counters}
+    return {"trained_per_s": trained / seconds, "run_s": seconds, "trainer_step_s": step_s, **counters}
 
 
 def _config(plan: Plan, home: Path, guard: str) -> Config:
-    run = f"guard-{guard}"
-    settings = {
-        "run": run,
-        "dashboard.enabled": "false",
-        "run_dir": home / "runs",
-        "broker.embedded_dir": home / f"broker-{run}",
-        "model.path": looping_model(HOME),
-        "data.path": home / "rows.jsonl",
-        "data.limit": plan.run_sequences,
-        "sampling.temperature": 0,
-        "sampling.max_new_tokens": plan.run_longest,
-        "producer.samples_per_version": -(-plan.run_sequences // _VERSIONS),
-        "producer.max_in_flight": plan.run_sequences + _VERSIONS,
-        "worker.count": 1,
-        "worker.max_batch": 64,
-        "worker.claim_gpu": "false",
-        "consumer.row_tokens": 2048,
-        "rollout_matching.task": "exact_answer",
-        "rollout_matching.repeat_terminate.enabled": str(guard == "on").lower(),
-        "trainer.learning_rate": "1.0e-9",
-        "trainer.micro_batch_tokens": 4096,
-    }
-    return load_config(None, [f"{key}={value}" for key, value in settings.items()], {})
+    settings = run_settings(
+        f"guard-{guard}",
+        looping_model(HOME),
+        "dashboard.enabled=false",
+        f"run_dir={home / 'runs'}",
+        f"broker.embedded_dir={home / f'broker-{guard}'}",
+        f"data.path={home / 'rows.jsonl'}",
+        f"data.limit={plan.run_sequences}",
+        "sampling.temperature=0",
+        f"sampling.max_new_tokens={plan.run_longest}",
+        f"producer.samples_per_version={-(-plan.run_sequences // _VERSIONS)}",
+        f"producer.max_in_flight={plan.run_sequences + _VERSIONS}",
+        "worker.count=1",
+        f"worker.max_batch={_MAX_BATCH}",
+        "consumer.row_tokens=2048",
+        f"rollout_matching.repeat_terminate.enabled={str(guard == 'on').lower()}",
+        "trainer.learning_rate=1.0e-9",
+        "trainer.micro_batch_tokens=4096",
+    )
+    return load_config(None, settings, {})
 
 
-def _write_rows(path: Path, count: int) -> None:
-    """Prompts of one token; the answer is found in whatever is written."""
-    rows = [
-        {
-            "id": number,
-            "messages": [{"role": "user", "content": word(start.token)}],
-            "truth": {"answer": "w", "pattern": "w"},
-        }
-        for number, start in enumerate(starts(Chains.make(), count))
+class Work(msgspec.Struct, frozen=True):
+    """Greedy sequences, all at once, each of `num_new_tokens` unless it ends before."""
+
+    prompts: list[list[int]]
+    num_new_tokens: int
+
+
+class Done(msgspec.Struct, frozen=True):
+    """By sequence: its tokens, and how many came before the one that the guard forced (None: it ended otherwise).
+
+    The guard's cost over the steps in which every sequence ran: its own time, and that of whole steps.
+    """
+
+    tokens: list[list[int]]
+    at_token: list[int | None]
+    steps: int = 0
+    spent_ns: float = 0.0
+    elapsed_ns: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def engine(
+    backend: str, model: Path, max_batch: int, logs: Path, thresholds: RepeatTerminateConfig = DEFAULTS
+) -> AsyncIterator[Fleet]:
+    """One process that answers each Work with a Done, started and warm; it ends with the block."""
+    arguments = [backend, str(model), max_batch, msgspec.to_builtins(thresholds)]
+    async with Fleet(f"{backend}-{model.name}", logs) as fleet:
+        await fleet.start_child(serve, arguments, engine_environment(THREADS))
+        await fleet.receive(dict, START_S)
+        await fleet.ask(Work([[1, 2, 3]], 16), Done)
+        yield fleet
+
+
+async def serve(parent: Parent, name: str, model: str, max_batch: int, thresholds: dict[str, Any]) -> None:
+    """The engine's process: it loads and answers `{}`; then each request is a Work, answered with a Done."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+    backend = make_engine(name, Path(model), max_batch, msgspec.convert(thresholds, RepeatTerminateConfig))
+    await backend.start()
+    parent.tell({})
+    async for work in parent.requests(Work):
+        parent.tell(await _decode(backend, work))
+
+
+async def _decode(backend: Any, work: Work) -> Done:
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=work.num_new_tokens)
+    asks = [SequenceRequest(str(number), tuple(prompt), sampling) for number, prompt in enumerate(work.prompts)]
+    tasks = [asyncio.create_task(backend.decode(ask)) for ask in asks]
+    waiting, steady = set[asyncio.Task[SequenceOutput]](tasks), list[GuardCost]()
+    while waiting:
+        _, waiting = await asyncio.wait(waiting, timeout=_INTERVAL_S)
+        cost: GuardCost = await backend.guard_cost()
+        if cost.steps > 1 and cost.tokens == cost.steps * len(asks):
+            steady.append(cost)
+    outputs = [task.result() for task in tasks]
+    return Done(
+        [output.token_ids for output in outputs],
+        [None if output.trigger is None else output.trigger.at_token for output in outputs],
+        sum(cost.steps for cost in steady),
+        sum(cost.spent_ns for cost in steady),
+        # of k steps in an interval, k - 1 have another one before them
+        sum(cost.elapsed_ns * cost.steps / (cost.steps - 1) for cost in steady),
+    )
+
+
+async def step_share(backends: Sequence[str], counts: Sequence[int], steps: int, home: Path) -> dict[str, Any]:
+    """Of at least so many steps of each backend, by number of sequences."""
+    model = endless_model(HOME)
+    fields: dict[str, dict[str, dict[str, float]]] = {"step_share": {}, "guard_us_per_step": {}, "step_ms": {}}
+    for backend in backends:
+        for of_backend in fields.values():
+            of_backend[backend] = {}
+        async with engine(backend, model, max(counts), home) as running:
+            for count in counts:
+                taken, spent, elapsed = await _measured(running, count, steps)
+                fields["step_share"][backend][str(count)] = spent / elapsed
+                fields["guard_us_per_step"][backend][str(count)] = spent / taken / 1e3
+                fields["step_ms"][backend][str(count)] = elapsed / taken / 1e6
+                say(f"{backend}, {count} sequences: guard {spent / elapsed:.4f} of a step ({taken} steps)")
+    return fields
+
+
+async def _measured(running: Fleet, count: int, wanted: int) -> tuple[int, float, float]:
+    """Steps, nanoseconds in the guard, nanoseconds in all."""
+    steps, spent, elapsed = 0, 0.0, 0.0
+    for number in range(_ROUNDS):
+        chance = random.Random(number)
+        prompts = [[chance.randrange(_PROMPT_IDS) for _ in range(_PROMPT)] for _ in range(count)]
+        (done,) = await running.ask(Work(prompts, DEFAULTS.min_new_tokens - 1), Done)
+        if any(at is not None for at in done.at_token):
+            raise SluiceError("the guard ended a sequence of the cost measurement")
+        steps, spent, elapsed = steps + done.steps, spent + done.spent_ns, elapsed + done.elapsed_ns
+        if steps >= wanted:
+            return steps, spent, elapsed
+    raise SluiceError(f"{count} sequences never ran together for {wanted} steps in {_ROUNDS} rounds")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One sequence: the token that is its prompt, and the period of its loop, 0 for none."""
+
+    token: int
+    period: int
+
+    @property
+    def kind(self) -> str:
+        """By what the guard sees of it: a run of one token, a block that is a whole number of periods, or neither."""
+        if self.period < 2:
+            return "one_token" if self.period else "none"
+        return "other" if _SIZE % self.period else f"divides_{_SIZE}"
+
+
+def starts(chains: Chains, count: int) -> list[Start]:
+    """Looping and healthy ones in turns."""
+    found: list[Start] = []
+    for index in range(count):
+        at = index // 2
+        if index % 2:
+            found.append(Start(chains.healthy[at * _HEALTHY_STRIDE % HEALTHY], 0))
+        else:
+            lead, loop = chains.loops[at % len(chains.loops)]
+            found.append(Start(lead[LEAD - 1 - at * _LEAD_STRIDE % LEAD], len(loop)))
+    return found
+
+
+def oracle_keeps(tokens: Sequence[int], longest_period: int) -> int:
+    """Tokens before the first one from which all that follows is periodic, at least twice the period long.
+
+    `tokens` are all that the sequence would have; len(tokens) where there is no such place.
+    """
+    keeps = len(tokens)
+    for period in range(1, longest_period + 1):
+        begin = len(tokens) - period
+        while begin > 0 and tokens[begin - 1] == tokens[begin - 1 + period]:
+            begin -= 1
+        if begin + 2 * period <= len(tokens):
+            keeps = min(keeps, begin)
+    return keeps
+
+
+def guard_keeps(tokens: Sequence[int], config: RepeatTerminateConfig) -> int:
+    """Tokens before the one that the guard forces; len(tokens) where it does not, or not before the last."""
+    guard = RepeatGuard(config)
+    for token in tokens[:-1]:
+        if guard.push(token) is not None:
+            return guard.length
+    return len(tokens)
+
+
+async def saved(sequences: int, longest: int, home: Path) -> dict[str, Any]:
+    chains = Chains.make()
+    work = starts(chains, sequences)
+    full = [chains.continuation(start.token, longest) for start in work]
+    oracle = [
+        oracle_keeps(whole, _SIZE) if start.period else len(whole) for start, whole in zip(work, full, strict=True)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ask = Work([[start.token] for start in work], longest)
+    shares: dict[str, dict[str, Any]] = {}
+    for name, thresholds in (("the rule", DEFAULTS), ("any_period", ANY_PERIOD)):
+        async with engine("hf", looping_model(HOME), _MAX_BATCH, home, thresholds) as running:
+            (done,) = await running.ask(ask, Done)
+        _check(done, full, chains.end, thresholds)
+        kept = [len(whole) if at is None else at for at, whole in zip(done.at_token, full, strict=True)]
+        found = shares[name] = fields(work, full, kept, oracle)
+        share, by_period = found["saved_share"], found["saved_share_by_period"]
+        say(f"{name} saved {share:.3f} of what an oracle saves, by period {by_period}")
+    any_period = shares["any_period"]
+    armed = [min(len(whole), max(best, DEFAULTS.min_new_tokens)) for whole, best in zip(full, oracle, strict=True)]
+    return {
+        **shares["the rule"],
+        "saved_share_any_period": any_period["saved_share"],
+        "saved_share_any_period_by_period": any_period["saved_share_by_period"],
+        "ended_any_period": any_period["ended"],
+        "saved_share_ceiling": fields(work, full, armed, oracle)["saved_share"],
+        "saved_share_by_ngram_size": _by_size(full, oracle),
+    }
+
+
+def fields(
+    work: Sequence[Start], full: Sequence[Sequence[int]], kept: Sequence[int], oracle: Sequence[int]
+) -> dict[str, Any]:
+    """`full`: tokens without a guard; `kept`, `oracle`: how many of them are left by the guard and by the oracle."""
+    by_kind: dict[str, tuple[int, int]] = {}
+    ended = {True: 0, False: 0}
+    for start, whole, mine, best in zip(work, full, kept, oracle, strict=True):
+        guard, most = by_kind.get(start.kind, (0, 0))
+        by_kind[start.kind] = guard + len(whole) - mine, most + len(whole) - best
+        ended[start.period > 0] += mine < len(whole)
+    by_kind.pop("none", None)
+    guard, most = (sum(pair[side] for pair in by_kind.values()) for side in (0, 1))
+    return {
+        "saved_share": _share(guard, most),
+        "saved_share_by_period": {kind: _share(*pair) for kind, pair in by_kind.items()},
+        "tail_tokens": {"without": sum(map(len, full)), "saved_by_guard": guard, "saved_by_oracle": most},
+        "ended": {
+            "looping": ended[True],
+            "of_looping": sum(start.period > 0 for start in work),
+            "healthy": ended[False],
+        },
+    }
+
+
+def _share(guard: int, most: int) -> float:
+    return guard / most if most else 0.0
+
+
+def _by_size(full: Sequence[Sequence[int]], oracle: Sequence[int]) -> Mapping[str, float]:
+    """The saved share that the rule alone would have with other block lengths, against the same oracle."""
+    found: dict[str, float] = {}
+    most = sum(len(whole) - best for whole, best in zip(full, oracle, strict=True))
+    for size in sorted({_SIZE, *_OTHER_SIZES}):
+        config = structs.replace(DEFAULTS, ngram_size=size)
+        found[str(size)] = _share(sum(len(whole) - guard_keeps(whole, config) for whole in full), most)
+    return found
+
+
+def _check(done: Done, full: Sequence[Sequence[int]], end: int, thresholds: RepeatTerminateConfig) -> None:
+    """Raises SluiceError unless the engine did what is written in the model and in the rule."""
+    for tokens, at, whole in zip(done.tokens, done.at_token, full, strict=True):
+        keeps = guard_keeps(whole, thresholds)
+        wanted = [*whole[:keeps], end] if at is not None else list(whole)
+        if tokens != wanted or (at is None) != (keeps == len(whole)):
+            raise SluiceError(
+                f"a sequence of {len(tokens)} tokens, ended by the guard at {at}: the rule says {keeps} of {len(whole)}"
+            )

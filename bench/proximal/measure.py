@@ -1,25 +1,53 @@
-"""What one run does, all parts one after the other, and the fields of the JSON object with their aims."""
+"""What one run does: each engine in a process of its own, one at a time, every part of it, and the JSON object.
+
+- An engine loads and answers the version of its weights; then each line is a Work, answered with the part's fields.
+  While it serves a queue it says what it saw, until the next line, which it answers with `{}`.
+- From a version's publication to the first token under it: this process publishes, the engine's worker serves a queue.
+  The broker is real, and so are the version directories; the worker is in the middle of its sequences each time, and
+  the gaps between versions are random, so that every phase of its loop is met.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal, cast
 
 import msgspec
 
-from sluice.bench.broker import own_broker
+from sluice.bench.broker import enqueue, own_broker
+from sluice.bench.child import Parent
+from sluice.bench.engine import PROMPT_IDS
 from sluice.bench.harness import HOME, at_least_one, own_directory, run_interruptible, say, why_no_vllm
 from sluice.bench.models import ENDLESS_CONTEXT, endless_model
-from sluice.bench.processes import Fleet, engine_environment, set_options
-from sluice.bench.proximal.engine import THREADS, CostWork, Engine, ShareWork, ThroughputWork, engine
-from sluice.bench.proximal.updates import Sizes
-from sluice.bench.proximal.versions import Variants, ensure_variants
-from sluice.pipeline.errors import ConfigError
+from sluice.bench.processes import START_S, Fleet, enforce_eager, engine_environment, run_settings, set_options
+from sluice.bench.proximal.updates import Sizes, score_cost, throughput
+from sluice.bench.proximal.valid_share import valid_share
+from sluice.bench.proximal.versions import Publisher, Variants, ensure_variants
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions, WorkerConfig
+from sluice.pipeline.errors import ConfigError, SluiceError
+from sluice.pipeline.queue import JobQueue
+from sluice.pipeline.run.role import role_process
 from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.wire.keys import Keys, tagged
+from sluice.pipeline.wire.messages import DecodeJob, Progress, SamplingParams
+from sluice.pipeline.wire.tokens import TokenArray
+from sluice.workers.decode_worker import DecodeWorker
+from sluice.workers.engine.backends import make_backend
+from sluice.workers.engine.contracts import Backend, SequenceOutput, SequenceRequest
+from sluice.workers.job_prompts import JobPrompts
 
+THREADS = 1
+_SEEN_S = 120.0
+_GAP_S = (0.3, 1.0)
+_JOBS_A_ROW = 16  # far more than are decoded meanwhile
 BACKENDS = ("hf", "vllm")
 COST = {"hf": 1.15, "vllm": 1.5}
 """Most that an update which scores may cost, over one which only re-prefills."""
@@ -60,8 +88,6 @@ class Plan:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a run of the bench finds its things."""
-
     sizes: Sizes
     home: Path
     client: Any  # of the broker
@@ -70,23 +96,13 @@ class Bench:
     variants: Path
 
     def settings(self, run: str, *more: str) -> list[str]:
-        """Of a run's configuration."""
-        return [
-            f"run={run}",
-            f"run_dir={self.home}",
-            f"model.path={self.model}",
-            "model.dtype=float32",
-            "worker.claim_gpu=false",
-            f"worker.torch_threads={THREADS}",
-            "rollout_matching.task=exact_answer",
-            *more,
-        ]
+        return run_settings(run, self.model, f"run_dir={self.home}", "model.dtype=float32", *more)
 
 
 def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `publish_to_first_token_s`: see `sluice.bench.proximal.engine`. `score_cost_ratio`: an update that re-prefills and
+    `publish_to_first_token_s`: see above. `score_cost_ratio`: an update that re-prefills and
     scores, over one that only re-prefills (`vs_kv_recompute`) and over one decode step (`vs_no_update`).
     `tok_s_by_interval`: tokens a second by steps between updates. `valid_share`: by versions that the queue holds.
     `aims`: what each is held against, and whether it was met; `measured`: over what, in words.
@@ -157,52 +173,190 @@ async def _run(plan: Plan, home: Path, model: Path, variants: Path) -> dict[str,
     parts: dict[str, dict[str, Any]] = {"published": {}, "cost": {}, "throughput": {}}
     async with own_broker(home / "broker") as (client, url):
         bench = Bench(plan.sizes, home, client, url, model, variants)
+        share = bench.settings(
+            "share",
+            "policy.enabled=true",
+            "policy.advantage=reward",
+            f"policy.max_token_staleness={plan.sizes.retention}",
+            f"policy.score_wait_s={_SCORE_WAIT_S}",
+            "scorer.claim_gpu=false",
+            f"weights.retention={plan.sizes.retention}",
+        )
         for name in dict.fromkeys((*plan.backends, "hf")):  # the share is measured with hf, whatever else is
-            async with contextlib.AsyncExitStack() as scope:
-                scorer = await scope.enter_async_context(_scorer(bench)) if name == "hf" else None
-                opened = engine(name, model, variants, plan.sizes.rows, home)
-                running = await scope.enter_async_context(opened)
-                if scorer is not None:
-                    parts["share"] = await _share(running, scorer, bench)
-                    await scorer.end()  # nothing runs beside the engine while it is timed
-                if name in plan.backends:
-                    for part, found in (await _of_backend(running, name, bench)).items():
-                        parts[part][name] = found
+            async with Fleet("scorer", home) as scorer:
+                if name == "hf":  # it loads while the engine does
+                    command = sluice_command("score", *set_options(share))
+                    await scorer.start(command, {**engine_environment(THREADS), "REDIS_URL": url})
+                async with engine(name, bench) as running:
+                    if name == "hf":
+                        work = Work("share", plan.sizes, [*share, f"broker.url={url}"])
+                        found = parts["share"] = await _measured(running, work)
+                        scorer.check()
+                        by_held = ", ".join(f"{held} {part:.4f}" for held, part in found["valid_share"].items())
+                        say(f"valid share by versions in the queue: {by_held}")
+                        await scorer.end()  # nothing runs beside the engine while it is timed
+                    if name in plan.backends:
+                        for part, found in (await _of_backend(running, name, bench)).items():
+                            parts[part][name] = found
     return parts
 
 
-async def _of_backend(running: Engine, name: str, bench: Bench) -> dict[str, Any]:
-    sizes, run = bench.sizes, f"published-{name}"
-    more = [f"worker.max_batch={sizes.rows}", "worker.checkpoint_tokens=0", "worker.drain_s=0"]
-    settings = bench.settings(run, *more, f"broker.url={bench.url}")
-    variants = Variants.read(bench.variants)
-    first = await running.published(bench.client, run, settings, variants, sizes, bench.home)
+async def _of_backend(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
+    first = await _published(running, name, bench)
     say(f"{name}: {first['median']:.2f} s from publish to the first token, at worst {first['worst']:.2f} s")
-    cost = await running.measure(CostWork(sizes))
+    cost = await _measured(running, Work("cost", bench.sizes))
     say(f"{name}: an update with scores costs {cost['vs_kv_recompute']:.3f} of one without")
-    rates = await running.measure(ThroughputWork(sizes, str(bench.home / f"versions-{name}")))
+    rates = await _measured(running, Work("throughput", bench.sizes, home=str(bench.home / f"versions-{name}")))
     say(f"{name}: tok/s by interval " + ", ".join(f"{key} {rate:.0f}" for key, rate in rates["tok_s"].items()))
     return {"published": first, "cost": cost, "throughput": rates}
 
 
-def _share_settings(bench: Bench, *more: str) -> list[str]:
-    retention = bench.sizes.retention
-    policy = ["policy.enabled=true", "policy.advantage=reward", f"policy.max_token_staleness={retention}"]
-    policy += [f"policy.score_wait_s={_SCORE_WAIT_S}", "scorer.claim_gpu=false", f"weights.retention={retention}"]
-    return bench.settings("share", *policy, *more)
+async def _measured(running: Fleet, work: Work) -> dict[str, Any]:
+    return (await running.ask(work, dict[str, Any]))[0]
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Measure `score_cost`, `throughput` (`home` is a directory for versions) or `valid_share` (a scorer serves the run
+    of `settings`), or serve a queue as a decode worker with `settings`, until the next line.
+    """
+
+    part: Literal["cost", "throughput", "share", "serve"]
+    sizes: Sizes
+    settings: list[str] = []
+    home: str = ""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The first token under a version: Unix seconds, and how many sequences the engine had then."""
+
+    version: int
+    at: float
+    sequences: int
+
+
+async def _published(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
+    """Seconds from `published_at` to the first token under the new version, and from its registration."""
+    run, sizes, keys = f"published-{name}", bench.sizes, Keys(f"published-{name}")
+    more = [f"worker.max_batch={sizes.rows}", "worker.checkpoint_tokens=0", "worker.drain_s=0"]
+    await enqueue(JobQueue(bench.client, keys), _long_jobs(run, sizes))
+    work = Work("serve", sizes, bench.settings(run, *more, f"broker.url={bench.url}"))
+    (version,) = await running.ask(work, int, START_S)
+    variants = Variants.read(bench.variants)
+    publisher = Publisher(bench.client, keys, bench.home / run / "weights", variants, sizes.retention)
+    await publisher.owner.confirm()
+    chance = random.Random(0)
+    whole, registered, sequences = list[float](), list[float](), list[int]()
+    for number in range(sizes.publishes + 1):
+        version += 1
+        now = await publisher.publish(version)
+        (seen,) = await running.receive(Seen, _SEEN_S)
+        if seen.version != version:
+            raise SluiceError(f"the worker decodes under v{seen.version} after v{version} was published")
+        if number:  # the first one met a worker that had just begun
+            whole.append(seen.at - now.published_at)
+            registered.append(seen.at - now.registered_at)
+            sequences.append(seen.sequences)
+        await asyncio.sleep(chance.uniform(*_GAP_S))
+    running.send("stop")
+    while await running.receive(dict[str, Any], _SEEN_S) != [{}]:
+        pass
+    return {
+        "median": median(whole),
+        "worst": max(whole),
+        "from_register": {"median": median(registered), "worst": max(registered)},
+        "publishes": len(whole),
+        "fewest_sequences": min(sequences),
+    }
 
 
 @contextlib.asynccontextmanager
-async def _scorer(bench: Bench) -> AsyncIterator[Fleet]:
-    """A scorer process of the run `share`; it loads while the engine does."""
-    async with Fleet("scorer", bench.home) as fleet:
-        command = sluice_command("score", *set_options(_share_settings(bench)))
-        await fleet.start(command, {**engine_environment(THREADS), "REDIS_URL": bench.url})
+async def engine(name: str, bench: Bench) -> AsyncIterator[Fleet]:
+    """Loaded, in its process; it ends with the block."""
+    arguments = [name, str(bench.model), str(bench.variants), bench.sizes.rows]
+    async with Fleet(f"engine-{name}", bench.home) as fleet:
+        await fleet.start_child(serve, arguments, engine_environment(THREADS))
+        await fleet.receive(int, START_S)
         yield fleet
 
 
-async def _share(running: Engine, scorer: Fleet, bench: Bench) -> dict[str, Any]:
-    found = await running.measure(ShareWork(bench.sizes, _share_settings(bench, f"broker.url={bench.url}")))
-    scorer.check()
-    say("valid share by versions in the queue: " + ", ".join(f"{k} {v:.4f}" for k, v in found["valid_share"].items()))
-    return found
+def _long_jobs(run: str, sizes: Sizes) -> list[DecodeJob]:
+    """Greedy sequences of a third to all of the context."""
+    chance = random.Random(1)
+    longest = ENDLESS_CONTEXT - sizes.prompt
+    return [
+        DecodeJob(
+            run=run,
+            job_id=tagged(run, str(number)),
+            prompt_token_ids=TokenArray(chance.randrange(PROMPT_IDS) for _ in range(sizes.prompt)),
+            sampling=SamplingParams(temperature=0.0, max_new_tokens=chance.randint(longest // 3, longest)),
+        )
+        for number in range(sizes.rows * _JOBS_A_ROW)
+    ]
+
+
+async def serve(parent: Parent, name: str, model: str, variants: str, max_batch: int) -> None:
+    options = VllmEngineOptions(enforce_eager=enforce_eager())
+    worker = WorkerConfig(
+        backend="vllm" if name == "vllm" else "hf", max_batch=max_batch, torch_threads=THREADS, vllm=options
+    )
+    backend = make_backend(ModelConfig(path=model, dtype="float32"), worker)
+    await backend.start()
+    parent.tell(backend.version)
+    try:
+        async for work in parent.requests(Work):
+            parent.tell(await _do(backend, Variants.read(Path(variants)), work, parent))
+    finally:
+        await backend.close()
+
+
+async def _do(backend: Backend, variants: Variants, work: Work, parent: Parent) -> Any:
+    if work.part == "cost":
+        return await score_cost(backend, variants, work.sizes)
+    if work.part == "throughput":
+        return await throughput(backend, variants, work.sizes, Path(work.home))
+    config, stop = load_config(None, work.settings), asyncio.Event()
+    if work.part == "share":
+        return await valid_share(backend, variants, work.sizes, config)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_serve_queue(backend, config, parent, stop))
+        await parent.line()
+        stop.set()
+    return {}
+
+
+async def _serve_queue(backend: Backend, config: Config, parent: Parent, stop: asyncio.Event) -> None:
+    """As a decode worker, until `stop` is set; what is running then goes back to the queue."""
+    async with role_process(config, "worker", "bench-worker", stop) as role:
+        prompts = await asyncio.to_thread(JobPrompts, config.model)
+        try:
+            worker = DecodeWorker(role, cast("Backend", Observed(backend, parent.tell)), prompts)
+            parent.tell(backend.version)
+            await worker.run()
+        finally:
+            await prompts.close()
+
+
+class Observed:
+    """A backend that reports the first token under each version; everything else is the backend's own."""
+
+    def __init__(self, backend: Backend, tell: Callable[[Seen], None]) -> None:
+        self._backend, self._tell = backend, tell
+        self._loop = asyncio.get_running_loop()
+        self._newest, self._sequences = backend.version, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    async def decode(self, request: SequenceRequest) -> SequenceOutput:
+        self._sequences += 1
+        try:
+            return await self._backend.decode(replace(request, report_every=1, report=self._saw))
+        finally:
+            self._sequences -= 1
+
+    def _saw(self, so_far: Progress) -> None:
+        """In the engine's thread."""
+        version = so_far.versions.runs[-1][0]
+        if version > self._newest:
+            self._newest = version
+            self._loop.call_soon_threadsafe(self._tell, Seen(version, time.time(), self._sequences))

@@ -35,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from sluice.bench.engine.sides import PROMPT_IDS, cpu_s
+from sluice.bench.engine import PROMPT_IDS, cpu_s
 from sluice.bench.harness import play, ratios, spread
 from sluice.bench.models import ENDLESS_CONTEXT
 from sluice.bench.proximal.versions import COUNT, Variants
@@ -100,8 +100,6 @@ def _seconds(sample: Sample) -> float:
 
 
 async def score_cost(backend: Backend, variants: Variants, sizes: Sizes) -> dict[str, Any]:
-    """The fields of one backend."""
-
     async def one(kind: str, number: int) -> Sample:
         return await _one(backend, variants, sizes, kind, number * len(KINDS))
 
@@ -110,7 +108,6 @@ async def score_cost(backend: Backend, variants: Variants, sizes: Sizes) -> dict
 
 
 def score_fields(rounds: Sequence[Round]) -> dict[str, Any]:
-    """What the rounds come to."""
     costs = ratios(rounds, "scored", "recompute", _seconds)
     cpu = {kind: sum(each[kind].cpu_s for each in rounds) for kind in STEPS}
     return {
@@ -156,7 +153,6 @@ def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
 
 
 async def throughput(backend: Backend, variants: Variants, sizes: Sizes, home: Path) -> dict[str, Any]:
-    """The fields of one backend."""
     versions = [write_version(variants.directory(v), home, variants.manifest(v)) for v in range(COUNT)]
     names = [*map(str, sizes.intervals), "none"]
     updates = dict.fromkeys(names, 0)
@@ -171,7 +167,6 @@ async def throughput(backend: Backend, variants: Variants, sizes: Sizes, home: P
 
 
 def rate_fields(found: dict[str, list[Segment]]) -> dict[str, Any]:
-    """What the segments come to."""
     return {
         "tok_s": {name: sum(n for n, _ in each) / sum(s for _, s in each) for name, each in found.items()},
         "spread": {name: spread(n / s for n, s in each) for name, each in found.items()},
@@ -265,11 +260,9 @@ class Running:
         return (len(self.times) - self.ready) / self.count if self.ready else 0.0
 
     def turned(self, version: int) -> bool:
-        """Every row has a token of this version."""
         return version in self.turns and len(self.turns[version].rows) == self.count
 
     def saw(self, row: int, so_far: Progress) -> None:
-        """New tokens of one row."""
         now, version = time.perf_counter(), so_far.versions.runs[-1][0]
         if version not in self.turns:
             self.turns[version] = Turn(self.times[-1] if self.times else now)

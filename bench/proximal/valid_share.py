@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from sluice.bench.engine.sides import PROMPT_IDS
+from sluice.bench.engine import PROMPT_IDS
 from sluice.bench.proximal.updates import WAIT_S, Sizes
 from sluice.bench.proximal.versions import Publisher, Variants
 from sluice.consumers.tasks import exact_answer
@@ -53,7 +53,6 @@ Publish = Callable[[int], Awaitable[Path]]
 
 
 async def valid_share(backend: Backend, variants: Variants, sizes: Sizes, config: Config) -> dict[str, Any]:
-    """The fields, by k."""
     async with role_process(config, "trainer", "bench-trainer", asyncio.Event()) as role:
         root = Path(config.run_dir) / config.run / "weights"
         publisher = Publisher(role.client, Keys(config.run), root, variants, sizes.retention)
@@ -194,7 +193,6 @@ class _Turn:
 
 
 def _lengths(count: int, longest: int) -> list[int]:
-    """Rising."""
     return [_SHORTEST + index * (longest - _SHORTEST) // max(1, count - 1) for index in range(count)]
 
 

@@ -46,11 +46,9 @@ class Variants:
 
     @classmethod
     def read(cls, root: Path) -> Variants:
-        """Those of `ensure_variants`."""
         return cls(root, msgspec.json.decode((root / _PROBE).read_bytes(), type=_Probe))
 
     def directory(self, version: int) -> Path:
-        """The model whose weights this version has."""
         return self.root / str(version % COUNT)
 
     def manifest(self, version: int, published_at: float = 0.0) -> WeightVersion:

@@ -2,8 +2,6 @@
 
         ┌▶ durable broker (AOF everysec) ◀── W × worker (ArqWorker) ──────┐
 fill ───┤                                                                 ├─▶ race ─┐
-        └▶ plain broker (no AOF) ◀── W × `arq`, W × `saq` ────────────────┘         │
-idle: one sleeping worker, one job at a time ───────────────────────────────────────┼─▶ measure
-calls: bulk enqueue, commit by size, claim by queue length (one client, AOF) ───────┤
-deaths: jobs of a second, two SIGKILLs, workers under a supervisor ─────────────────┘
+        └▶ plain broker (no AOF) ◀── W × arq, W × SAQ ────────────────────┘         ├─▶ measure
+           idle worker, bulk enqueue, commit by size, claim by length, two SIGKILLs ─┘
 """

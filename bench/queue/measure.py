@@ -1,67 +1,74 @@
 """Everything in one run, on three brokers of one program, and the fields of the JSON object.
 
-From enqueue to start on an idle queue: one worker process that sleeps, one job at a time, at random moments; both ends
-read the same clock of the same host, before the enqueue call and first thing in the job.
+- From enqueue to start on an idle queue: one worker process that sleeps, one job at a time, at random moments; both
+  ends read the same clock of the same host, before the enqueue call and first thing in the job.
+- What one client gets out of the queue's calls, with AOF everysec. Bulk enqueue: decode jobs with a chat prompt, 100 a
+  call; they are made before the clock starts, encoded within it. Commit: results of real claims, several a call as the
+  committer does, a call below 1 MB. Claim: one job from a short and from a long queue in turns; it is handed back
+  outside the clock.
+- What two SIGKILLs cost: jobs of a second each, under a supervisor that starts dead workers again. Both kills hit the
+  worker that holds the most jobs, half a job's time after it took them; the second one meets the jobs that the first
+  one freed, so all of them are suspects then. `start_s`: from the start of a worker process to its first heartbeat, the
+  longest of them. The aim, `limit_s`: twice the time without kills and one worker's start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
+import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sluice.bench.broker import broker_config, own_broker
-from sluice.bench.harness import at_least_one, own_directory, percentile, run_interruptible, say, spread
-from sluice.bench.processes import Fleet
-from sluice.bench.queue.calls import bulk_enqueue, claims, commits
-from sluice.bench.queue.deaths import deaths
-from sluice.bench.queue.race import ARQ_GRID, MAX_JOBS, SAQ_MISSING, Ours, Outcome, Race, Settings, saq_is_installed
+from msgspec.structs import replace
+
+from sluice.bench.broker import (
+    CHUNK,
+    IN_FLIGHT,
+    broker_config,
+    chunks,
+    decode_job,
+    enqueue,
+    enqueue_calls,
+    in_flight,
+    own_broker,
+)
+from sluice.bench.child import Parent
+from sluice.bench.harness import own_directory, percentile, run_interruptible, say, spread, until
+from sluice.bench.processes import child_command
+from sluice.bench.queue.race import MAX_JOBS, SAQ_MISSING, Ours, Outcome, Plan, Race, saq_is_installed
 from sluice.pipeline.broker.connection import ping
-from sluice.pipeline.errors import SluiceError
-from sluice.pipeline.queue import Call
+from sluice.pipeline.config.types import Config, UpConfig
+from sluice.pipeline.errors import BrokerError, SluiceError
+from sluice.pipeline.queue import ArqWorker, Call, Claim, Finished, JobQueue
+from sluice.pipeline.run.role import default_name, role_process
+from sluice.pipeline.run.stack import Deaths
+from sluice.pipeline.run.supervisor import Supervisor
+from sluice.pipeline.status.snapshot import snapshot
+from sluice.pipeline.wire.keys import Keys, tagged
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, encode
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 SYSTEMS = ("ours", "arq", "arq_best", "saq")
 _AIM_AT = 2  # workers at which the systems are compared
 _IDLE_GAP_S, _IDLE_WARM, _IDLE_SETTLE_S = (0.005, 0.045), 5, 0.3
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Seconds and counts are per round; `jobs` are ours, the others get as many as they end in `seconds`."""
-
-    workers: tuple[int, ...] = (1, 2, 4, 8)
-    jobs: int = 30_000
-    rounds: int = 3
-    seconds: float = 2.0
-    grid: tuple[Settings, ...] = ARQ_GRID
-    probe_jobs: int = 400
-    idle_jobs: int = 400
-    bulk_jobs: int = 40_000
-    commit_kb: tuple[int, ...] = (1, 16, 256)
-    commit_s: float = 1.5
-    depths: tuple[int, ...] = (1_000, 1_000_000)
-    claims: int = 2_000
-    death_workers: tuple[int, ...] = (2, 4)
-    death_jobs: int = 64
-    death_job_s: float = 1.0
-
-    @classmethod
-    def of(cls, *, workers: tuple[int, ...], jobs: int | None, quick: bool) -> Plan:
-        """Checked. Raises ConfigError."""
-        at_least_one(workers=workers, jobs=jobs)
-        counts = tuple(sorted(set(workers)))
-        if not quick:
-            return cls(workers=counts, jobs=jobs or cls.jobs)
-        return cls(
-            workers=counts, jobs=jobs or 500, rounds=1, seconds=0.2, grid=ARQ_GRID[:1], probe_jobs=60, idle_jobs=20,
-            bulk_jobs=1_000, commit_s=0.05, depths=(100, 2_000), claims=50,
-            death_workers=(2,), death_jobs=16, death_job_s=0.3,
-        )  # fmt: skip
+_MOST_PER_COMMIT = 256
+_COMMIT_BYTES = 768 << 10
+_LEASE_S = 600.0
+_MOST_DEATHS = 3
+_SETTLE_S = 60.0
+_PROMPT = 64  # tokens of a result's prompt
+_KILLS = 2
+_MAX_JOBS = 64  # all of a round's jobs: one worker may hold every one of them
+_LOOK_S, _DEADLINE_S = 0.01, 180.0
+_BACKOFF = UpConfig(restart_backoff_s=0.1)
 
 
 def measure(plan: Plan) -> dict[str, Any]:
@@ -85,10 +92,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
         own_broker(home / "plain", durable=False) as (_, plain),
         own_broker(home / "calls") as (client, url),
     ):
-        race = Race(
-            durable, plain, home, jobs=plan.jobs, rounds=plan.rounds, seconds=plan.seconds, probe_jobs=plan.probe_jobs,
-            grid=plan.grid,
-        )  # fmt: skip
+        race = Race(plan, durable, plain, home)
         for workers in plan.workers:
             await race.run(workers)
         facts = ping(broker_config(durable))
@@ -140,22 +144,235 @@ def _by_count(by: Mapping[int, Any]) -> dict[str, Any]:
 
 async def _idle(jobs: int, url: str, home: Path) -> dict[str, float]:
     """Milliseconds."""
-    ours, gaps = Ours(url, "idle"), random.Random(0)
-    try:
-        async with Fleet("idle", home) as fleet:
-            await ours.start(1, fleet)
-            fleet.resume()
-            for number in range(_IDLE_WARM + jobs):
-                await asyncio.sleep(gaps.uniform(*_IDLE_GAP_S))
-                call = Call(job_id=f"idle:{number}", function="mark", args=(time.time(),))
-                await ours.queue.enqueue_calls([call])
-            await asyncio.sleep(_IDLE_SETTLE_S)
-            (totals,) = await ours.totals(fleet)
-    finally:
-        await ours.close()
+    gaps = random.Random(0)
+    async with Ours("idle", url, home, "idle").started(1) as ours:
+        ours.fleet.resume()
+        for number in range(_IDLE_WARM + jobs):
+            await asyncio.sleep(gaps.uniform(*_IDLE_GAP_S))
+            call = Call(job_id=f"idle:{number}", function="mark", args=(time.time(),))
+            await ours.queue.enqueue_calls([call])
+        await asyncio.sleep(_IDLE_SETTLE_S)
+        (totals,) = await ours.totals()
     waits_ms = [1000 * wait_s for wait_s in totals.waits_s[_IDLE_WARM:]]
     if len(waits_ms) != jobs:
         raise SluiceError(f"{len(waits_ms)} of {jobs} idle jobs were started")
     found = {"idle_p50_ms": percentile(waits_ms, 0.5), "idle_p99_ms": percentile(waits_ms, 0.99)}
     say(f"idle: enqueue to start p50 {found['idle_p50_ms']:.2f} ms, p99 {found['idle_p99_ms']:.2f} ms")
     return found
+
+
+def result_of(job_id: str, size: int) -> SequenceResult:
+    """The only sequence of a job, as workers make it; encoded it takes about `size` bytes."""
+    return replace(_result_template(size), seq_id=f"{job_id}:0", group_id=job_id)
+
+
+@cache
+def _result_template(size: int) -> SequenceResult:
+    none, thousand = (len(encode(_result_with(count))) for count in (0, 1000))
+    return _result_with(max(0, round((size - none) * 1000 / (thousand - none))))
+
+
+def _result_with(count: int) -> SequenceResult:
+    """Of `count` tokens, with a logprob and a word each."""
+    return SequenceResult(
+        seq_id="commit:" + "0" * 24 + ":0",
+        group_id="commit:" + "0" * 24,
+        group_size=1,
+        index=0,
+        worker="worker-0",
+        backend="hf",
+        prompt_token_ids=TokenArray(range(_PROMPT)),
+        token_ids=TokenArray(range(count)),
+        logprobs=FloatArray([-0.5] * count),
+        versions=Runs.of([1] * count),
+        text="word " * count,
+        raw_text="word " * count,
+        finish_reason="stop",
+        sampling=SamplingParams(),
+        task="exact_answer",
+    )
+
+
+async def bulk_enqueue(client: Any, count: int) -> dict[str, float]:
+    """Jobs per second: several calls in flight, and one call after the other."""
+    found: dict[str, float] = {}
+    for name, most in (("bulk_enqueue_s", IN_FLIGHT), ("bulk_enqueue_one_by_one_s", 1)):
+        queue = JobQueue(client, Keys(name))
+        ready = list(chunks([decode_job(name, number) for number in range(count)]))
+        started = time.perf_counter()
+        await in_flight((enqueue(queue, chunk) for chunk in ready), most)
+        found[name] = count / (time.perf_counter() - started)
+    say(f"bulk enqueue: {found['bulk_enqueue_s']:.0f} jobs/s ({found['bulk_enqueue_one_by_one_s']:.0f} one by one)")
+    return {**found, "bulk_job_bytes": len(encode(decode_job("bulk", count)))}
+
+
+async def commits(client: Any, kilobytes: Sequence[int], at_least_s: float) -> dict[str, Any]:
+    """Sequences per second, by KB of an encoded result."""
+    rates, per_call, sizes = {}, {}, {}
+    for size in kilobytes:
+        most = max(1, min(_MOST_PER_COMMIT, _COMMIT_BYTES // (size << 10)))
+        keys = Keys(f"commit-{size}")
+        committed, seconds = 0, 0.0
+        queue = JobQueue(client, keys)
+        async for held in _claimed(queue, most):
+            ended = [Finished(claim, result_of(claim.job_id, size << 10)) for claim in held]
+            started = time.perf_counter()
+            outcomes = await queue.commit(ended)
+            seconds += time.perf_counter() - started
+            if set(outcomes) != {"ok"}:
+                raise BrokerError(f"commits of the bench were refused: {sorted(set(outcomes))}")
+            await client.unlink(keys.result_stream("", 1))
+            committed += len(ended)
+            sizes[str(size)] = len(encode(ended[0].result))
+            if seconds >= at_least_s:
+                break
+        rates[str(size)], per_call[str(size)] = committed / seconds, most
+        say(f"commit of {size} KB: {rates[str(size)]:.0f} sequences/s, {most} a call")
+    return {"commit_s": rates, "commit_per_call": per_call, "commit_bytes": sizes}
+
+
+async def _claimed(queue: JobQueue, count: int) -> AsyncIterator[list[Claim]]:
+    """Lists of `count` fresh claims, without end."""
+    number = 0
+    while True:
+        await enqueue(queue, [decode_job(queue.keys.run, number + i) for i in range(count)])
+        number += count
+        found: list[Claim] = []
+        while len(found) < count:
+            found += (await queue.claim(count - len(found), _LEASE_S, _MOST_DEATHS)).claims
+        yield found
+
+
+async def claims(client: Any, depths: Sequence[int], count: int) -> dict[str, Any]:
+    """Microseconds of one claim of one job, by the number of jobs in the queue."""
+    queues = {depth: JobQueue(client, Keys(f"depth-{depth}")) for depth in depths}
+    for depth, queue in queues.items():
+        started = time.perf_counter()
+        await in_flight(enqueue_calls(queue, _calls(queue, begin, depth)) for begin in range(0, depth, CHUNK))
+        say(f"queue of {depth} jobs: filled in {time.perf_counter() - started:.1f} s")
+
+    async def settled() -> bool:
+        """A broker that rewrites its append-only file is slower than usual."""
+        return not (await client.info("persistence"))["aof_rewrite_in_progress"]
+
+    await until(settled, "the broker to rewrite its append-only file", _SETTLE_S)
+    taken: dict[int, list[float]] = {depth: [] for depth in queues}
+    for _ in range(count):
+        for depth, queue in queues.items():
+            started = time.perf_counter()
+            got = await queue.claim(1, _LEASE_S, _MOST_DEATHS)
+            taken[depth].append(1e6 * (time.perf_counter() - started))
+            if await queue.release(got.claims) != 1:
+                raise BrokerError("a claimed job of the bench could not be handed back")
+    found = {str(depth): median(each) for depth, each in taken.items()}
+    say("claim: " + ", ".join(f"{taken_us:.0f} us with {depth} jobs queued" for depth, taken_us in found.items()))
+    return {"claim_us": found}
+
+
+def _calls(queue: JobQueue, begin: int, depth: int) -> list[Call]:
+    numbers = range(begin, min(begin + CHUNK, depth))
+    return [Call(job_id=tagged(queue.keys.run, str(number)), function="noop") for number in numbers]
+
+
+async def last(_ctx: Any, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def serve_mortal(_: Parent, url: str, run: str) -> None:
+    """A worker that may be killed, until SIGTERM; its heartbeat says whose leases end with it, as any worker's does."""
+    config = Config(run=run, broker=broker_config(url))
+    async with role_process(config, "worker", default_name("worker")) as role:
+        worker = ArqWorker(
+            [last], client=role.client, keys=role.keys, config=config, name=role.name, stop=role.stop,
+            max_jobs=_MAX_JOBS, handle_signals=False,
+        )  # fmt: skip
+        role.status.fact(owner=worker.leases.queue.owner)
+        await role.status.beat()
+        await worker.main()
+        await worker.close()
+
+
+async def deaths(
+    client: Any, url: str, home: Path, by_workers: Sequence[int], jobs: int, job_s: float
+) -> dict[str, Any]:
+    """Seconds, by workers."""
+    found: dict[str, dict[str, float]] = {}
+    for workers in by_workers:
+        quiet, killed = (_Round(client, url, home, workers, kills) for kills in (0, _KILLS))
+        quiet_s, killed_s = await quiet.run(jobs, job_s), await killed.run(jobs, job_s)
+        start_s = max(quiet.start_s, killed.start_s)
+        limit_s = 2 * quiet_s + start_s
+        found[str(workers)] = {"quiet_s": quiet_s, "killed_s": killed_s, "start_s": start_s, "limit_s": limit_s}
+        say(
+            f"{jobs} jobs of {job_s:g} s, {workers} workers: {quiet_s:.2f} s; with {_KILLS} "
+            f"kills {killed_s:.2f} s (aim {limit_s:.2f} s, a worker's start {start_s:.2f} s)"
+        )
+    return {"deaths": found, "deaths_jobs": jobs, "deaths_job_s": job_s, "deaths_kills": _KILLS}
+
+
+class _Round:
+    """Workers under their supervisor, on a run of their own."""
+
+    def __init__(self, client: Any, url: str, home: Path, workers: int, kills: int) -> None:
+        self._config = Config(run=f"deaths-{workers}-{kills}", broker=broker_config(url))
+        self._client, self._keys, self._workers, self._kills = client, Keys(self._config.run), workers, kills
+        env = {**os.environ, "REDIS_URL": url}
+        settle = Deaths(client, self._config).settle
+        self._supervisor = Supervisor(_BACKOFF, home / self._config.run, env, settle)
+        self.start_s = 0.0
+
+    async def run(self, jobs: int, job_s: float) -> float:
+        """Seconds from the first enqueue to the last job's end."""
+        async with self._started():
+            started, run = time.perf_counter(), self._config.run
+            queue = JobQueue(self._client, self._keys)
+            calls = [Call(job_id=f"{run}:{number}", function="last", args=(job_s,)) for number in range(jobs)]
+            await in_flight(enqueue_calls(queue, chunk) for chunk in chunks(calls))
+            for _ in range(self._kills):
+                await self._kill_the_busiest(job_s / 2)
+
+            async def over() -> bool:
+                return int(await self._client.hget(self._keys.counts, "called") or 0) >= jobs
+
+            await until(over, f"{jobs} jobs to end", _DEADLINE_S, every_s=_LOOK_S)
+            return time.perf_counter() - started
+
+    @contextlib.asynccontextmanager
+    async def _started(self) -> AsyncGenerator[None]:
+        for number in range(self._workers):
+            command = child_command(serve_mortal, [self._config.broker.url, self._config.run])
+            self._supervisor.add(f"worker-{number}", command)
+        began = time.perf_counter()
+
+        async def up() -> bool:
+            return len((await snapshot(self._client, self._keys)).alive("worker")) == self._workers
+
+        task = asyncio.create_task(self._supervisor.run())
+        try:
+            await until(up, f"{self._workers} workers to start", _DEADLINE_S, every_s=_LOOK_S)
+            self.start_s = time.perf_counter() - began
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            await self._supervisor.stop()
+
+    async def _holders(self) -> Counter[str]:
+        """Jobs by the worker that holds them."""
+        pipe = self._client.pipeline(transaction=False)
+        for job_id in await self._client.zrange(self._keys.leases, 0, -1):
+            pipe.hget(self._keys.job_state.encode() + job_id, "worker")
+        return Counter(name.decode() for name in await pipe.execute() if name)
+
+    async def _kill_the_busiest(self, after_s: float) -> None:
+        """From outside: nobody announces it."""
+        await until(self._holders, "a worker that holds jobs", _DEADLINE_S, every_s=_LOOK_S)
+        await asyncio.sleep(after_s)
+        [(name, _)] = (await self._holders()).most_common(1)
+        if pid := self._supervisor.children[name].pid:
+            os.kill(pid, signal.SIGKILL)
+
+        async def gone() -> bool:
+            return name not in await self._holders()
+
+        await until(gone, f"the leases of {name} to end", _DEADLINE_S, every_s=_LOOK_S)

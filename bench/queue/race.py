@@ -6,34 +6,37 @@
 | system | worker processes                            | ended when                                        |
 |--------|---------------------------------------------|---------------------------------------------------|
 | ours   | ArqWorker                                   | the queue is empty, and as many calls are counted |
-| arq    | arq's command, its serialiser, its defaults | the queue is empty (a job leaves it at its end)   |
-| saq    | SAQ's command, its defaults                 | nothing is incomplete                             |
+| arq    | arq's worker, its serialiser, its defaults  | the queue is empty (a job leaves it at its end)   |
+| saq    | SAQ's worker, its defaults; it is installed | nothing is incomplete                             |
+|        | for benchmarks only (the extra `bench`)     |                                                   |
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import sys
+import logging.config
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import arq
 import msgspec
+from arq.logs import default_log_config
 
 from sluice.bench.broker import broker_config, broker_s, chunks, enqueue_calls, in_flight
 from sluice.bench.child import Parent
-from sluice.bench.harness import play, say, until
-from sluice.bench.processes import Fleet, child_command
+from sluice.bench.harness import at_least_one, play, say, until
+from sluice.bench.processes import Fleet
 from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.logs import configure
-from sluice.pipeline.queue import ArqWorker, Call, Claimed, JobQueue, arq_pool
+from sluice.pipeline.queue import ArqWorker, Call, Claimed, JobQueue, arq_pool, arq_redis_settings
+from sluice.pipeline.run.role import default_name
 from sluice.pipeline.wire.keys import Keys
 
 Settings = dict[str, float | int | bool]
@@ -61,7 +64,6 @@ _ENQUEUES = 20  # of a foreign client, at a time
 
 
 def saq_is_installed() -> bool:
-    """Whether this Python has SAQ."""
     return find_spec("saq") is not None
 
 
@@ -82,7 +84,7 @@ async def mark(ctx: dict[Any, Any], sent_at: float) -> None:
     ctx["totals"].waits_s.append(time.time() - sent_at)
 
 
-async def serve_ours(parent: Parent, url: str, name: str, run: str) -> None:
+async def serve_ours(parent: Parent, url: str, run: str) -> None:
     """One of our workers: it says `ready`, serves until SIGTERM, and tells its totals."""
     configure("bench")
     config, totals = Config(run=run, broker=broker_config(url)), Totals()
@@ -96,8 +98,8 @@ async def serve_ours(parent: Parent, url: str, name: str, run: str) -> None:
 
     client = connect(config.broker)
     worker = ArqWorker(
-        [noop, mark], client=client, keys=Keys(run), config=config, name=name, max_jobs=MAX_JOBS, on_startup=ready,
-        ctx={"totals": totals}, on_claim=count,
+        [noop, mark], client=client, keys=Keys(run), config=config, name=default_name("worker"), max_jobs=MAX_JOBS,
+        on_startup=ready, ctx={"totals": totals}, on_claim=count,
     )  # fmt: skip
     await worker.main()
     await worker.close()
@@ -105,42 +107,71 @@ async def serve_ours(parent: Parent, url: str, name: str, run: str) -> None:
     parent.tell(totals)
 
 
+async def serve_arq(parent: Parent, url: str, settings: Settings) -> None:
+    """A worker of stock arq, logging as its command does: two lines a job, unless it has settings of ours."""
+    logging.config.dictConfig({"version": 1} if settings else default_log_config(verbose=False))
+
+    async def ready(_ctx: Any) -> None:
+        parent.tell("ready")
+
+    options: Any = {"functions": [noop], "on_startup": ready, **settings}
+    await arq.Worker(redis_settings=arq_redis_settings(url), **options).async_run()
+
+
+async def serve_saq(parent: Parent, url: str) -> None:
+    saq: Any = importlib.import_module("saq")
+
+    async def ready(_ctx: Any) -> None:
+        parent.tell("ready")
+
+    queue = saq.Queue.from_url(url)
+    await queue.connect()
+    await saq.Worker(queue, [noop], startup=ready).start()
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Jobs per second, and microseconds of processor time a job."""
+
+    rate: float
+    worker_us: float
+    broker_us: float
+
+
 class System:
-    """One system on its broker: it fills its queue, and runs worker processes of its own kind."""
+    """One system on its broker, with worker processes of its own kind that stand still outside of rounds."""
 
     leftovers: ClassVar[str]  # keys that ended jobs leave behind
 
-    def __init__(self, url: str, settings: Settings | None = None) -> None:
-        self.url, self.settings = url, settings or {}
+    def __init__(self, name: str, url: str, home: Path, serve: Callable[..., Any], arguments: Sequence[Any]) -> None:
         self.client: Any = connect(broker_config(url))
-        self.filled = 0
-
-    async def close(self) -> None:
-        """End its connections."""
-        await self.client.aclose()
-
-    def command(self, worker: int) -> list[str]:
-        """What starts one worker."""
-        raise NotImplementedError
+        self.fleet = Fleet(name, home)
+        self.filled, self.jobs = 0, 0  # so far, and in each round
+        self._serve, self._arguments = serve, arguments
 
     async def enqueue(self, count: int) -> None:
-        """That many jobs."""
         raise NotImplementedError
 
     async def is_empty(self) -> bool:
         """Whether every job has ended."""
         raise NotImplementedError
 
-    async def start(self, workers: int, fleet: Fleet) -> None:
-        """Start workers, and pause them once they are up."""
-        env = {"REDIS_URL": self.url, "BENCH_SETTINGS": json.dumps(self.settings)}
-        for worker in range(workers):
-            await fleet.start(self.command(worker), env, piped=True)
-        await fleet.answers(_START_S)
-        fleet.pause()
+    async def close(self) -> None:
+        await self.client.aclose()
 
-    async def fill(self, count: int) -> None:
-        """Enqueue jobs; what ended ones left behind goes first."""
+    @contextlib.asynccontextmanager
+    async def started(self, workers: int) -> AsyncGenerator[Self]:
+        async with contextlib.AsyncExitStack() as scope:
+            scope.push_async_callback(self.close)
+            await scope.enter_async_context(self.fleet)
+            for _ in range(workers):
+                await self.fleet.start_child(self._serve, self._arguments)
+            await self.fleet.receive(str, _START_S)
+            self.fleet.pause()
+            yield self
+
+    async def run(self, jobs: int) -> Lap:
+        """Fill, release, wait for the end. What ended jobs left behind goes first."""
         cursor: int = 0
         while True:
             cursor, found = await self.client.scan(cursor, match=self.leftovers, count=_PAGE)
@@ -148,8 +179,14 @@ class System:
                 await self.client.unlink(*found)
             if not cursor:
                 break
-        await self.enqueue(count)
-        self.filled += count
+        await self.enqueue(jobs)
+        self.filled += jobs
+        workers_s, used_s, started = self.fleet.cpu_s(), await broker_s(self.client), time.perf_counter()
+        with self.fleet.running():
+            await until(self.is_empty, "all jobs to end", _DEADLINE_S, every_s=_LOOK_S, check=self.fleet.check)
+            seconds = time.perf_counter() - started
+        workers_s, used_s = self.fleet.cpu_s() - workers_s, await broker_s(self.client) - used_s
+        return Lap(jobs / seconds, 1e6 * workers_s / jobs, 1e6 * used_s / jobs)
 
 
 class Ours(System):
@@ -157,13 +194,10 @@ class Ours(System):
 
     leftovers = "arq:result:*"
 
-    def __init__(self, url: str, run: str) -> None:
-        super().__init__(url)
+    def __init__(self, name: str, url: str, home: Path, run: str) -> None:
+        super().__init__(name, url, home, serve_ours, [url, run])
         self._keys = Keys(run)
         self.queue = JobQueue(self.client, self._keys)
-
-    def command(self, worker: int) -> list[str]:
-        return child_command(serve_ours, [self.url, f"worker-{worker}", self._keys.run])
 
     async def enqueue(self, count: int) -> None:
         calls = [Call(job_id=f"{self._keys.run}:{self.filled + i}", function="noop") for i in range(count)]
@@ -175,25 +209,19 @@ class Ours(System):
         left, called = await pipe.execute()
         return not left and int(called or 0) == self.filled
 
-    async def totals(self, fleet: Fleet) -> list[Totals]:
+    async def totals(self) -> list[Totals]:
         """End the workers; what each did."""
-        await fleet.end()
-        return await fleet.receive(Totals, _START_S)
+        await self.fleet.end()
+        return await self.fleet.receive(Totals, _START_S)
 
 
 class Arq(System):
-    """Stock arq; with other settings than its defaults it does not log each job either."""
-
     leftovers = "arq:result:*"
 
-    def __init__(self, url: str, settings: Settings | None = None) -> None:
-        super().__init__(url, settings)
+    def __init__(self, name: str, url: str, home: Path, settings: Settings | None = None) -> None:
+        super().__init__(name, url, home, serve_arq, [url, settings or {}])
         self._pool = arq_pool(self.client, _ARQ_QUEUE)
         self._pool.job_serializer = self._pool.job_deserializer = None  # its own
-
-    def command(self, worker: int) -> list[str]:
-        quiet = ["--custom-log-dict", "sluice.bench.queue.stock.quiet"] if self.settings else []
-        return [sys.executable, "-m", "arq", "sluice.bench.queue.stock.arq_settings", *quiet]
 
     async def enqueue(self, count: int) -> None:
         await in_flight((self._pool.enqueue_job("noop") for _ in range(count)), _ENQUEUES)
@@ -203,16 +231,11 @@ class Arq(System):
 
 
 class Saq(System):
-    """Stock SAQ."""
-
     leftovers = "saq:job:*"
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, name: str, url: str, home: Path) -> None:
+        super().__init__(name, url, home, serve_saq, [url])
         self._queue: Any = importlib.import_module("saq").Queue.from_url(url)
-
-    def command(self, worker: int) -> list[str]:
-        return [sys.executable, "-m", "saq", "sluice.bench.queue.stock.saq_settings"]
 
     async def enqueue(self, count: int) -> None:
         await in_flight((self._queue.enqueue("noop") for _ in range(count)), _ENQUEUES)
@@ -223,6 +246,39 @@ class Saq(System):
 
     async def is_empty(self) -> bool:
         return not await self._queue.count("incomplete")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Seconds and counts are per round; `jobs` are ours, the others get as many as they end in `seconds`."""
+
+    workers: tuple[int, ...] = (1, 2, 4, 8)
+    jobs: int = 30_000
+    rounds: int = 3
+    seconds: float = 2.0
+    grid: tuple[Settings, ...] = ARQ_GRID
+    probe_jobs: int = 400
+    idle_jobs: int = 400
+    bulk_jobs: int = 40_000
+    commit_kb: tuple[int, ...] = (1, 16, 256)
+    commit_s: float = 1.5
+    depths: tuple[int, ...] = (1_000, 1_000_000)
+    claims: int = 2_000
+    death_workers: tuple[int, ...] = (2, 4)
+    death_jobs: int = 64
+    death_job_s: float = 1.0
+
+    @classmethod
+    def of(cls, *, workers: tuple[int, ...], jobs: int | None, quick: bool) -> Plan:
+        at_least_one(workers=workers, jobs=jobs)
+        counts = tuple(sorted(set(workers)))
+        if not quick:
+            return cls(workers=counts, jobs=jobs or cls.jobs)
+        return cls(
+            workers=counts, jobs=jobs or 500, rounds=1, seconds=0.2, grid=ARQ_GRID[:1], probe_jobs=60, idle_jobs=20,
+            bulk_jobs=1_000, commit_s=0.05, depths=(100, 2_000), claims=50,
+            death_workers=(2,), death_jobs=16, death_job_s=0.3,
+        )  # fmt: skip
 
 
 @dataclass
@@ -239,112 +295,69 @@ class Outcome:
     best: dict[int, Settings] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Lap:
-    """Jobs per second, and microseconds of processor time a job."""
-
-    rate: float
-    worker_us: float
-    broker_us: float
-
-
-@dataclass
-class Entrant:
-    """A system with its workers, paused."""
-
-    name: str
-    system: System
-    fleet: Fleet
-    jobs: int = 0
-
-    async def run(self, jobs: int) -> Lap:
-        """Fill, release, wait for the end."""
-        client = self.system.client
-        await self.system.fill(jobs)
-        workers_s, used_s, started = self.fleet.cpu_s(), await broker_s(client), time.perf_counter()
-        self.fleet.resume()
-        try:
-            what = f"the jobs of {self.name} to end"
-            await until(self.system.is_empty, what, _DEADLINE_S, every_s=_LOOK_S, check=self.fleet.check)
-            seconds = time.perf_counter() - started
-        finally:
-            self.fleet.pause()
-        workers_s, used_s = self.fleet.cpu_s() - workers_s, await broker_s(client) - used_s
-        return Lap(jobs / seconds, 1e6 * workers_s / jobs, 1e6 * used_s / jobs)
-
-
 class Race:
-    """All rounds; `durable` and `plain` are the brokers' URLs, others than us get as many jobs as end in `seconds`."""
+    """All rounds; `durable` and `plain` are the brokers' URLs."""
 
-    def __init__(
-        self, durable: str, plain: str, home: Path, *, jobs: int, rounds: int, seconds: float, probe_jobs: int,
-        grid: Sequence[Settings],
-    ) -> None:  # fmt: skip
-        self._durable, self._plain, self._home = durable, plain, home
-        self._jobs, self._rounds, self._seconds, self._probe, self._grid = jobs, rounds, seconds, probe_jobs, grid
-        self._fleets = 0
+    def __init__(self, plan: Plan, durable: str, plain: str, home: Path) -> None:
+        self._plan, self._durable, self._plain, self._home = plan, durable, plain, home
         self.outcome = Outcome()
 
     async def run(self, workers: int) -> None:
-        """Of so many workers."""
         async with contextlib.AsyncExitStack() as scope:
-            ours, *others = await self._line_up(workers, scope)
-            entrants = {each.name: each for each in (ours, *others)}
+            systems = await self._line_up(workers, scope)
 
             async def one(name: str, _: int) -> Lap:
-                return await entrants[name].run(entrants[name].jobs)
+                return await systems[name].run(systems[name].jobs)
 
             def ended(number: int, laps: Any) -> None:
-                rates = ", ".join(f"{name} {laps[name].rate:.0f}" for name in entrants)
-                say(f"{workers} workers, round {number + 1}/{self._rounds}: {rates} jobs/s")
+                rates = ", ".join(f"{name} {laps[name].rate:.0f}" for name in systems)
+                say(f"{workers} workers, round {number + 1}/{self._plan.rounds}: {rates} jobs/s")
 
-            laps = await play(self._rounds, list(entrants), one, ended)
-            for name, entrant in entrants.items():
+            laps = await play(self._plan.rounds, list(systems), one, ended)
+            for name, system in systems.items():
                 self.outcome.rates[name][workers] = [each[name].rate for each in laps]
-                self.outcome.jobs[name][workers] = entrant.jobs
+                self.outcome.jobs[name][workers] = system.jobs
             self.outcome.worker_us[workers] = [each["ours"].worker_us for each in laps]
             self.outcome.broker_us[workers] = [each["ours"].broker_us for each in laps]
-            assert isinstance(ours.system, Ours)
-            totals, jobs = await ours.system.totals(ours.fleet), ours.system.filled
-            self.outcome.claims_per_job[workers] = sum(each.claimed for each in totals) / jobs
-            self.outcome.claim_calls_per_job[workers] = sum(each.claims for each in totals) / jobs
+            ours = systems["ours"]
+            assert isinstance(ours, Ours)
+            totals = await ours.totals()
+            self.outcome.claims_per_job[workers] = sum(each.claimed for each in totals) / ours.filled
+            self.outcome.claim_calls_per_job[workers] = sum(each.claims for each in totals) / ours.filled
 
-    async def _line_up(self, workers: int, scope: contextlib.AsyncExitStack) -> list[Entrant]:
-        """Ours first; all warm, and each with as many jobs as it ends in the time of a round."""
-        ours = await self._enter("ours", Ours(self._durable, f"race-{workers}"), workers, scope)
-        await ours.run(self._probe * _OURS_WARM)
-        ours.jobs = self._jobs
-        others = [await self._enter("arq", Arq(self._plain), workers, scope)]
+    async def _line_up(self, workers: int, scope: contextlib.AsyncExitStack) -> dict[str, System]:
+        """All warm, and each other than ours with as many jobs as it ends in the time of a round."""
+        ours = Ours(f"ours-{workers}", self._durable, self._home, f"race-{workers}")
+        await scope.enter_async_context(ours.started(workers))
+        await ours.run(self._plan.probe_jobs * _OURS_WARM)
+        ours.jobs = self._plan.jobs
+        others: dict[str, System] = {"arq": Arq(f"arq-{workers}", self._plain, self._home)}
         if saq_is_installed():
-            others.append(await self._enter("saq", Saq(self._plain), workers, scope))
-        for entrant in others:
-            entrant.jobs = self._jobs_at((await entrant.run(self._probe)).rate)
-        return [ours, await self._best_arq(workers, scope), *others]
+            others["saq"] = Saq(f"saq-{workers}", self._plain, self._home)
+        for system in others.values():
+            await scope.enter_async_context(system.started(workers))
+        for system in others.values():
+            system.jobs = self._jobs_at((await system.run(self._plan.probe_jobs)).rate)
+        return {"ours": ours, "arq_best": await self._best_arq(workers, scope), **others}
 
-    async def _best_arq(self, workers: int, scope: contextlib.AsyncExitStack) -> Entrant:
+    async def _best_arq(self, workers: int, scope: contextlib.AsyncExitStack) -> System:
         best, fastest, best_scope = None, 0.0, contextlib.AsyncExitStack()
         scope.push_async_callback(lambda: best_scope.aclose())
         rows = self.outcome.grid[workers] = []
-        for settings in self._grid:
+        for number, settings in enumerate(self._plan.grid):
             async with contextlib.AsyncExitStack() as attempt:
-                entrant = await self._enter("arq_best", Arq(self._plain, settings), workers, attempt)
-                await entrant.run(self._probe // _WARM_SHARE)
-                rate = (await entrant.run(self._probe)).rate
+                system = Arq(f"arq_best-{workers}-{number}", self._plain, self._home, settings)
+                await attempt.enter_async_context(system.started(workers))
+                await system.run(self._plan.probe_jobs // _WARM_SHARE)
+                rate = (await system.run(self._plan.probe_jobs)).rate
                 rows.append({**settings, "jobs_s": rate})
                 if rate > fastest:
                     await best_scope.aclose()
-                    best, fastest, best_scope = entrant, rate, attempt.pop_all()
+                    best, fastest, best_scope = system, rate, attempt.pop_all()
                     self.outcome.best[workers] = settings
         assert best is not None
         best.jobs = self._jobs_at(fastest)
         return best
 
-    async def _enter(self, name: str, system: System, workers: int, scope: contextlib.AsyncExitStack) -> Entrant:
-        scope.push_async_callback(system.close)
-        self._fleets += 1
-        fleet = await scope.enter_async_context(Fleet(f"{name}-{self._fleets}", self._home))
-        await system.start(workers, fleet)
-        return Entrant(name, system, fleet)
-
     def _jobs_at(self, rate: float) -> int:
-        return max(self._probe, round(rate * self._seconds))
+        return max(self._plan.probe_jobs, round(rate * self._plan.seconds))

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ _GPT_2 = {
     "vocab_size": _VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "bos_token_id": None,
     "eos_token_id": _END, "pad_token_id": _PAD,
 }  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _QWEN_TOKENS = {
     "image_token_id": _IMAGE, "video_token_id": _VIDEO, "vision_start_token_id": _VISION_START,
     "vision_end_token_id": _VISION_END,
@@ -93,81 +95,12 @@ _LLAMA4_VISION = {
 
 
 def _plain(kind: str, **own: Any) -> Callable[[], Config]:
-    """A text model of this configuration class."""
     return lambda: getattr(hf, kind)(**_text(**own))
 
 
-def _llava() -> Config:
-    return hf.LlavaConfig(
-        text_config=hf.Qwen3Config(**_text(head_dim=32)),
-        vision_config=hf.CLIPVisionConfig(projection_dim=32, **_SIGLIP),
-        image_token_index=_IMAGE,
-        image_seq_length=16,
-        vision_feature_layer=-1,
-        tie_word_embeddings=False,
-    )
-
-
-def _qwen_2_5_vl() -> Config:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    return hf.Qwen2_5_VLConfig(
-        text_config=_text(rope_parameters=rope),
-        vision_config={**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
-        tie_word_embeddings=False,
-        **_QWEN_TOKENS,
-    )
-
-
-def _qwen_3_vl() -> Config:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
-    return hf.Qwen3VLConfig(
-        text_config=_text(head_dim=32, rope_parameters=rope),
-        vision_config={**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        tie_word_embeddings=False,
-        **_QWEN_TOKENS,
-    )
-
-
-def _qwen_3_5_vl() -> Config:
-    return hf.Qwen3_5Config(
-        text_config=_text(**_DELTA_NET),
-        vision_config={**_QWEN_VISION, "num_position_embeddings": 16},
-        tie_word_embeddings=False,
-        **_QWEN_TOKENS,
-    )
-
-
-def _gemma_3_vl() -> Config:
-    return hf.Gemma3Config(
-        text_config=_text(**_GEMMA3),
-        vision_config=_SIGLIP,
-        mm_tokens_per_image=4,
-        image_token_index=_IMAGE,
-        boi_token_index=_VISION_START,
-        eoi_token_index=_VISION_END,
-        eos_token_id=_END,
-        tie_word_embeddings=False,
-    )
-
-
-def _llama_4_vl() -> Config:
-    return hf.Llama4Config(
-        text_config=_text(**_LLAMA4),
-        vision_config=_LLAMA4_VISION,
-        image_token_index=_IMAGE,
-        tie_word_embeddings=False,
-    )
-
-
-def _idefics_3() -> Config:
-    return hf.Idefics3Config(
-        text_config=hf.LlamaConfig(**_text()),
-        vision_config=_SIGLIP,
-        image_token_id=_IMAGE,
-        scale_factor=2,
-        pad_token_id=_PAD,
-        tie_word_embeddings=False,
-    )
+def _seeing(kind: str, text: Any, vision: Any, **own: Any) -> Callable[[], Config]:
+    parts = {"text_config": text, "vision_config": vision}
+    return lambda: getattr(hf, kind)(**deepcopy(parts), tie_word_embeddings=False, **own)
 
 
 ARCHITECTURES: dict[str, Callable[[], Config]] = {
@@ -197,14 +130,32 @@ ARCHITECTURES: dict[str, Callable[[], Config]] = {
     "Granite-hybrid": _plain("GraniteMoeHybridConfig", **_GRANITE),
     "DeepSeek-V3": _plain("DeepseekV3Config", **_DEEPSEEK),
     "GPT-OSS": _plain("GptOssConfig", head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
-    "LLaVA": _llava,
-    "Qwen2.5-VL": _qwen_2_5_vl,
-    "Qwen3-VL": _qwen_3_vl,
-    "Qwen3.5 (multimodal)": _qwen_3_5_vl,
-    "Gemma3 (multimodal)": _gemma_3_vl,
-    "Llama4 (multimodal)": _llama_4_vl,
-    "Idefics3": _idefics_3,
-}
+    "LLaVA": lambda: hf.LlavaConfig(
+        text_config=hf.Qwen3Config(**_text(head_dim=32)),
+        vision_config=hf.CLIPVisionConfig(projection_dim=32, **_SIGLIP),
+        image_token_index=_IMAGE, image_seq_length=16, vision_feature_layer=-1, tie_word_embeddings=False,
+    ),
+    "Qwen2.5-VL": _seeing(
+        "Qwen2_5_VLConfig", _text(rope_parameters=_MROPE),
+        {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]}, **_QWEN_TOKENS,
+    ),
+    "Qwen3-VL": _seeing(
+        "Qwen3VLConfig", _text(head_dim=32, rope_parameters={**_MROPE, "mrope_interleaved": True}),
+        {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}, **_QWEN_TOKENS,
+    ),
+    "Qwen3.5 (multimodal)": _seeing(
+        "Qwen3_5Config", _text(**_DELTA_NET), {**_QWEN_VISION, "num_position_embeddings": 16}, **_QWEN_TOKENS
+    ),
+    "Gemma3 (multimodal)": _seeing(
+        "Gemma3Config", _text(**_GEMMA3), _SIGLIP, mm_tokens_per_image=4, image_token_index=_IMAGE,
+        boi_token_index=_VISION_START, eoi_token_index=_VISION_END, eos_token_id=_END,
+    ),
+    "Llama4 (multimodal)": _seeing("Llama4Config", _text(**_LLAMA4), _LLAMA4_VISION, image_token_index=_IMAGE),
+    "Idefics3": lambda: hf.Idefics3Config(
+        text_config=hf.LlamaConfig(**_text()), vision_config=_SIGLIP, image_token_id=_IMAGE, scale_factor=2,
+        pad_token_id=_PAD, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
 
 
 def build(name: str, *, seed: int = 0) -> Any:
@@ -225,7 +176,6 @@ def build(name: str, *, seed: int = 0) -> Any:
 
 
 def save(name: str, directory: Path, *, seed: int = 0) -> Path:
-    """Write the model of this name as a directory, with its tokenizer."""
     model = build(name, seed=seed)
     model.generation_config = hf.GenerationConfig(do_sample=False, eos_token_id=_END, pad_token_id=_PAD)
     model.save_pretrained(directory)

@@ -72,8 +72,6 @@ class Judged:
 
 @dataclass
 class Finding:
-    """What became of one architecture."""
-
     name: str
     decoding: Judged | None = None  # None: refused
     training: Judged | None = None
@@ -83,12 +81,10 @@ class Finding:
 
     @property
     def checked(self) -> int:
-        """Tokens."""
         return sum(part.checked for part in (self.decoding, self.training) if part)
 
     @property
     def wrong(self) -> int:
-        """Tokens."""
         return sum(part.wrong for part in (self.decoding, self.training) if part)
 
 

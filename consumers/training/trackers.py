@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -40,14 +41,12 @@ def _tensorboard(directory: Path, config: Config, steps: Steps) -> None:
     """Event files in <run_dir>/<run>/tensorboard; the first step purges later events of an earlier process."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = None
-    for step, record in steps:
-        writer = writer or SummaryWriter(str(directory / "tensorboard"), purge_step=step)
-        for key, value in record.items():
-            writer.add_scalar(key, value, step)
-        writer.flush()
-    if writer is not None:
-        writer.close()
+    first = next(steps)
+    with SummaryWriter(str(directory / "tensorboard"), purge_step=first[0]) as writer:
+        for step, record in chain([first], steps):
+            for key, value in record.items():
+                writer.add_scalar(key, value, step)
+            writer.flush()
 
 
 def _wandb(directory: Path, config: Config, steps: Steps) -> None:
@@ -101,30 +100,30 @@ def _remote(name: str, directory: Path, steps: Steps, begin: Callable[[str], Any
 _TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 
 
-class _Feeder:
-    """Feeds one tracker in its own thread; any exception from the tracker ends it."""
+class _Feeder(threading.Thread):
+    """Feeds one tracker; any exception from the tracker ends it."""
 
     def __init__(self, name: str, follow: Callable[[Steps], None]) -> None:
-        self._name, self._follow, self._failed = name, follow, False
+        super().__init__(name=f"tracker-{name}", daemon=True)
+        self._tracker, self._follow, self._failed = name, follow, False
         self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._feed, name=f"tracker-{name}", daemon=True)
 
     def log(self, step: int, record: dict[str, float]) -> None:
         if self._queue.qsize() >= _MOST_QUEUED:
             self._give_up(f"it is {_MOST_QUEUED} steps behind")
         if not self._failed:
             self._queue.put((step, record))
-            if self._thread.ident is None:
-                self._thread.start()
+            if self.ident is None:
+                self.start()
 
     def close(self, deadline_s: float) -> None:
-        if self._thread.ident is not None and not self._failed:
+        if self.ident is not None and not self._failed:
             self._queue.put(None)
-            self._thread.join(deadline_s)
-            if self._thread.is_alive():
+            self.join(deadline_s)
+            if self.is_alive():
                 self._give_up(f"it did not end within {deadline_s:.0f} s")
 
-    def _feed(self) -> None:
+    def run(self) -> None:
         try:
             self._follow(iter(self._queue.get, None))
         except Exception as error:  # trackers may raise anything
@@ -133,7 +132,7 @@ class _Feeder:
     def _give_up(self, cause: str) -> None:
         if not self._failed:
             self._failed = True
-            get_logger().warning("tracking ended; training goes on", tracker=self._name, cause=cause)
+            get_logger().warning("tracking ended; training goes on", tracker=self._tracker, cause=cause)
 
 
 class Trackers:

@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from sluice.bench.engine.compare import Plan, check_equal, fields, tokens_equal
-from sluice.bench.engine.sides import LONGEST, SHORTEST, Ask, Sample, asks, num_new_tokens
+from sluice.bench.engine import (
+    LONGEST,
+    SHORTEST,
+    Ask,
+    Plan,
+    Sample,
+    asks,
+    check_equal,
+    fields,
+    num_new_tokens,
+    tokens_equal,
+)
 from sluice.bench.harness import ratios
 from sluice.pipeline.errors import ConfigError, SluiceError
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.bench.guard.measure import Plan
+from sluice.bench.guard.measure import Plan, Start, fields, guard_keeps, oracle_keeps, starts
 from sluice.bench.guard.rule_cost import ANY_PERIOD, DEFAULTS, naive_rule
-from sluice.bench.guard.savings import Start, fields, guard_keeps, oracle_keeps, starts
 from sluice.bench.models import LOOPING_CONTEXT, PERIODS, Chains
 from sluice.pipeline.config.types import RepeatTerminateConfig
 from sluice.pipeline.errors import ConfigError

@@ -61,7 +61,7 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     home = tmp_path / HOME
     variants = Variants.read(ensure_variants(home, endless_model(home)))
     assert len({digest_of(variants.directory(version)) for version in range(COUNT)}) == COUNT
-    found = run_bench(tmp_path, "proximal", "--quick", "--backends", "hf", "--rounds", "1", timeout=110)
+    found = run_bench(tmp_path, "proximal", "--quick", "--backends", "hf", "--rounds", "1")
     first = found["publish_to_first_token_s"]["hf"]
     assert 0 < first["from_register"]["median"] < first["median"] <= first["worst"]
     assert first["fewest_sequences"] > 0

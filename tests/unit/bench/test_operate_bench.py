@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.bench.operate.measure import Plan, aims
+from sluice.bench.operate import Plan, aims
 from sluice.pipeline.errors import ConfigError
 from tests.benches import left_behind, run_bench
 

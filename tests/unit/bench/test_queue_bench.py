@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from sluice.bench.broker import in_flight
-from sluice.bench.queue.calls import decode_job, result_of
-from sluice.bench.queue.measure import SYSTEMS, Plan, race_fields, ratio
+from sluice.bench.broker import decode_job, in_flight
+from sluice.bench.queue.measure import SYSTEMS, Plan, race_fields, ratio, result_of
 from sluice.bench.queue.race import Outcome
 from sluice.pipeline.errors import ConfigError
 from sluice.pipeline.wire.messages import DecodeJob, SequenceResult, decode, encode

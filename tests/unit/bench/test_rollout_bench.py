@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from sluice.bench.rollout.agent_model import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
-from sluice.bench.rollout.measure import Plan, fields, settings
-from sluice.bench.rollout.sides import added_fields, check, direct_engine, rollout_fields, served_fields
+from sluice.bench.models import NUM_TURNS, TURN_TOKENS, agent_model, conversation, prompt_text
+from sluice.bench.rollout import (
+    Plan,
+    added_fields,
+    check,
+    direct_engine,
+    fields,
+    rollout_fields,
+    served_fields,
+    settings,
+)
 from sluice.pipeline.errors import ConfigError, SluiceError
 from sluice.pipeline.prompts.chat_template import ChatTemplateOptions
 from sluice.producers.gateway.tool_calls import Hermes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.bench.scale.flow import Marks
-from sluice.bench.scale.measure import Plan
+from sluice.bench.scale import Marks, Plan
 from sluice.pipeline.errors import ConfigError
 
 

@@ -1,7 +1,10 @@
-"""One continuous run through every role: time a sequence at three marks, memory of the roles and of the broker.
+"""What a run costs when it is large, or when it does nothing; each part has a broker of its own.
 
-- Rows, producer, consumer, history and the trainer's session are those of any run; the engine only answers, and the
-  trainer only acks.
+    queued: a million jobs in the queue, a hundred workers that lease some of them ──────────────┐
+    idle:   a hundred workers and no job ────────────────────────────────────────────────────────┼─▶ measure
+    flow:   producer ─▶ engine that only answers ─▶ consumer ─▶ trainer that only acks, in one run ┘
+
+- flow: rows, producer, consumer, history and the trainer's session are those of any run.
 - `us_per_sequence`: mean over the sequences that end at a mark, from trained count to trained count.
 """
 
@@ -11,32 +14,154 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sluice.bench.broker import broker_s, used_bytes
+import numpy as np
+
+from sluice.bench.broker import CHUNK, broker_config, broker_s, decode_job, enqueue, in_flight, own_broker, used_bytes
 from sluice.bench.child import Parent
-from sluice.bench.harness import say, until
-from sluice.bench.processes import Fleet, child_command, set_options
+from sluice.bench.harness import HOME, own_directory, run_interruptible, say, until
+from sluice.bench.models import demo_model
+from sluice.bench.processes import Fleet, child_command, run_settings, set_options
 from sluice.consumers.tasks.codec import HFTextCodec
 from sluice.pipeline import logs
+from sluice.pipeline.broker.connection import connect
 from sluice.pipeline.config import load_config
-from sluice.pipeline.errors import DeadlineExceeded, EngineError, SluiceError
+from sluice.pipeline.config.types import Config
+from sluice.pipeline.errors import ConfigError, DeadlineExceeded, EngineError, SluiceError
+from sluice.pipeline.queue import NO_LIMIT, ArqWorker, Claim, JobQueue
 from sluice.pipeline.run.role import default_name, role_process
 from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.status.heartbeat import StatusReporter
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.sampled_tokens import SampledTokens
 from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOutput, SequenceRequest, WeightsProbe
 
 ANSWER = "7"
-ROLES = ("trainer", "worker", "consumer", "producer")
-_RUN = "scale"
+_LEAST = 1000
+_QUEUED, _IDLE, _FLOW = "queued", "idle", "scale"  # names of runs
+_LEASE_S, _EACH, _MOST_DEATHS = 3600.0, 32, 3
+_RENEW_S = 5.0  # of worker.renew_s
+_START_S, _SETTLE_S = 60.0, 3.0
 _SAMPLES, _FEWEST_SAMPLES = 500, 50  # of one batch; the last one is whole
 _TOMBSTONE_S = 2.0
-_LOOK_S, _STUCK_S, _SETTLE_S = 0.05, 120.0, 30.0
+_LOOK_S, _STUCK_S, _EXPIRY_S = 0.05, 120.0, 30.0
 _OTHER_KEYS = 10  # that expire: claims of roles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`count` jobs are queued, and as many sequences go through a run."""
+
+    count: int
+    workers: int
+    idle_s: float
+    model: Path
+
+    @classmethod
+    def of(cls, *, count: int, workers: int, idle_s: float) -> Plan:
+        """Checked; the model is made when it is not there yet. Raises ConfigError."""
+        if count < _LEAST or workers < 1 or idle_s <= 0:
+            raise ConfigError(f"--count must be at least {_LEAST}, --workers 1, and --idle-s more than 0")
+        return cls(count, workers, idle_s, demo_model(HOME))
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Run the benchmark; the fields of its JSON object.
+
+    `redis_bytes_per_queued_job`: with credit lifted. `claim_us`, `renewal_share`: of many workers that lease 32 jobs
+    each of that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one run.
+    `cpu_us_per_sequence`: processor time of each role between the last two marks.
+    `rss_growth_share`: of each role, from the second mark to the last. `redis_bytes_end`: once the run is over.
+    `idle_broker_share_100_workers`: of one core, by `idle_workers` workers without a job.
+    """
+    with own_directory() as home:
+        return run_interruptible(_run(plan, home))
+
+
+async def _run(plan: Plan, home: Path) -> dict[str, Any]:
+    async with own_broker(home / "idle") as (client, url):
+        found: dict[str, Any] = await _idle(plan, client, url, home)
+    async with own_broker(home / "queued", durable=False) as (client, url):
+        found |= await _queued(plan, client)
+    async with own_broker(home / "flow") as (client, url):
+        return found | await flow(Marks(plan.count), plan.model, client, url, home)
+
+
+async def _queued(plan: Plan, client: Any) -> dict[str, float]:
+    """Bytes of a job in the queue; what claims of `workers` workers take then, and the renewal of what they hold."""
+    queue = JobQueue(client, Keys(_QUEUED))
+    before, started = await used_bytes(client), time.perf_counter()
+
+    async def put(begin: int) -> None:
+        jobs = [decode_job(_QUEUED, number) for number in range(begin, min(begin + CHUNK, plan.count))]
+        await enqueue(queue, jobs, NO_LIMIT)
+
+    await in_flight(put(begin) for begin in range(0, plan.count, CHUNK))
+    per_job = (await used_bytes(client) - before) / plan.count
+    say(f"{plan.count:,} jobs queued in {time.perf_counter() - started:.0f} s, {per_job:.0f} bytes each")
+    holders = [JobQueue(client, Keys(_QUEUED), worker=f"w{number}") for number in range(plan.workers)]
+    held: list[list[Claim]] = []
+    started = time.perf_counter()
+    for holder in holders:
+        held.append((await holder.claim(_EACH, _LEASE_S, _MOST_DEATHS)).claims)
+    claims_s, started = time.perf_counter() - started, time.perf_counter()
+    for holder, claims in zip(holders, held, strict=True):
+        await holder.renew(_LEASE_S, {claim.job_id: claim.attempt for claim in claims})
+    renewals_s = time.perf_counter() - started
+    return {
+        "redis_bytes_per_queued_job": per_job,
+        "leased_jobs": sum(map(len, held)),
+        "claim_us": 1e6 * claims_s / plan.workers,
+        "renewal_share": renewals_s / _RENEW_S,
+    }
+
+
+async def _idle(plan: Plan, client: Any, url: str, home: Path) -> dict[str, float]:
+    """Share of one core that the broker uses."""
+    async with Fleet("idle", home) as fleet:
+        await fleet.start_child(serve_idle, [url, plan.workers])
+        await fleet.receive(str, _START_S)
+        await asyncio.sleep(_SETTLE_S)
+        before = await broker_s(client)
+        await asyncio.sleep(plan.idle_s)
+        share = (await broker_s(client) - before) / plan.idle_s
+        fleet.check()
+    say(f"{plan.workers} idle workers: {share:.4f} of a core in the broker")
+    return {"idle_broker_share_100_workers": share, "idle_workers": plan.workers, "idle_s": plan.idle_s}
+
+
+async def serve_idle(parent: Parent, url: str, workers: int) -> None:
+    """A process of workers that wait, until SIGTERM.
+
+    Each has connections, a lease keeper and a heartbeat of its own, as a worker process has.
+    """
+    logs.configure("bench")
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    config = Config(run=_IDLE, broker=broker_config(url))
+    tasks = [asyncio.create_task(_wait(config, f"worker-{number}", stop)) for number in range(workers)]
+    parent.tell("ready")
+    await asyncio.gather(*tasks)
+
+
+async def _wait(config: Config, name: str, stop: asyncio.Event) -> None:
+    client, keys = connect(config.broker), Keys(config.run)
+    beating = asyncio.create_task(StatusReporter(client, keys, "worker", name).run())
+    worker = ArqWorker([_nothing], client=client, keys=keys, config=config, name=name, stop=stop, handle_signals=False)
+    await worker.main()
+    beating.cancel()
+    await asyncio.wait({beating})
+    await client.aclose()
+
+
+async def _nothing(_ctx: Any) -> None:
+    """What nobody asks for."""
 
 
 class Marks:
@@ -44,79 +169,52 @@ class Marks:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._seen: list[tuple[int, float]] = []
-
-    @property
-    def span(self) -> int:
-        """Sequences of which the time is taken at each mark: 10,000 of a million."""
-        return self.count // 100
-
-    @property
-    def marks(self) -> tuple[int, int, int]:
-        """Each is the end of its span."""
-        return self.span, 10 * self.span, 100 * self.span
-
-    @property
-    def batch(self) -> int:
-        """Sequences of one training batch; each costs the trainer an fsync."""
-        return min(_SAMPLES, max(_FEWEST_SAMPLES, self.span // 10))
-
-    @property
-    def rows(self) -> int:
-        """Some more than are measured: the last mark must not be the moment in which the run drains."""
-        return self.count + 8 * self.batch
+        self.span = count // 100  # sequences of which the time is taken at each mark: 10,000 of a million
+        self.marks = (self.span, 10 * self.span, 100 * self.span)  # each is the end of its span
+        self.batch = min(_SAMPLES, max(_FEWEST_SAMPLES, self.span // 10))  # each costs the trainer an fsync
+        self.rows = count + 8 * self.batch  # more than are measured: the last mark must not see the run drain
+        self._trained: list[int] = []
+        self._at: list[float] = []
 
     @property
     def trained(self) -> int:
         """At the last look; -1 before the first."""
-        return self._seen[-1][0] if self._seen else -1
+        return self._trained[-1] if self._trained else -1
 
     @property
     def seconds(self) -> float:
-        """From the first look to the last."""
-        return self._seen[-1][1] - self._seen[0][1]
+        return self._at[-1] - self._at[0]
 
     def saw(self, trained: int, at: float) -> None:
-        """One look."""
-        self._seen.append((trained, at))
+        """One look; each finds more trained than the one before."""
+        self._trained.append(trained)
+        self._at.append(at)
 
     def us_at(self, mark: int) -> float:
         """Mean time of the `span` sequences that end at the mark."""
-        return 1e6 * (self._at(mark) - self._at(mark - self.span)) / self.span
-
-    def _at(self, trained: int) -> float:
-        """When so many were trained, between the two looks around it."""
-        before = self._seen[0]
-        for seen in self._seen:
-            if seen[0] >= trained:
-                share = (trained - before[0]) / (seen[0] - before[0]) if seen[0] > before[0] else 0.0
-                return before[1] + share * (seen[1] - before[1])
-            before = seen
-        return before[1]
+        begin, end = np.interp([mark - self.span, mark], self._trained, self._at)
+        return 1e6 * float(end - begin) / self.span
 
 
 async def flow(marks: Marks, model: Path, client: Any, url: str, home: Path) -> dict[str, Any]:
-    """To the end of the run."""
     data = home / "rows.jsonl"
     with data.open("w") as file:
         for number in range(marks.rows):
             message = {"role": "user", "content": f"Say 7, time {number}."}
             file.write(json.dumps({"id": number, "truth": ANSWER, "messages": [message]}) + "\n")
-    settings = [
-        f"run={_RUN}",
+    settings = run_settings(
+        _FLOW,
+        model,
         f"run_dir={home / 'runs'}",
         f"data.path={data}",
-        f"model.path={model}",
         f"producer.samples_per_version={marks.batch}",
         f"producer.max_in_flight={8 * marks.batch}",
         "producer.max_staleness=2",
         "worker.max_batch=256",
-        "worker.claim_gpu=false",
         f"worker.keep_result_s={_TOMBSTONE_S}",
-        "rollout_matching.task=exact_answer",
         "trainer.external=true",
         "metrics.enabled=false",
-    ]
+    )
     commands = {
         "trainer": child_command(serve_trainer, [settings]),
         "worker": child_command(serve_engine, [settings]),
@@ -124,11 +222,11 @@ async def flow(marks: Marks, model: Path, client: Any, url: str, home: Path) -> 
         "producer": sluice_command("produce", *set_options(settings)),
     }
     start_bytes = await used_bytes(client)
-    fleets = {role: Fleet(role, home) for role in ROLES}
-    watch = _Watch(marks, client, Keys(_RUN), fleets)
+    fleets = {role: Fleet(role, home) for role in commands}
+    watch = _Watch(marks, client, Keys(_FLOW), fleets)
     try:
-        for role in ROLES:
-            await fleets[role].start(commands[role], {"REDIS_URL": url})
+        for role, command in commands.items():
+            await fleets[role].start(command, {"REDIS_URL": url})
         await watch.run()
     finally:
         for fleet in fleets.values():
@@ -138,8 +236,6 @@ async def flow(marks: Marks, model: Path, client: Any, url: str, home: Path) -> 
 
 
 class _Watch:
-    """Looks at the run until its last sequence is trained."""
-
     def __init__(self, marks: Marks, client: Any, keys: Keys, fleets: dict[str, Fleet]) -> None:
         self._marks, self._client, self._keys, self._fleets = marks, client, keys, fleets
         self._rss: dict[int, dict[str, int]] = {}  # mark → role → bytes
@@ -182,7 +278,6 @@ class _Watch:
                 fleet.check()
 
     def fields(self) -> dict[str, Any]:
-        """What was seen."""
         first, middle, end = self._marks.marks
         cpu_s = {role: used - self._cpu_s[middle][role] for role, used in self._cpu_s[end].items()}
         by_mark = {str(mark): self._marks.us_at(mark) for mark in (first, middle, end)}
@@ -190,7 +285,7 @@ class _Watch:
             "us_per_sequence": by_mark,
             "us_ratio": by_mark[str(end)] / by_mark[str(first)],
             "cpu_us_per_sequence": {role: 1e6 * used / (end - middle) for role, used in cpu_s.items()},
-            "rss_growth_share": {role: self._rss[end][role] / self._rss[middle][role] - 1 for role in ROLES},
+            "rss_growth_share": {role: used / self._rss[middle][role] - 1 for role, used in self._rss[end].items()},
             "rss_bytes": {str(mark): rows for mark, rows in self._rss.items()},
             "redis_bytes": {str(mark): used for mark, used in self._redis.items()},
             "sequences": self._marks.count,
@@ -212,7 +307,7 @@ async def _until_expired(client: Any) -> None:
         return (await client.info("keyspace")).get("db0", {}).get("expires", 0) <= _OTHER_KEYS
 
     with contextlib.suppress(DeadlineExceeded):
-        await until(expired, "tombstones to expire", _SETTLE_S, every_s=_LOOK_S)
+        await until(expired, "tombstones to expire", _EXPIRY_S, every_s=_LOOK_S)
 
 
 async def serve_trainer(_: Parent, settings: list[str]) -> None:

@@ -1,6 +1,9 @@
-"""All parts, one after the other: pages, help, and the throughput of a pipeline with metrics and without.
+"""What it costs to watch a run: the dashboard's pages with a long past, `sluice --help`, and metrics.
 
 - Pages take turns, so that none of them is asked twice in a row; a browser beside them keeps the live stream open.
+- The past: finished sequences in the history; jobs, dead letters and processes in the broker. Prompts and truths are
+  the demo's scenes, an answer is the truth with a digit read wrongly, logprobs are random; the consumer's own steps
+  make the samples, and its recorder writes them. Nothing is decoded.
 - Help is a new interpreter each time, as a person's shell starts it; the first start warms the file cache.
 - Either side of the throughput has a broker and workers of its own; those that are not measured are stopped (SIGSTOP).
   The workers' processor time is compared as well: it is steadier on a busy machine.
@@ -10,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,43 +24,57 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
+from msgspec.structs import replace
+from redis.asyncio import Redis
 
 from sluice.bench import pipeline as bench_pipeline
-from sluice.bench.broker import own_broker, serving
+from sluice.bench.broker import CHUNK, chunks, decode_job, enqueue, own_broker, serving
 from sluice.bench.harness import (
     HOME,
     at_least_one,
     own_directory,
     percentile,
     play,
+    ratios,
     run_interruptible,
     say,
     spread,
 )  # fmt: skip
 from sluice.bench.http import free_ports, get_s, open_session, until_healthy
 from sluice.bench.models import demo_model
-from sluice.bench.operate.past import fill_broker, fill_history
 from sluice.bench.pipeline import QueuedEngines, Sample
 from sluice.bench.processes import Fleet
+from sluice.consumers.groups import Group
 from sluice.consumers.history.files import history_directory
 from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.recorder import Recorder
 from sluice.consumers.history.records import SequenceFilter
+from sluice.consumers.samples import Sampler
+from sluice.consumers.tasks.codec import HFTextCodec
+from sluice.consumers.tasks.registry import load_task
+from sluice.consumers.tasks.task import TaskContext
 from sluice.pipeline.config import Config, load_config
 from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue import NO_LIMIT, JobQueue, job_id_for
 from sluice.pipeline.queue.dead_letters import DeadLetters
 from sluice.pipeline.run import provenance
 from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.status.heartbeat import StatusReporter
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import SamplingParams, SequenceResult, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 
 _RUN = "operate"
 _AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01}
 _WARM_PAGES, _WARM_SEQUENCES = 2, 64
 _HELP_S = 60
 _SCRAPE_EVERY_S = 1.0
+_SCENES = 256  # different ones
+_FLUSH_EVERY = 500
+_PROCESSES = 16
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts."""
-
     finished: int = 100_000  # sequences in the history
     queued: int = 512  # jobs in the queue, and as many dead letters
     requests: int = 40  # of each page
@@ -67,7 +85,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, *, finished: int | None, rounds: int | None, quick: bool) -> Plan:
-        """Checked. Raises ConfigError."""
         at_least_one(sequences=finished, rounds=rounds)
         plan = cls(finished=400, queued=20, requests=2, helps=1, rounds=1, sequences=16, workers=1) if quick else cls()
         given = {"finished": finished or plan.finished, "rounds": rounds or plan.rounds}
@@ -89,7 +106,6 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def aims(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was wanted, and whether it was reached."""
     return {name: {"aim": f"<= {most}", "met": found[name] <= most} for name, most in _AIMS.items()}
 
 
@@ -213,13 +229,11 @@ async def _overhead(plan: Plan, home: Path, brokers: tuple[tuple[Any, str], ...]
             if name == "with-metrics":
                 addresses = [facts["metrics"] for facts in await serving(client, side.keys)]
             await side.round(bench_pipeline.jobs("warm", min(_WARM_SEQUENCES, plan.sequences), digits=True))
-            fleet.pause()
 
         async def one(name: str, number: int) -> Sample:
             work = bench_pipeline.jobs(f"round-{number}", plan.sequences, digits=True)
-            with sides[name].resumed():
-                async with _beside(_scrape(session, addresses)) if name == "with-metrics" else contextlib.nullcontext():
-                    return (await sides[name].round(work))[0]
+            async with _beside(_scrape(session, addresses)) if name == "with-metrics" else contextlib.nullcontext():
+                return (await sides[name].round(work))[0]
 
         def ended(_: int, found: Any) -> None:
             metrics, without = (found[name].num_tokens for name in ("with-metrics", "without"))
@@ -227,15 +241,98 @@ async def _overhead(plan: Plan, home: Path, brokers: tuple[tuple[Any, str], ...]
                 raise SluiceError(f"{metrics} tokens with metrics, {without} without; no ratio is fair")
 
         rounds = await play(plan.rounds, ("without", "with-metrics"), one, ended)
-    pairs = [(each["with-metrics"], each["without"]) for each in rounds]
-    wall = [1 - measured.tok_s / bare.tok_s for measured, bare in pairs]
-    cpu = [measured.cpu_s / bare.cpu_s - 1 for measured, bare in pairs if bare.cpu_s]
+    wall = [1 - share for share in ratios(rounds, "with-metrics", "without", lambda sample: sample.tok_s)]
+    cpu = [each["with-metrics"].cpu_s / each["without"].cpu_s - 1 for each in rounds if each["without"].cpu_s]
     say(f"metrics: overhead {median(wall):.4f} by tokens/s, {median(cpu):.4f} by processor time")
     return {
         "metrics_overhead": median(wall),
         "metrics_overhead_range": spread(wall),
         "metrics_overhead_cpu": median(cpu),
         "metrics_overhead_cpu_range": spread(cpu),
-        "tok_s_with_metrics": median(measured.tok_s for measured, _ in pairs),
-        "tok_s_without": median(bare.tok_s for _, bare in pairs),
+        "tok_s_with_metrics": median(each["with-metrics"].tok_s for each in rounds),
+        "tok_s_without": median(each["without"].tok_s for each in rounds),
     }
+
+
+async def fill_history(config: Config, count: int) -> None:
+    """`count` finished sequences, one a group."""
+    codec = HFTextCodec(config.model.path)
+    task = load_task(config.rollout_matching)
+    context = TaskContext(codec=codec, options=config.rollout_matching, seed=config.seed, policy=config.policy)
+    sampler, recorder = Sampler(task, context, config.consumer), Recorder(config, 0)
+    try:
+        made: dict[str, TrainingSample] = {}
+        for number, result in enumerate(_results(config.run, codec, count)):
+            group = Group(result.group_id, 1, {(0, 0): result}, [], {0: 1})
+            if result.text not in made:
+                [made[result.text]], _ = sampler.samples_of(group)
+            sample = replace(made[result.text], seq_id=result.seq_id, group_id=result.group_id)
+            recorder.note(group, [sample], [])
+            if number % _FLUSH_EVERY == _FLUSH_EVERY - 1:
+                await recorder.flush()
+        await recorder.flush()
+    finally:
+        await recorder.close()
+
+
+async def fill_broker(client: Redis, config: Config, count: int) -> None:
+    """Dead letters, then as many jobs that wait, and heartbeats of processes."""
+    keys = Keys(config.run)
+    queue = JobQueue(client, keys, worker="worker-0")
+    await _enqueue(queue, config.run, range(count))
+    while (claimed := await queue.claim(CHUNK, 60, 3)).claims:
+        for claim in claimed.claims:
+            await queue.fail(claim, "invalid_request", "the prompt has 2048 tokens, and the model's context is 1024")
+    await _enqueue(queue, config.run, range(count, 2 * count))
+    for number in range(_PROCESSES):
+        reporter = StatusReporter(client, keys, "worker", f"worker-{number}")
+        reporter.fact(version=12, running=32, sequences=1000 + number, tokens=97_000 + number)
+        await reporter.beat()
+
+
+async def _enqueue(queue: JobQueue, run: str, numbers: range) -> None:
+    for chunk in chunks([decode_job(run, number) for number in numbers]):
+        await enqueue(queue, chunk, NO_LIMIT)
+
+
+def _results(run: str, codec: HFTextCodec, count: int) -> Iterator[SequenceResult]:
+    scenes, rng, now = _scenes(codec), random.Random(0), time.time()
+    sampling = SamplingParams(max_new_tokens=128)
+    for number in range(count):
+        prompt, tokens, text, truth = scenes[number % len(scenes)]
+        job_id, version = job_id_for(run, f"past:{number}", 0, sampling, 1), number // 1000
+        half = len(tokens) // 2
+        yield SequenceResult(
+            seq_id=f"{job_id}:0",
+            group_id=job_id,
+            group_size=1,
+            index=0,
+            worker=f"worker-{number % _PROCESSES}",
+            backend="hf",
+            engine_version="bench",
+            prompt_token_ids=TokenArray(prompt),
+            token_ids=TokenArray(tokens),
+            logprobs=FloatArray([-rng.random() for _ in tokens]),
+            versions=Runs.of([version] * half + [version + 1] * (len(tokens) - half)),
+            text=text,
+            raw_text=text,
+            finish_reason="length" if number % 50 == 0 else "stop",
+            triggers={"repeat_terminate": int(number % 400 == 0)},
+            sampling=sampling,
+            timings={"enqueued_at": now - count + number, "queue_s": 0.2, "decode_s": 0.4},
+            truth=truth,
+        )
+
+
+def _scenes(codec: HFTextCodec) -> list[tuple[list[int], list[int], str, Any]]:
+    """(prompt's tokens, answer's tokens, answer, truth) each."""
+    from sluice.demo.digits.data import answer_text, messages_of
+    from sluice.demo.digits.scenes import scenes
+
+    found = []
+    for scene in scenes("train", _SCENES, 3):
+        wrong = [{**scene.objects[0], "desc": "eight"}, *scene.objects[1:]]
+        text = answer_text(wrong)
+        prompt = codec.encode(str(messages_of(scene)[0]["content"]))
+        found.append((prompt, [*codec.encode(text), codec.eos_token_ids[0]], text, list(scene.objects)))
+    return found

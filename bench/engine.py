@@ -1,0 +1,440 @@
+"""How fast the engines decode, each in a process of its own, on the same sequences, round by round.
+
+                ┌▶ hf                our loop over transformers ─┐
+Plan ─▶ asks ───┼▶ padded            model.generate             ─┤
+                ├▶ continuous        transformers' own batching ─┼─ Sample ─▶ fields
+                └▶ vllm, vllm_bare   our backend, vllm.LLM      ─┘
+
+- While one side decodes, the processes of the others stand still (SIGSTOP). Start-up seconds run from the start of a
+  process to its first decoded token, imports included; then it warms up.
+- Greedy float32 tokens must be the same on every side, near-ties apart; otherwise the run fails.
+- Wall seconds run from the first request to the last token; nothing is loaded or prepared within them.
+- On CUDA the settings of continuous batching are its own defaults. On a CPU the defaults fill nine tenths of the memory
+  with cache, so pages are as many as the sequences need, and at most 16 requests run together: its `sdpa` attention
+  there is one product of all running requests with all their contexts, so 128 at once are slower than 16 after each
+  other. Also tried on a CPU, once each on a busy machine, and about as fast or slower: 8 and 32 requests together, no
+  limit, `paged|eager` attention, pages of 16 and 256 tokens, batches of 256 and 1024 tokens, no block sharing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import msgspec
+
+from sluice.bench.child import Parent
+from sluice.bench.harness import (
+    HOME,
+    at_least_one,
+    own_directory,
+    play,
+    ratios,
+    run_interruptible,
+    say,
+    spread,
+    why_no_vllm,
+)  # fmt: skip
+from sluice.bench.models import ENDLESS_CONTEXT, endless_model
+from sluice.bench.processes import START_S, Fleet, enforce_eager, engine_environment
+from sluice.pipeline.config.types import ModelConfig, RepeatTerminateConfig, VllmEngineOptions
+from sluice.pipeline.errors import ConfigError, EngineError, SluiceError
+from sluice.pipeline.wire.messages import SamplingParams
+from sluice.workers.engine.contracts import Backend, SequenceRequest
+
+T = TypeVar("T")
+Run = Callable[[Sequence["Ask"]], Awaitable[list[list[int]]]]
+"""A loaded engine: sequences in, the new tokens of each out."""
+
+SHORTEST, LONGEST = 8, 512  # new tokens
+PROMPT_IDS = 256  # the byte tokens
+_PROMPT = (16, 64)  # tokens
+_WARM_UP = 1_000_000  # a round number that no round has
+_POLL_S = 1.0
+_TOGETHER, _PAGE, _BATCH_TOKENS = 16, 32, 2048  # requests, tokens, tokens; of continuous batching on a CPU
+EQUAL_FLOOR = 0.9
+RATIOS = {
+    "hf_vs_padded": ("hf", "padded"),
+    "hf_vs_continuous": ("hf", "continuous"),
+    "vllm_efficiency": ("vllm", "vllm_bare"),
+}
+"""By field: our side, and the peer that it is compared with."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: tuple[int, ...]
+    num_new_tokens: int
+
+
+def num_new_tokens(count: int, longest: int = LONGEST) -> list[int]:
+    """`count` lengths, evenly from SHORTEST to `longest`, in a fixed random order."""
+    span = max(count - 1, 1)
+    lengths = [SHORTEST + index * (longest - SHORTEST) // span for index in range(count)]
+    random.Random(count).shuffle(lengths)
+    return lengths
+
+
+def asks(number: int, count: int, *, longest: int = LONGEST) -> list[Ask]:
+    """The sequences of round `number`: random prompts, so no engine gains by a prefix cache, and exact lengths."""
+    chance = random.Random(number)
+    return [
+        Ask(tuple(chance.randrange(PROMPT_IDS) for _ in range(chance.randint(*_PROMPT))), length)
+        for length in num_new_tokens(count, longest)
+    ]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One side of one round: wall and processor seconds, peak MB so far, new tokens of each sequence."""
+
+    seconds: float
+    cpu_s: float
+    peak_mb: float
+    tokens: list[list[int]]
+
+    @property
+    def tok_s(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+    def check(self, side: str, asks: Sequence[Ask]) -> None:
+        """Raise SluiceError unless every sequence has its length: no ratio would be fair."""
+        got = [len(tokens) for tokens in self.tokens]
+        wrong = [index for index, ask in enumerate(asks) if got[index : index + 1] != [ask.num_new_tokens]]
+        if wrong or len(got) != len(asks):
+            raise SluiceError(
+                f"{side} decoded {len(got)} of {len(asks)} sequences, {len(wrong)} of them not to their length"
+            )
+
+
+Round = Mapping[str, Sample]
+"""The samples of all sides over the same sequences."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`rounds` holds the rounds of each count of sequences, in ascending order of the counts."""
+
+    rounds: dict[int, int]
+    threads: int
+    longest: int  # new tokens of the longest sequence
+    model: Path
+    why_no_vllm: str | None  # None: the sides of vLLM run
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """In the order of the first round."""
+        return ("hf", "padded", "continuous", *(() if self.why_no_vllm else ("vllm", "vllm_bare")))
+
+    @classmethod
+    def of(
+        cls, *, counts: tuple[int, ...], rounds: int | None, threads: int, longest: int, vllm: bool, quick: bool
+    ) -> Plan:
+        """Checked; the model is made when it is not there yet. Raises ConfigError."""
+        at_least_one(counts=counts, rounds=rounds, threads=threads)
+        if not SHORTEST <= longest <= LONGEST:
+            raise ConfigError(f"--longest {longest} is outside {SHORTEST}..{LONGEST}, which the context is made for")
+        # many sequences have fewer rounds: each is longer, and steadier
+        by_count = {count: rounds or (3 if count <= 64 else 1) for count in sorted(set(counts))}
+        if quick:
+            by_count, longest = dict.fromkeys(by_count, 1), min(longest, 64)
+        return cls(by_count, threads, longest, endless_model(HOME), why_no_vllm(vllm))
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Run the benchmark; the fields of its JSON object.
+
+    `hf_vs_padded`, `hf_vs_continuous`, `vllm_efficiency`: our rate over the peer's, by count of sequences, null where
+    the peer did not run. `by_cpu`: the same by processor time. `tok_s`: useful tokens a second of each side.
+    `peak_mb`: most memory of the side's processes (on CUDA: of the allocator). `startup_s`: from the start of the
+    process to its first token.
+    """
+    with own_directory() as home:
+        return run_interruptible(_run(plan, home))
+
+
+async def _run(plan: Plan, home: Path) -> dict[str, Any]:
+    fleets, startup_s = dict[str, Fleet](), dict[str, float]()
+    env = {**engine_environment(plan.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+    async def one(side: str, number: int) -> Sample:
+        with fleets[side].running():
+            (sample,) = await fleets[side].ask((number, count, plan.longest), Sample)
+        sample.check(side, asks(number, count, longest=plan.longest))
+        say(f"{count} sequences, round {number + 1}/{plan.rounds[count]}: {side} {sample.tok_s:.0f} tok/s")
+        return sample
+
+    async with contextlib.AsyncExitStack() as scope:
+        for side in plan.sides:
+            fleet = fleets[side] = await scope.enter_async_context(Fleet(side, home))
+            started = time.perf_counter()
+            await fleet.start_child(serve_side, [side, str(plan.model), plan.threads, max(plan.rounds)], env)
+            await fleet.receive(dict, START_S)
+            startup_s[side] = time.perf_counter() - started
+            fleet.pause()
+            say(f"{side} started in {startup_s[side]:.1f} s")
+        rounds = dict[int, list[dict[str, Sample]]]()
+        for count, wanted in plan.rounds.items():
+            rounds[count] = await play(wanted, plan.sides, one)
+    return {**fields(plan, rounds), "startup_s": startup_s}
+
+
+def fields(plan: Plan, rounds: Mapping[int, Sequence[Round]]) -> dict[str, Any]:
+    """What the rounds come to; raises SluiceError where the sides did not decode the same."""
+    peers = {name: pair for name, pair in RATIOS.items() if pair[1] in plan.sides}
+    every = [each for of_count in rounds.values() for each in of_count]
+    equal = {peer: tokens_equal(every, ours, peer) for ours, peer in peers.values()}
+    check_equal(equal, EQUAL_FLOOR)
+
+    def by_count(of: Callable[[Sequence[Round]], T]) -> dict[str, T]:
+        return {str(count): of(each) for count, each in rounds.items()}
+
+    rates = {side: by_count(lambda each, side=side: [one[side].tok_s for one in each]) for side in plan.sides}
+    by_rate = {
+        name: by_count(lambda each, pair=pair: ratios(each, *pair, lambda sample: sample.tok_s))
+        for name, pair in peers.items()
+    }
+    by_cpu = {  # steadier than wall time on a busy machine
+        name: by_count(lambda each, pair=pair: ratios(each, pair[1], pair[0], lambda sample: sample.cpu_s))
+        for name, pair in peers.items()
+    }
+    return {
+        **{name: _medians(by_rate[name]) if name in by_rate else None for name in RATIOS},
+        "by_cpu": {name: _medians(by) for name, by in by_cpu.items()},
+        "tok_s": {side: _medians(by) for side, by in rates.items()},
+        "spread": {
+            name: {count: _spread(values) for count, values in by.items()} for name, by in {**by_rate, **rates}.items()
+        },
+        "tokens_equal": equal,
+        "peak_mb": {side: max(each[side].peak_mb for each in every) for side in plan.sides},
+        "tokens": by_count(lambda each: sum(map(len, each[0]["hf"].tokens))),
+        "rounds": by_count(len),
+        **_conditions(plan),
+    }
+
+
+def _medians(by_count: Mapping[str, list[float]]) -> dict[str, float]:
+    return {count: median(values) for count, values in by_count.items()}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    least, most = spread(values)
+    return {"median": median(values), "min": least, "max": most}
+
+
+def tokens_equal(rounds: Sequence[Round], ours: str, peer: str) -> float:
+    pairs = [pair for each in rounds for pair in zip(each[ours].tokens, each[peer].tokens, strict=True)]
+    return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+
+
+def check_equal(shares: Mapping[str, float], floor: float) -> None:
+    """Raise SluiceError for a peer whose tokens differ in more sequences than near-ties of float32 explain."""
+    bad = {peer: share for peer, share in shares.items() if share < floor}
+    if bad:
+        named = ", ".join(f"{peer} {share:.2f}" for peer, share in bad.items())
+        raise SluiceError(
+            f"share of sequences with equal greedy tokens below {floor}: {named}; the engines do not compute the "
+            "same, so no ratio is fair"
+        )
+
+
+def _conditions(plan: Plan) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    found = {
+        "longest": plan.longest,
+        "threads": plan.threads,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "dtype": "float32",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": plan.model.name,
+    }
+    return {**found, "why_no_vllm": plan.why_no_vllm} if plan.why_no_vllm else found
+
+
+async def serve_side(parent: Parent, name: str, model: str, threads: int, max_batch: int) -> None:
+    """A side's process: each request is the (number, count, longest) of a round, answered with a Sample."""
+    import torch
+
+    torch.set_num_threads(threads)
+    run = await _SIDES[name](Path(model), max_batch)
+    await run([Ask((1, 2, 3), 1)])
+    parent.tell({})
+    await run(asks(_WARM_UP, min(max_batch, 8), longest=16))
+    async for number, count, longest in parent.requests(tuple[int, int, int]):
+        work = asks(number, count, longest=longest)
+        started, used = time.perf_counter(), cpu_s()
+        tokens = await run(work)
+        seconds, used = time.perf_counter() - started, cpu_s() - used
+        parent.tell(Sample(seconds, used, _peak_mb(), tokens))
+
+
+def make_engine(
+    name: str, model: Path, max_batch: int, repeat_terminate: RepeatTerminateConfig | None = None
+) -> Backend:
+    """One of our backends in float32, not started. Each imports what it needs and no more."""
+    settings = ModelConfig(path=str(model), dtype="float32")
+    if name == "hf":
+        from sluice.workers.engine.hf import HfBackend
+
+        return HfBackend(settings, max_batch=max_batch, repeat_terminate=repeat_terminate)
+    from sluice.workers.engine.vllm import VllmBackend
+
+    options = VllmEngineOptions(enforce_eager=enforce_eager())
+    return VllmBackend(settings, max_batch=max_batch, options=options, repeat_terminate=repeat_terminate)
+
+
+async def _ours(name: str, model: Path, max_batch: int) -> Run:
+    """One of our backends, by the one call that a worker makes for each sequence."""
+    backend = make_engine(name, model, max_batch)
+    await backend.start()
+
+    async def run(asks: Sequence[Ask]) -> list[list[int]]:
+        requests = [
+            SequenceRequest(str(at), ask.prompt, SamplingParams(temperature=0.0, max_new_tokens=ask.num_new_tokens))
+            for at, ask in enumerate(asks)
+        ]
+        return [output.token_ids for output in await asyncio.gather(*map(backend.decode, requests))]
+
+    return run
+
+
+async def _padded(model: Path, _: int) -> Run:
+    """transformers' `generate`: all sequences in one left-padded batch, which runs until its longest has ended.
+
+    Its rows cannot end on their own count: each is cut to its length afterwards, so only useful tokens count.
+    """
+    import torch
+
+    module = _load_module(model)
+
+    async def run(asks: Sequence[Ask]) -> list[list[int]]:
+        pad, width = module.config.pad_token_id, max(len(ask.prompt) for ask in asks)
+        rows = torch.tensor([[pad] * (width - len(ask.prompt)) + list(ask.prompt) for ask in asks])
+        starts = torch.tensor([width - len(ask.prompt) for ask in asks])
+        mask = (torch.arange(width) >= starts.unsqueeze(1)).long()
+        found = module.generate(
+            rows.to(module.device),
+            attention_mask=mask.to(module.device),
+            max_new_tokens=max(ask.num_new_tokens for ask in asks),
+            do_sample=False,
+        )
+        new = found[:, width:].tolist()
+        return [tokens[: ask.num_new_tokens] for tokens, ask in zip(new, asks, strict=True)]
+
+    return run
+
+
+async def _continuous(model: Path, most: int) -> Run:
+    """transformers' continuous batching, with a length for each request; one manager lives through all rounds."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    module = _load_module(model)
+    ids = {"eos_token_id": module.config.eos_token_id, "pad_token_id": module.config.pad_token_id}
+    together = min(most, _TOGETHER)
+    on_cpu: Any = {
+        "page_size": _PAGE,
+        "num_blocks": together * ENDLESS_CONTEXT // _PAGE,
+        "max_batch_tokens": _BATCH_TOKENS,
+        "max_requests_per_batch": together,
+    }
+    manager: Any = module.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=LONGEST, **ids),
+        continuous_batching_config=ContinuousBatchingConfig(**(on_cpu if module.device.type == "cpu" else {})),
+    )
+    manager.warmup()
+    manager.start()
+
+    async def run(asks: Sequence[Ask]) -> list[list[int]]:
+        """Raises EngineError."""
+        names = [manager.add_request(list(ask.prompt), max_new_tokens=ask.num_new_tokens) for ask in asks]
+        found: dict[str, list[int]] = {}
+        while len(found) < len(asks):
+            result = manager.get_result(timeout=_POLL_S)
+            if result is None and not manager.is_running():
+                raise EngineError("transformers' continuous batching ended before its requests did; see its log")
+            if result is None or not result.is_finished():
+                continue
+            if result.error is not None:
+                raise EngineError(f"transformers' continuous batching failed a request: {result.error}")
+            found[result.request_id] = list(result.generated_tokens)
+        return [found[name] for name in names]
+
+    return run
+
+
+async def _bare_vllm(model: Path, max_batch: int) -> Run:
+    """`vllm.LLM.generate` alone, with the options that our backend gets, token ids in and out."""
+    from vllm import LLM
+    from vllm import SamplingParams as VllmSampling
+
+    llm: Any = LLM(
+        str(model), dtype="float32", max_num_seqs=max_batch, enforce_eager=enforce_eager(), skip_tokenizer_init=True,
+        generation_config="vllm",
+    )  # fmt: skip
+
+    async def run(asks: Sequence[Ask]) -> list[list[int]]:
+        prompts: Any = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
+        params = [
+            VllmSampling(temperature=0.0, max_tokens=ask.num_new_tokens, ignore_eos=True, detokenize=False)
+            for ask in asks
+        ]
+        return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
+
+    return run
+
+
+_SIDES: dict[str, Callable[[Path, int], Awaitable[Run]]] = {
+    "hf": partial(_ours, "hf"),
+    "vllm": partial(_ours, "vllm"),
+    "padded": _padded,
+    "continuous": _continuous,
+    "vllm_bare": _bare_vllm,
+}
+
+
+def _load_module(model: Path) -> Any:
+    """As a user loads it: float32, `sdpa` attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+    return loaded.to(device).eval()
+
+
+def cpu_s() -> float:
+    """Processor seconds of this process and those it started (user and system); 0 where there is no /proc."""
+    fields = [stat.rpartition(")")[2].split() for stat in _proc("stat")]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_mb() -> float:
+    """Most memory held: on CUDA the allocator's peak, else the sum of peak resident sizes; MB of 10^6 bytes."""
+    import torch
+
+    if torch.cuda.is_available() and (used := torch.cuda.max_memory_allocated()):
+        return used / 1e6
+    lines = [line for status in _proc("status") for line in status.splitlines() if line.startswith("VmHWM:")]
+    return sum(int(line.split()[1]) for line in lines) * 1024 / 1e6
+
+
+def _proc(name: str) -> Iterator[str]:
+    """The file of this name of this process and of each that it started."""
+    waiting = ["self"]
+    while waiting:
+        process = Path("/proc", waiting.pop())
+        with contextlib.suppress(OSError):  # ended meanwhile
+            yield (process / name).read_text()
+            for children in process.glob("task/*/children"):
+                waiting += children.read_text().split()
