@@ -17,10 +17,12 @@ from msgspec.structs import replace
 from sluice.consumers.training.forward import Layout, TrainerForward
 from sluice.consumers.training.images import joined_tensors, token_type_names
 from sluice.consumers.training.model import load_policy, probe_score, write_model
+from sluice.consumers.training.proximal import fill, plan
 from sluice.consumers.training.step import TrainStep
-from sluice.pipeline.config.types import Config, ModelConfig, TrainerConfig
+from sluice.pipeline.config.types import Config, ModelConfig, PolicyConfig, TrainerConfig
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
-from sluice.pipeline.wire.messages import TrainingSample
+from sluice.pipeline.wire.messages import GeometryTarget, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs
 from sluice.workers.engine.contracts import WeightsProbe
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import request, run
@@ -62,9 +64,31 @@ def policy_of(source: Path) -> Any:
     return load_policy(source, ModelConfig(path=str(source), device="cpu"))
 
 
-def step_of(model: Any, images: Any, row_tokens: int = 256, **options: Any) -> TrainStep:
-    config = TrainerConfig(micro_batch_tokens=1024, **options)
-    return TrainStep(model, config, pad_id=256, row_tokens=row_tokens, images=images)
+@pytest.fixture
+def calm(source: Path, tmp_path: Path) -> Path:
+    """The same model with half as wide matrices: rounding of saturated attention stays below the tolerance."""
+    model, directory = policy_of(source), tmp_path / "calm"
+    directory.mkdir()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(0.5)
+    write_model(model, source, directory)
+    return directory
+
+
+def step_of(
+    model: Any, images: Any, row_tokens: int = 256, policy: PolicyConfig | None = None, **options: Any
+) -> TrainStep:
+    return TrainStep(
+        model,
+        TrainerConfig(micro_batch_tokens=1024, **options),
+        pad_id=256,
+        row_tokens=row_tokens,
+        coord_ids=range(97, 107),
+        policy=policy or PolicyConfig(),
+        images=images,
+    )
 
 
 def samples_of(config: Config, processor: VisionProcessor, root: Path) -> list[TrainingSample]:
@@ -128,6 +152,30 @@ def test_pixels_decide(source: Path, config: Config, processor: VisionProcessor,
     assert np.abs(np.array(first) - np.array(second))[one.prompt_len :].max() > 0.01
 
 
+def test_every_loss_is_the_same_however_samples_are_laid_out(
+    calm: Path, config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    """Cross-entropy, box regression and policy loss of packed rows, and of rows of one sample each."""
+    options = PolicyConfig(enabled=True)
+    samples: list[TrainingSample] = []
+    for at, sample in enumerate(samples_of(config, processor, tmp_path / "scans")):
+        if sample.images:
+            start = sample.prompt_len
+            target = GeometryTarget(positions=(start + 1, start + 2, start + 4, start + 6), box=(10, 20, 300, 400))
+            filled = fill(plan(replace(sample, advantage=(-1.0) ** at), 0, options), [], {}, options).sample
+            assert filled is not None
+            sample = replace(filled, geometry=[target])
+        samples.append(sample)
+    images = taken(config, tmp_path / "pixels", samples)
+    records = [
+        step_of(policy_of(calm), images, row_tokens, policy=options, learning_rate=0.0).run(samples, 1, version=0)
+        for row_tokens in (256, 1)
+    ]
+    for name in ("train/loss", "train/geometry_loss", "policy/loss", "train/grad_norm", "policy/tokens"):
+        assert records[0][name] == pytest.approx(records[1][name], rel=1e-3), name
+    assert min(abs(records[0][name]) for name in ("train/loss", "train/geometry_loss", "policy/loss")) > 0
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_the_gradient_of_rows_is_that_of_plain_passes(
     source: Path, config: Config, processor: VisionProcessor, tmp_path: Path, frozen: bool
@@ -160,15 +208,15 @@ def test_batches_of_the_hand_off_are_proved_with_their_mask(
 
 
 @pytest.fixture
-def backend(source: Path) -> Iterator[HfBackend]:
-    running = HfBackend(ModelConfig(path=str(source), device="cpu"), max_batch=4)
+def backend(calm: Path) -> Iterator[HfBackend]:
+    running = HfBackend(ModelConfig(path=str(calm), device="cpu"), max_batch=4)
     asyncio.run(running.start())
     yield running
     asyncio.run(running.close())
 
 
 def test_decoded_logprobs_are_the_trainers_before_and_after_an_update(
-    source: Path, config: Config, processor: VisionProcessor, tmp_path: Path, backend: HfBackend
+    calm: Path, config: Config, processor: VisionProcessor, tmp_path: Path, backend: HfBackend
 ) -> None:
     refs = {count: image_files(tmp_path / "scans", count, count) for count in COUNTS}
     asked = [
@@ -179,26 +227,30 @@ def test_decoded_logprobs_are_the_trainers_before_and_after_an_update(
         )
         for count in COUNTS
     ]
-    model = policy_of(source)
-    step, versions = None, tmp_path / "weights"
+    model, versions = policy_of(calm), tmp_path / "weights"
     for version in (0, 1):
-        samples = []
+        samples: list[TrainingSample] = []
         outputs = run(backend, *asked)
         for count, output in zip(COUNTS, outputs, strict=True):
             sample = seen_sample(
                 f"{version}-{count}", config, processor, refs[count], seed=count, response=output.token_ids
             )
             assert list(sample.token_ids)[: sample.prompt_len] == list(output.prompt_token_ids), "expanded alike"
-            samples.append(sample)
+            behaviour = FloatArray([0.0] * sample.prompt_len + list(output.logprobs))
+            versions_of = Runs.of([-1] * sample.prompt_len + [version] * len(output.token_ids))
+            samples.append(replace(sample, logprobs=behaviour, versions=versions_of, advantage=1.0))
         images = taken(config, tmp_path / f"pixels-{version}", samples)
-        step = step_of(model, images, learning_rate=1e-3)
+        step = step_of(model, images, learning_rate=1e-3, policy=PolicyConfig(enabled=True))
         for sample, scores, output in zip(samples, step.score(samples), outputs, strict=True):
             found = torch.tensor(scores[sample.prompt_len :])
             torch.testing.assert_close(found, torch.tensor(output.logprobs), atol=TOLERANCE, rtol=0, msg=sample.seq_id)
+        ready = [fill(plan(sample, version, PolicyConfig(enabled=True)), [], {}, PolicyConfig()) for sample in samples]
+        record = step.run([each.sample for each in ready if each.sample is not None], 1, version=version)
+        assert record["policy/engine_logprob_gap_max"] < TOLERANCE
+        assert record["policy/tokens"] == sum(len(output.token_ids) for output in outputs)
         if version == 0:
-            step.run(samples, 1)
             directory = versions / "v000001"
             directory.mkdir(parents=True)
-            write_model(model, source, directory)
+            write_model(model, calm, directory)
             probe = WeightsProbe(PROBE, probe_score(model, list(PROBE)), tolerance=1e-3)
             asyncio.run(backend.load_weights(directory, 1, probe))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
 from sluice.consumers.training.step_log import read_rollouts
@@ -32,8 +34,9 @@ def rows_of(root: Path) -> list[Row]:
     return rows
 
 
+@pytest.mark.parametrize("policy", [False, True], ids=["teacher forcing", "policy loss"])
 def test_pictures_are_trained_on_and_one_that_disappears_costs_its_own_sequences_alone(
-    make_stack: MakeStack, tmp_path: Path
+    make_stack: MakeStack, tmp_path: Path, policy: bool
 ) -> None:
     root, model = tmp_path / "scans", save_tiny_qwen3_vl(tmp_path / "qwen3-vl")
     stack: Stack = make_stack(
@@ -42,6 +45,7 @@ def test_pictures_are_trained_on_and_one_that_disappears_costs_its_own_sequences
         model={"path": str(model), "device": "cpu"},
         images={"roots": [str(root)]},
         producer={"samples_per_version": 8, "max_in_flight": 64, "group_size": 2},
+        policy={"enabled": policy},
         trainer={"learning_rate": 1e-3, "keep_rollouts": None},
     )
     for role in ("produce", "worker", "consume"):
@@ -59,9 +63,12 @@ def test_pictures_are_trained_on_and_one_that_disappears_costs_its_own_sequences
     samples = [sample for _, batch in read_rollouts(stack.run_dir / "rollouts") for sample in batch.samples]
     assert sum(len(sample.images) for sample in samples) == 2 * sum(len(row["images"]) for row in stack.rows) - 2
     assert all(ref.sha256 for sample in samples for ref in sample.images), "stamped by the worker"
-    done = stack.sluice("audit", str(stack.run_dir), "--set", "model.device=cpu")
-    assert done.wait() == 0, done.tail()
     stack.assert_streams_empty()
+    if policy:  # wrong answers are taught from the truth alone: nothing that was sampled is left to audit
+        done = stack.sluice("audit", str(stack.run_dir), "--json")
+        assert done.wait() == 0, done.tail()
+        found = json.loads(done.text()[done.text().index("{") :])
+        assert (found["wrong"], found["unchecked"], found["sequences"]) == (0, 0, len(samples))
 
 
 def assert_named(client: redis.Redis, stack: Stack, lost: set[str], gone: str) -> None:
