@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,11 @@ class VisionInputs:
     tensors: dict[str, NDArray[Any]]  # further forward arguments, e.g. pixel_values and image_grid_thw
     num_images: int
     spans: tuple[tuple[int, int], ...]  # of each image in `token_ids`: first token, and the one after its last
+
+    def to_last_image(self) -> VisionInputs:
+        """Up to the end of the last image."""
+        end = self.spans[-1][1]
+        return replace(self, token_ids=self.token_ids[:end], token_types=self.token_types[:, :end])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_before_vllm_starts(
 
 def test_a_pixel_budget_goes_to_vllm_as_the_hf_backend_applies_it(tmp_path: Path) -> None:
     config = ModelConfig(path=str(save_tiny_qwen_vl(tmp_path)), preprocess=VlmPreprocessOptions(max_pixels=1024))
-    vision = Vision.of(config, VllmEngineOptions())
+    vision = Vision.of(config, VllmEngineOptions(), 4)
     assert vision is not None
     assert vision.arguments["mm_processor_kwargs"] == {"size": {"shortest_edge": 256, "longest_edge": 1024}}
 
@@ -214,7 +214,7 @@ def test_a_model_that_needs_torchvision_says_so(tmp_path: Path) -> None:
     config = ModelConfig(path=str(save_tiny_qwen_vl(tmp_path)))
     with pytest.raises(ModelError, match=r"(?i)torchvision library.*need the package torchvision: install it"):
         asyncio.run(VllmBackend(config, options=vlm_options()).start())
-    vision = Vision.of(config, VllmEngineOptions())
+    vision = Vision.of(config, VllmEngineOptions(), 4)
     assert vision is not None
     assert "model_impl: transformers" in vision.hint(VllmEngineOptions())
 

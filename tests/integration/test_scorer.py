@@ -12,23 +12,27 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 import yaml
 
 from sluice.pipeline.broker.ownership import Ownership
-from sluice.pipeline.config.types import BrokerConfig, Config, ModelConfig, PolicyConfig, ScorerConfig
+from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig, PolicyConfig, ScorerConfig
+from sluice.pipeline.images.processor import VisionProcessor
 from sluice.pipeline.queue.scores import Scores
 from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import retire, write_version
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
-from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
+from sluice.pipeline.wire.messages import ImageRef, ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.workers.model_files import load_tokenizer
 from sluice.workers.scorer.model import VersionedModel
 from sluice.workers.scorer.scorer import Scorer, serve_scores
 from tests.contract.engine_fixtures import ragged_prompts, reference, reference_logprobs
+from tests.contract.vlm_plain import PlainVlm
 from tests.e2e.processes import BIN, Process, environment, launch
 from tests.roles import eventually, role_of, run_config
 from tests.tiny_models import CONTEXT, save_tiny_model
+from tests.tiny_vision_models import FAMILIES, pictures
 from tests.tiny_vlms import save_tiny_llava
 
 EXACT = 1e-5
@@ -180,7 +184,76 @@ def test_a_prompt_with_an_image_is_not_scored_as_text(tmp_path: Path) -> None:
     image = load_tokenizer(str(source)).convert_tokens_to_ids("<image>")
     text, seen = model.score([job("text:0", 1), job("seen:0", 1, prompt_token_ids=TokenArray([5, image, image, 6]))])
     assert (text.error, len(text.logprobs)) == ("", len(TOKENS))
-    assert "image" in seen.error
+    assert seen.error == "the prompt has an image, and the score job names none"
+    [blind] = VersionedModel(
+        Config(model=ModelConfig(path=str(save_tiny_model(tmp_path / "text")), device="cpu"))
+    ).score([job("seen:0", 1, images=[ImageRef(path="a.png")])])
+    assert blind.error
+
+
+@pytest.fixture
+def pictures_root(tmp_path: Path) -> Path:
+    root = tmp_path / "pictures"
+    root.mkdir()
+    for number, image in enumerate(pictures(3)):
+        image.save(root / f"{number}.png")
+    return root
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "idefics3"])
+async def test_prompts_with_images_are_scored_like_text(
+    broker_config: BrokerConfig,
+    keys: Keys,
+    run_dir: Path,
+    client: Any,
+    tmp_path: Path,
+    pictures_root: Path,
+    family: str,
+) -> None:
+    source = FAMILIES[family](tmp_path / "v1")
+    run_with = run_config(
+        broker_config,
+        keys,
+        run_dir,
+        model={"path": str(source), "device": "cpu"},
+        policy=PolicyConfig(enabled=True, advantage="reward"),
+        images=ImagesConfig(roots=(str(pictures_root),)),
+    )
+    plain, vision = PlainVlm(source), VisionProcessor.load(run_with.model, transformers)
+    image, tokens = vision.image_token_id, list(b"an answer")
+    tokens[4] = image  # the policy may write anything
+    asked = {
+        "one": ([65, image, 66], ["0.png"]),
+        "two": ([65, image, 66, image, 67], ["0.png", "1.png"]),
+        "again": ([65, image, 66, image, 67], ["0.png", "1.png"]),
+        "changed": ([65, image, 66], ["2.png"]),
+        "gone": ([65, image, 66], ["9.png"]),
+        "other": ([65, image, 66, image, 67], ["0.png"]),
+        "text": ([65, 66], []),
+    }
+    jobs: list[ScoreJob] = []
+    for name, (prompt, paths) in asked.items():
+        shown = [pictures(3)[int(path[0])] for path in (paths if name not in ("gone", "other") else ["0.png", "1.png"])]
+        expanded = vision.prepare(prompt, shown[: prompt.count(image)]).token_ids
+        refs = [ImageRef(path=path, sha256="0" * 64 if name == "changed" else None) for path in paths]
+        fields = {"prompt_token_ids": TokenArray(expanded), "images": refs, "positions": TokenArray(range(len(tokens)))}
+        jobs.append(job(name, 1, token_ids=TokenArray(tokens), **fields))
+    model = VersionedModel(run_with)
+    published = Run(client, run_with, [source, source], [plain.model, plain.model])
+    await published.publish(1)
+    async with scoring(run_with, model):
+        answers = {name: one for (name, _), one in (await published.ask(*jobs)).items()}
+    for name in ("one", "two", "again", "text"):
+        prompt, paths = asked[name]
+        expected = plain.logprobs(prompt, [pictures(3)[int(path[0])] for path in paths], tokens)
+        assert answers[name].error == ""
+        torch.testing.assert_close(torch.tensor(list(answers[name].logprobs)), expected, atol=1e-4, rtol=0)
+    assert "asks for 000000" in answers["changed"].error
+    assert "9.png" in answers["gone"].error
+    assert "left in the prompt after its 1 images" in answers["other"].error
+    assert model.facts.supports_vlm
+    assert model.features is not None
+    assert model.features.computed - 1 == 2, "one for the proof at the start, one for each prompt with its images"
 
 
 async def test_versions_that_cannot_be_had_end_no_scorer_and_are_never_mixed_up(

@@ -2,30 +2,40 @@
 
 - `version` is None whenever the weights aren't known to be those of one version: before the first load, and after a
   load that failed halfway.
-- Scores come from plain forward passes over tokens alone, so prompts with an image can't be scored.
+- Scores come from plain forward passes. Sequences with images are scored one at a time; those that begin with the same
+  prompt and images share what the vision tower makes of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import EngineError, RequestError, TornWeights, WeightsError
+from sluice.pipeline.images.processor import VisionInputs
 from sluice.pipeline.queue.scores import refusal
 from sluice.pipeline.weights.versions import verify
 from sluice.pipeline.wire.messages import ScoreJob, ScoreResult, WeightVersion
 from sluice.pipeline.wire.tokens import FloatArray
 from sluice.workers.engine.contracts import EngineFacts
+from sluice.workers.engine.hf.image_features import ImageFeatures
 from sluice.workers.engine.hf.model import load_model
 from sluice.workers.engine.hf.passes import token_logprobs
 from sluice.workers.engine.hf.proof import prove
+from sluice.workers.engine.hf.vision import image_logprobs
 from sluice.workers.engine.hf.weights import Weights
 from sluice.workers.engine.limits import check_token_ids
 from sluice.workers.weights_watch import probe_of
+
+_SHOWN = 8  # prompts with images whose features are kept
+_WRITTEN = -1  # no token's id
 
 
 class VersionedModel:
@@ -38,12 +48,18 @@ class VersionedModel:
         self._pass_tokens, self._tolerance = config.scorer.pass_tokens, config.weights.probe_tolerance
         self._model = load_model(config.model)
         prove(self._model)
-        self._weights = Weights(self._model.module, Path(config.model.path), self._total)
+        self._weights = Weights(self._model.module, Path(config.model.path), self._total, self._model.features)
+        self._shown: OrderedDict[tuple[tuple[int, ...], tuple[Any, ...]], VisionInputs] = OrderedDict()
         self.version: int | None = None
 
     @property
     def facts(self) -> EngineFacts:
         return self._model.facts
+
+    @property
+    def features(self) -> ImageFeatures | None:
+        """What the vision tower has computed, and how often; None for a model that takes no images."""
+        return self._model.features
 
     @torch.inference_mode()
     def load(self, manifest: WeightVersion) -> None:
@@ -59,14 +75,26 @@ class VersionedModel:
             raise
         self.version = manifest.version
 
-    def score(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
+    def score(self, jobs: Sequence[ScoreJob], images: Sequence[Sequence[Any] | str] = ()) -> list[ScoreResult]:
         """One answer per job, all under the loaded version; a job that can't be scored gets an error.
 
+        `images` are those of each job (PIL, RGB), or why they can't be fetched; empty: no job has any.
         Raises EngineError when the device fails.
         """
-        refused = {index: why for index, job in enumerate(jobs) if (why := self._why_not(job))}
-        good = [index for index in range(len(jobs)) if index not in refused]
-        found = dict(zip(good, self._logprobs([jobs[index] for index in good]), strict=True))
+        shown = images or [()] * len(jobs)
+        refused = {
+            index: why
+            for index, (job, seen) in enumerate(zip(jobs, shown, strict=True))
+            if (why := seen if isinstance(seen, str) else self._why_not(job))
+        }
+        texts = [index for index, job in enumerate(jobs) if index not in refused and not job.images]
+        found = dict(zip(texts, self._logprobs([jobs[index] for index in texts]), strict=True))
+        for index, (job, seen) in enumerate(zip(jobs, shown, strict=True)):
+            if job.images and index not in refused and not isinstance(seen, str):
+                try:
+                    found[index] = self._image_logprobs(job, seen)
+                except RequestError as error:
+                    refused[index] = str(error)
         return [
             refusal(job.seq_id, job.version, refused[index]) if index in refused else _answer(job, found[index])
             for index, job in enumerate(jobs)
@@ -89,6 +117,36 @@ class VersionedModel:
             for job, low, logprobs in zip(jobs, lows, found, strict=True)
         ]
 
+    def _image_logprobs(self, job: ScoreJob, images: Sequence[Any]) -> list[float]:
+        """For the job's positions. Raises RequestError for images that aren't those of its prompt."""
+        assert self._model.vision is not None
+        start, low, high = len(job.prompt_token_ids), min(job.positions), max(job.positions)
+        ids = [*job.prompt_token_ids, *job.token_ids]
+        written = {start + position for position in job.positions}
+        # A token that the policy wrote is no placeholder, whatever it is.
+        looked = [_WRITTEN if at in written else token for at, token in enumerate(ids)]
+        inputs = self._model.vision.match(looked, images).to_last_image()
+        end = len(inputs.token_ids)
+        vision = self._sharing(replace(inputs, token_ids=tuple(ids[:end])), images)
+        try:
+            rest = ids[end : max(end, start + high + 1)]
+            logprobs = image_logprobs(self._model, vision, rest, start + low, job.temperature)
+        except torch.OutOfMemoryError as error:
+            raise EngineError(f"no memory to score {job.seq_id} with {len(images)} images ({error})") from error
+        return [logprobs[position - low] for position in job.positions]
+
+    def _sharing(self, vision: VisionInputs, images: Sequence[Any]) -> VisionInputs:
+        """The same inputs as another sequence that begins like this one: both share the vision tower's work."""
+        digests = tuple(image.info.get("sha256") for image in images)
+        if None in digests:
+            return vision
+        key = vision.token_ids, digests
+        shared = self._shown.setdefault(key, vision)
+        self._shown.move_to_end(key)
+        while len(self._shown) > _SHOWN:
+            self._shown.popitem(last=False)
+        return shared
+
     def _why_not(self, job: ScoreJob) -> str:
         """Why this job can't be scored; empty if it can."""
         if job.version != self.version:
@@ -103,8 +161,10 @@ class VersionedModel:
         if length > limit:
             return f"{length} tokens are longer than the context of {limit}"
         vision = self._model.vision
-        if vision is not None and vision.image_token_id in job.prompt_token_ids:
-            return "the prompt has an image, but a score job has only tokens"
+        if vision is None and job.images:
+            return "the model takes no images"
+        if vision is not None and not job.images and vision.image_token_id in job.prompt_token_ids:
+            return "the prompt has an image, and the score job names none"
         try:
             check_token_ids(job.seq_id, [*job.prompt_token_ids, *job.token_ids], self.facts.vocab_size)
         except RequestError as error:

@@ -5,6 +5,7 @@
 | score jobs     | the trainer's request; a stop                   |
 | weights, a pass| the model's thread; leases are renewed meanwhile|
 
+- Images are fetched before the pass, each once; a job whose images are gone or changed is refused with the reason.
 - Every job is answered: with scores under exactly the version it names, or with the reason why there are none.
 - A missing or broken version doesn't end the scorer. A failing device does; its jobs go to another scorer.
 - On a stop, the jobs being scored are answered and the others are given back.
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from sluice.pipeline import logs
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import WeightsError
+from sluice.pipeline.errors import RequestError, WeightsError
+from sluice.pipeline.images.store import ImageStore, admit_images
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
 from sluice.pipeline.run.gpu import use_free_gpu
@@ -40,8 +42,8 @@ class ScoringModel(Protocol):
         """Switch to a version. Raises WeightsError."""
         ...
 
-    def score(self, jobs: Sequence[ScoreJob]) -> list[ScoreResult]:
-        """One answer per job, under the loaded version."""
+    def score(self, jobs: Sequence[ScoreJob], images: Sequence[Sequence[Any] | str] = ()) -> list[ScoreResult]:
+        """One answer per job, under the loaded version; with the images of each job, or why they can't be fetched."""
         ...
 
 
@@ -73,6 +75,7 @@ class Scorer:
         self._role, self._model = role, model
         self._jobs = ScoreJobs(role.client, role.keys, role.name, role.config.scorer.lease_s)
         self._registry = WeightsRegistry(role.client, role.keys)
+        self._images = ImageStore(role.config.images)
         # A longer wait would look like an outage.
         self._block_ms = int(min(_BLOCK_S, role.config.broker.socket_timeout_s / 2) * 1000)
         self._scored = 0
@@ -80,13 +83,14 @@ class Scorer:
     async def run(self) -> None:
         """Serve until asked to stop."""
         self._role.spawn(self._jobs.keep())
-        while not self._role.stop.is_set():
-            self._role.status.waiting(WaitKind.SCORE_JOBS)
-            taken = await self._jobs.take(_TAKE, self._block_ms)
-            for version, group in _by_version(taken, self._model.version):
-                if self._role.stop.is_set():
-                    break
-                await self._serve(version, group)
+        async with self._images:
+            while not self._role.stop.is_set():
+                self._role.status.waiting(WaitKind.SCORE_JOBS)
+                taken = await self._jobs.take(_TAKE, self._block_ms)
+                for version, group in _by_version(taken, self._model.version):
+                    if self._role.stop.is_set():
+                        break
+                    await self._serve(version, group)
         await self._jobs.release()
 
     async def _serve(self, version: int, group: Sequence[TakenJob]) -> None:
@@ -96,12 +100,22 @@ class Scorer:
         if error:
             results = [refusal(taken.job.seq_id, version, error) for taken in wanted]
         else:
-            results = await asyncio.to_thread(self._model.score, [taken.job for taken in wanted])
+            jobs = [taken.job for taken in wanted]
+            images = await asyncio.gather(*map(self._fetch, jobs))
+            results = await asyncio.to_thread(self._model.score, jobs, images)
         in_time = {taken.entry_id for taken in wanted}
         late = [(taken, None) for taken in group if taken.entry_id not in in_time]
         await self._jobs.answer([*zip(wanted, results, strict=True), *late])
         self._scored += sum(not result.error for result in results)
         self._role.status.fact(version=self._model.version, scored=self._scored)
+
+    async def _fetch(self, job: ScoreJob) -> Sequence[Any] | str:
+        """The job's images, or why they can't be fetched."""
+        try:
+            admit_images(job.images, self._role.config.images, job.seq_id)
+            return await asyncio.gather(*map(self._images.get, job.images))
+        except (RequestError, OSError) as error:
+            return str(error)
 
     async def _switch_to(self, version: int) -> str:
         """Load a version; the reason if that fails, else empty."""

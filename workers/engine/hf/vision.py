@@ -26,6 +26,7 @@ from transformers import Cache
 from sluice.pipeline.errors import EngineError, RequestError, SluiceError
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.workers.engine.contracts import SequenceRequest
+from sluice.workers.engine.hf.cache import PrefillCache
 from sluice.workers.engine.hf.model import LoadedModel
 from sluice.workers.engine.hf.passes import chosen, forward, forward_scored
 
@@ -40,11 +41,12 @@ def prefill_image(
     cache: Cache,
     first: int | None = None,
     temperature: float = 1.0,
+    scored: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Fill the cache with the prompt and the tokens generated so far.
 
     Returns (logits (1, vocab), logprobs of `tokens[first:]` (1, n), next position - length); `first` None: no logprobs;
-    `temperature` applies to these logprobs.
+    `temperature` applies to these logprobs. Logprobs of the last `scored` tokens of the prompt come before them.
     Raises RequestError if the model rejects the processor's output.
     """
     module, device = model.module, torch.device(model.facts.device)
@@ -55,7 +57,9 @@ def prefill_image(
     try:
         positions, offset = _positions(model, inputs, types, vision)
         images = {**model.features.arguments(vision), **of_tokens(module, types)}
-        logits = forward(model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1, **images)
+        logits = forward(
+            model, inputs, torch.ones_like(inputs, dtype=torch.bool), positions, cache, keep=1 + scored, **images
+        )
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise  # not necessarily the image's fault: the engine ends, and its jobs are decoded elsewhere
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -64,7 +68,8 @@ def prefill_image(
             "the processor's files with the model's config.json, or send a smaller image"
         ) from error
     more = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
-    scores = chosen(logits, more[:, :1] if first == 0 else more[:, :0], [temperature])
+    known = torch.cat([inputs[:, length - scored :], more[:, :1] if first == 0 else more[:, :0]], dim=1)
+    scores = chosen(logits, known, [temperature])
     logits = logits[:, -1]
     if tokens:
         mask = torch.ones(1, length + len(tokens), dtype=torch.bool, device=device)
@@ -73,6 +78,22 @@ def prefill_image(
         logits, others = forward_scored(model, more, mask, positions, cache, rest, [temperature])
         scores = torch.cat([scores, others], dim=1)
     return logits, scores, offset
+
+
+@torch.inference_mode()
+def image_logprobs(
+    model: LoadedModel, vision: VisionInputs, tokens: Sequence[int], first: int, temperature: float = 1.0
+) -> list[float]:
+    """Logprobs (nats, computed in fp32) of tokens `first`.. of a sequence, each given all before it.
+
+    The sequence is `vision`, which ends with its last image, and then `tokens`. Raises RequestError.
+    """
+    length = len(vision.token_ids)
+    if not 1 <= first < length + len(tokens):
+        raise ValueError("a token before the first one that is scored is needed, and one to score")
+    cache, scored = PrefillCache(model.module.config), max(0, length - first)
+    _, scores, _ = prefill_image(model, vision, tokens, cache, max(0, first - length), temperature, scored)
+    return scores[0].tolist()
 
 
 def _positions(
