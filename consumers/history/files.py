@@ -2,6 +2,8 @@
 
 - `num` grows with every new sequence (job) of a file, so sorting by it sorts by time and needs no index.
 - `sequences` is narrow for fast scans; `details` holds what pages show, with whole messages compressed.
+- The sequences of a job are found by the unique `seq_id`, which begins with "<job_id>:". Ids are hashes: an index over
+  them is the dearest to write, for each new entry rewrites a page.
 - A file with another schema is refused with DataError; one that is still being created counts as empty.
 """
 
@@ -16,7 +18,8 @@ from sluice.pipeline.errors import DataError
 
 SCHEMA = 1
 TRAINER = "trainer.sqlite"
-FILTERED = ("job_id", "state", "finish_reason", "worker", "task", "triggered")
+_CACHE_KIB, _LOG_PAGES = 16 << 10, 8000
+FILTERED = ("state", "finish_reason", "worker", "task", "triggered")
 _CONSUMER_TABLES = """
 create table sequences (
   num integer primary key, seq_id text not null unique, job_id text not null, at real not null, state text not null,
@@ -58,9 +61,13 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         db.execute("pragma journal_mode=wal")
         db.execute("pragma synchronous=normal")
         db.execute("pragma journal_size_limit=67108864")
+        # By default a transaction rewrites index pages that fell out of the cache, and so does every fourth MB of log.
+        db.execute(f"pragma cache_size=-{_CACHE_KIB}")
+        db.execute(f"pragma wal_autocheckpoint={_LOG_PAGES}")
         if not is_made(db, path):
             tables = _TRAINER_TABLES if path.name == TRAINER else _CONSUMER_TABLES
             db.executescript(f"begin immediate;{tables}pragma user_version={SCHEMA};commit;")
+        db.execute("drop index if exists by_job_id")  # earlier releases created it
     except BaseException:
         db.close()
         raise

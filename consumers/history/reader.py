@@ -154,10 +154,12 @@ def _job(row: Sequence[Any]) -> JobRow:
 def conditions(wanted: SequenceFilter) -> tuple[str, list[Any]]:
     """`and …` on the table `sequences`, with its arguments."""
     text, args = "", list[Any]()
-    # These conditions need a full table scan; going through an index takes several times as long.
-    plus = "+" if wanted.version is not None or wanted.search else ""
+    # A job is found by `seq_id`; the other two need a full scan, which takes several times as long through an index.
+    plus = "+" if wanted.job_id or wanted.version is not None or wanted.search else ""
     if wanted.job_id:
-        text, args = f"{text} and job_id = ?", [*args, wanted.job_id]
+        nums = "select num from sequences where seq_id >= ? and seq_id < ?"  # all ids that begin with "<job_id>:"
+        text = f"{text} and sequences.num in ({nums}) and job_id = ?"
+        args += [f"{wanted.job_id}:", f"{wanted.job_id};", wanted.job_id]
     for name in ("state", "finish_reason", "worker", "task"):
         if value := getattr(wanted, name):
             text, args = f"{text} and {plus}{name} = ?", [*args, value]

@@ -5,6 +5,8 @@
 - One transaction per call. Writing a sequence again replaces it in place and keeps the order.
 - Beyond `max_sequences` or `max_mb` whole jobs are deleted, oldest first; the newest one always stays. Freed pages are
   reused, so the file neither shrinks nor grows.
+- Pruning deletes 3 % of the limit at a time. Ids are hashes, so two index entries rarely share a page, and a
+  transaction writes each page once: one large deletion costs far less than a small one with every call.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.live_jobs import parse_log
 from sluice.pipeline.wire.messages import DeadLetter, SequenceResult, TrainingSample, Wire, encode
 
-_CHUNK = 256
+_PORTIONS = 32  # of a full file; pruning deletes one at a time
 _SEQUENCE = (
     "insert into sequences"
     " (seq_id, job_id, at, state, finish_reason, worker, task, triggered, version_min, version_max)"
@@ -152,16 +154,26 @@ class HistoryStore(_File):
         db.execute(_JOB, (*facts, *counts, job.log))
 
     def _prune(self, db: sqlite3.Connection) -> None:
-        while self._count > self._most or self._too_big():
-            oldest = db.execute("select num, job_id from jobs order by num limit ?", (_CHUNK + 1,)).fetchall()
-            if len(oldest) < 2:
-                return
-            for num, job_id in oldest[:-1]:
-                db.execute("delete from details where num in (select num from sequences where job_id = ?)", (job_id,))
-                self._count -= db.execute("delete from sequences where job_id = ?", (job_id,)).rowcount
-                db.execute("delete from jobs where num = ?", (num,))
-                if self._count <= self._most and not self._too_big():
-                    return
+        if self._count > self._most:
+            self._delete_oldest(db, self._count - self._most + self._most // _PORTIONS)
+        while self._too_big() and self._delete_oldest(db, self._count // _PORTIONS + 1):
+            pass
+
+    def _delete_oldest(self, db: sqlite3.Connection, count: int) -> bool:
+        """Whole jobs of at least `count` sequences, but never the newest job; False if none was deleted."""
+        sizes = "select num, job_id, handed_on + dropped + dead from jobs order by num limit ?"
+        jobs = db.execute(sizes, (count + 1,)).fetchall()
+        kept = 0
+        while count > 0 and kept < len(jobs) - 1:
+            count -= jobs[kept][2]
+            kept += 1
+        first_kept, job_id, _ = jobs[kept]
+        (end,) = db.execute("select num from sequences where job_id = ? order by num limit 1", (job_id,)).fetchone()
+        db.execute("delete from details where num < ?", (end,))
+        deleted = db.execute("delete from sequences where num < ?", (end,)).rowcount
+        db.execute("delete from jobs where num < ?", (first_kept,))
+        self._count -= deleted
+        return deleted > 0
 
 
 class TrainedStore(_File):
@@ -174,11 +186,14 @@ class TrainedStore(_File):
             self._prune(db)
 
     def _prune(self, db: sqlite3.Connection) -> None:
-        (newest,) = db.execute("select coalesce(max(num), 0) from trained").fetchone()
-        db.execute("delete from trained where num <= ?", (newest - self._most,))
-        oldest = "delete from trained where num in (select num from trained order by num limit ?) and num < ?"
-        while self._too_big() and db.execute(oldest, (_CHUNK, newest)).rowcount:
-            pass
+        ends = "select (select min(num) from trained), (select max(num) from trained)"
+        oldest, newest = db.execute(ends).fetchone()
+        if newest - oldest >= self._most:
+            oldest = newest - self._most + 1 + self._most // _PORTIONS
+            db.execute("delete from trained where num < ?", (oldest,))
+        while self._too_big() and oldest < newest:
+            oldest += (newest - oldest) // _PORTIONS + 1
+            db.execute("delete from trained where num < ?", (oldest,))
 
 
 def _small(message: Wire | None) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -59,6 +60,33 @@ def test_the_oldest_jobs_go_whole_beyond_the_count(tmp_path: Path) -> None:
     assert jobs_of(tmp_path) == ["big"]  # the newest stays, however big
 
 
+def test_pruning_makes_room_for_more_than_the_next_record(tmp_path: Path) -> None:
+    writer, counts = store(tmp_path, max_sequences=320), list[int]()
+    for number in range(200):
+        writer.record([job(f"g{number}", size=3)])
+        counts.append(sum(HistoryReader(tmp_path).totals().values()))
+    assert max(counts) <= 320
+    assert min(counts[110:]) >= 320 - 10 - 3  # a portion, and what a whole job adds to it
+    assert sum(after < before for before, after in pairwise(counts)) <= 200 * 3 // 9
+    reader = HistoryReader(tmp_path)
+    assert len(jobs_of(tmp_path)) * 3 == counts[-1]
+    assert all(reader.sequence(f"{name}:{index}") for name in jobs_of(tmp_path) for index in range(3))
+
+
+def test_a_file_of_an_earlier_release_is_read_and_written_on(tmp_path: Path) -> None:
+    """It has one more index."""
+    writer = store(tmp_path)
+    writer.record([job("a", size=2), job("a:0"), job("b")])
+    writer._db.execute("create index by_job_id on sequences (job_id)")
+    writer.close()
+    of_a = SequenceFilter(job_id="a", state="handed_on", worker="w")
+    reader = HistoryReader(tmp_path)
+    assert [each.seq_id for each in reader.sequences(of_a).rows] == ["a:1", "a:0"]
+    store(tmp_path).record([job("c")])
+    assert [each.seq_id for each in reader.sequences(of_a).rows] == ["a:1", "a:0"]
+    assert reader.totals()["handed_on"] == 5
+
+
 def test_the_file_does_not_outgrow_its_limit(tmp_path: Path) -> None:
     writer, rng = store(tmp_path, max_mb=1), random.Random(7)
 
@@ -84,6 +112,16 @@ def test_the_trainers_file_keeps_the_newest_too(tmp_path: Path) -> None:
         writer.record([Trained(seq_id=f"g{number}:0", step=number, version=0, state="trained")])
     rows = HistoryReader(tmp_path).sequences(ALL).rows
     assert [each.step for each in rows] == [7, 6, 5, 4, 3, None, None, None]
+
+
+def test_the_trainers_file_makes_room_for_more_than_the_next_record(tmp_path: Path) -> None:
+    writer = TrainedStore(tmp_path / "trainer.sqlite", max_sequences=320)
+    count = "select count(*), min(step), max(step) from trained"
+    for number in range(1000):
+        writer.record([Trained(seq_id=f"g{number}:0", step=number, version=0, state="trained")])
+        held, oldest, newest = writer._db.execute(count).fetchone()
+        assert (newest, oldest) == (number, number - held + 1)
+        assert held == number + 1 if number < 320 else 310 <= held <= 320
 
 
 def test_a_call_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
