@@ -6,22 +6,29 @@ import asyncio
 import base64
 from collections.abc import Iterator
 from hashlib import sha256
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import transformers
+from PIL import Image
 from transformers import AutoTokenizer
 
-from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig
+from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, RolloutServerConfig
+from sluice.pipeline.images.processor import VisionProcessor
 from sluice.pipeline.images.writer import ImageWriter, images_directory
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import ImageRef
+from sluice.producers.agents.tools import ToolImage, tool
+from sluice.producers.gateway.tool_calls import Call, Parsed
 from sluice.producers.rollout_client.intake import heads_of
 from sluice.producers.source import Row, RowImage
 from sluice.workers.engine.hf import HfBackend
 from tests.contract.engine_fixtures import started
+from tests.integration.gateway.agents import rollout_server
 from tests.integration.gateway.harness import Gateway, kept, published, said, serving, user
 from tests.pictures import encoded, huge_png, png
 from tests.roles import run_config
@@ -104,6 +111,50 @@ async def test_images_of_several_turns_are_context_of_one_sequence(
     assert pads(config, list(result.prompt_token_ids)) > 1
     assert pads(config, [token for token, on in zip(token_ids, mask, strict=True) if not on]) > 1
     assert b"base64" not in b"".join([fields[b"r"] for _, fields in await client.xrange(keys.results + "0")])
+
+
+@tool
+def look(at: str) -> Any:
+    """A picture."""
+    return [f"here is {at}", ToolImage(FIRST if at == "it" else SECOND)]
+
+
+def look_in_every_text(text: str) -> Parsed:
+    """A tool parser for a model that writes no calls."""
+    return Parsed("", [Call("look", msgspec.json.encode({"at": "it" if len(text) % 2 else "that"}).decode())])
+
+
+async def test_a_tool_shows_images_to_a_rollout_of_ours(
+    config: Config, backend: HfBackend, client: Any, keys: Keys
+) -> None:
+    config = msgspec.structs.replace(
+        config,
+        gateway=msgspec.structs.replace(config.gateway, tool_parser=f"{__name__}:look_in_every_text"),
+        rollout_server=RolloutServerConfig(tools=(f"{__name__}:look",)),
+    )
+    async with serving(config, backend) as gateway, rollout_server(config, gateway.url) as server:
+        asked = {"messages": [asks(SECOND)], "max_turns": 3, "max_tokens_total": 400}
+        sampling = {"temperature": 0.0, "max_tokens": 6}
+        answer = await server.post("/rollout", "r", "", **asked, sampling_params=sampling)
+        assert (answer["status"], answer["finish_reason"]) == ("COMPLETED", "max_turns"), answer
+    [result] = await published(client, keys)
+    parts = [part for one in answer["final_messages"] for part in one.get("content") or () if isinstance(part, dict)]
+    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    assert urls == [f"sha256:{image.sha256}" for image in result.images]
+    assert len(urls) == 3
+    assert urls[0] == f"sha256:{sha256(SECOND).hexdigest()}"
+    mask, token_ids = result.response_mask.expand(), list(result.token_ids)
+    assert result.turn == 3
+    assert pads(config, [token for token, on in zip(token_ids, mask, strict=True) if not on]) > 2
+    assert pads(config, [token for token, on in zip(token_ids, mask, strict=True) if on]) == 0
+    inputs = VisionProcessor.load(config.model, transformers).match(
+        [*result.prompt_token_ids, *token_ids], [Image.open(BytesIO(_kept(config, url))).convert("RGB") for url in urls]
+    )
+    assert inputs.num_images == 3, "a trainer finds every image's expansion in the tokens of the sequence"
+
+
+def _kept(config: Config, url: str) -> bytes:
+    return (images_directory(config) / url.replace(":", "/")).read_bytes()
 
 
 async def test_a_bomb_and_a_cut_picture_fail_their_call_alone(config: Config, backend: HfBackend) -> None:

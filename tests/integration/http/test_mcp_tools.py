@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Response
 from mcp.server import MCPServer
+from mcp.types import CallToolResult
 from starlette.types import Receive, Scope, Send
 
 from sluice.pipeline.errors import RequestError
@@ -17,6 +19,7 @@ from sluice.pipeline.http.addresses import AllowedHosts
 from sluice.producers.agents.tools import ToolBox, tool
 from sluice.producers.agents.tools.mcp import mcp_tools
 from tests.integration.http.names import Names
+from tests.pictures import png
 from tests.served import Served, served
 
 HOSTS = AllowedHosts(["127.0.0.1:*"], "rollout_server.hosts")
@@ -29,7 +32,7 @@ class Toolshed:
         server = MCPServer("toolshed")
         self.left, self.streams = asyncio.Event(), not json_response
         self.asked: list[str] = []
-        for function in (self.add, self.fails, self.hangs, self.huge, self.echo):
+        for function in (self.add, self.fails, self.hangs, self.huge, self.echo, self.draws):
             server.tool()(function)
         self.app = server.streamable_http_app(json_response=json_response)
 
@@ -41,6 +44,11 @@ class Toolshed:
     async def echo(self, text: str) -> list[str]:
         """The text, twice."""
         return [text, text]
+
+    async def draws(self) -> CallToolResult:
+        """A text and a picture."""
+        shown = {"type": "image", "data": base64.b64encode(png()).decode(), "mimeType": "image/png"}
+        return CallToolResult.model_validate({"content": [{"type": "text", "text": "a red one"}, shown]})
 
     async def fails(self) -> str:
         """Never works."""
@@ -80,6 +88,17 @@ async def test_its_tools_are_listed_and_called_side_by_side(shed: tuple[Toolshed
         calls = [call("add", f"c{at}", a=at, b=1) for at in range(8)] + [call("echo", text="hi")]
         contents = [one["content"] for one in await box.run(calls)]
     assert contents == [*map(str, range(1, 9)), "hi\nhi"]
+
+
+async def test_its_images_are_parts_of_the_message(shed: tuple[Toolshed, Served]) -> None:
+    _, site = shed
+    async with mcp_tools(site.url("/mcp"), HOSTS, timeout_s=20) as tools:
+        [answer] = await ToolBox(tools, 20).run([call("draws")])
+    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    assert answer["content"] == [
+        {"type": "text", "text": "a red one"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
 
 
 async def test_what_fails_is_a_message_and_the_rest_goes_on(shed: tuple[Toolshed, Served]) -> None:

@@ -23,6 +23,7 @@ from sluice.producers.agents.tokenizers import Tokenizers
 from sluice.producers.agents.tools import load_tools
 from sluice.producers.agents.trainer_client import Retries, TrainerClient
 from sluice.producers.http.schemas import CompletionsResponse, RolloutError, RolloutRequest
+from tests.tiny_vlms import QWEN_TEMPLATE
 
 END = "<|im_end|>"
 REQUEST = {
@@ -219,3 +220,41 @@ async def test_a_template_that_refuses_the_messages_is_a_validation_error() -> N
         with pytest.raises(RolloutError, match="no tools here") as caught:
             await one.session.prepare()
         assert caught.value.category == "validation_error"
+
+
+def seeing() -> Renderer:
+    """A renderer whose image parts are one placeholder each."""
+    known: Any = build_tokenizer()
+    known.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
+    known.chat_template = QWEN_TEMPLATE
+    pad = known.convert_tokens_to_ids("<|image_pad|>")
+    options = ChatTemplateOptions(enable_thinking=True)
+    return Renderer(known, {known.eos_token_id}, options, placeholders={pad: "<|image_pad|>"})
+
+
+def expanded(renderer: Renderer, token_ids: Sequence[int]) -> list[int]:
+    """As a trainer's engine reports them: five tokens for each image."""
+    return [one for token in token_ids for one in [token] * (5 if token in renderer.placeholders else 1)]
+
+
+async def test_images_of_earlier_turns_stay_expanded_and_a_new_one_sends_no_mask() -> None:
+    renderer = seeing()
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    answer = {"role": "assistant", "content": "a"}
+    sampled = renderer.tokenizer("a" + END, add_special_tokens=False)["input_ids"]
+    async with chat([{"role": "user", "content": [shown]}], renderer) as rollout:
+        call = await rollout.session.prepare()
+        first = await rollout.turn(answer, sampled, expanded(renderer, call.token_ids))
+        assert (first.response_mask, first.num_images) == (None, 1)
+        rollout.session.messages.append({"role": "tool", "content": [shown, {"type": "text", "text": "b"}]})
+        call = await rollout.session.prepare()
+        assert call.response_mask is None
+        prompt = rollout.known + expanded(renderer, call.token_ids[len(first.token_ids) + len(sampled) :])
+        await rollout.turn(answer, sampled, prompt)
+        rollout.session.messages.append({"role": "user", "content": "c"})
+        call = await rollout.session.prepare()
+        added = call.num_tokens - len(rollout.known)
+        assert call.response_mask == [0] * added
+        assert rollout.session.last_len == len(rollout.known)
+        with pytest.raises(RolloutError, match="template drift"):
+            await rollout.turn(answer, sampled, [*rollout.known[:-1], 1, *call.token_ids[-added:]])
