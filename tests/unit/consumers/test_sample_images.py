@@ -12,6 +12,7 @@ from sluice.consumers.training.images import SampleImages, joined_tensors
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import TaskError
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
 from tests.tiny_vision_models import pictures
 from tests.tiny_vlms import save_tiny_qwen_vl
@@ -76,6 +77,28 @@ async def test_failures_name_the_sequence_and_the_cause_and_cost_nobody_else_any
         assert "none.png" in failed["gone:0"]
         assert "sha256" in failed["changed:0"]
         assert images.inputs(good) is not None
+
+
+async def test_images_of_several_turns_are_found_between_what_the_policy_wrote(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    """A tool answers with the second image, after the policy wrote an image's placeholder itself."""
+    refs, token = image_files(tmp_path / "scans", 2), processor.image_token_id
+    turns = [list(processor.prepare([65, token, 66], [image]).token_ids) for image in pictures(2)]
+    ids = [*turns[0], 70, token, 71, *turns[1], token, 72]
+    versions = [-1] * len(turns[0]) + [0] * 3 + [-1] * len(turns[1]) + [1, 1]
+    one = seen_sample("one", config, processor, [], images=refs, token_ids=TokenArray(ids), labels=TokenArray(ids),
+                      weights=FloatArray([0.0] * len(ids)), segments=Runs.of([0] * len(ids)),
+                      versions=Runs.of(versions), response_mask=Runs.of([int(by >= 0) for by in versions]),
+                      logprobs=FloatArray([0.0] * len(ids)), prompt_len=len(turns[0]))  # fmt: skip
+    async with SampleImages(config, processor, tmp_path / "pixels") as images:
+        assert await images.take([one], 30) == {}
+        inputs = images.inputs(one)
+        assert inputs is not None
+        assert (inputs.num_images, images.written(one)) == (2, 2)
+        assert inputs.token_types[0].tolist() == [
+            int(i == token and by < 0) for i, by in zip(ids, versions, strict=True)
+        ]
 
 
 async def test_what_takes_too_long_has_failed_by_name(
