@@ -87,7 +87,7 @@ async def enqueue_calls(queue: JobQueue, calls: Sequence[Call]) -> None:
 
 def check_admitted(outcomes: Sequence[str]) -> None:
     if set(outcomes) != {"enqueued"}:
-        raise BrokerError(f"the bench's jobs were not admitted: {sorted(set(outcomes))}")
+        raise BrokerError(f"the bench's jobs were refused: {sorted(set(outcomes))}")
 
 
 async def broker_s(client: Any) -> float:

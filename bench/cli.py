@@ -16,28 +16,30 @@ app = App(
 )
 
 AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
-Quick = Annotated[bool, Parameter(negative="", help="Takes seconds instead of minutes, and proves nothing.")]
-Rounds = Annotated[int | None, Parameter(help="How often the sides take turns; the default depends on the part.")]
+Quick = Annotated[
+    bool, Parameter(negative="", help="Takes seconds instead of minutes; a smoke test, not a measurement.")
+]
+Rounds = Annotated[int | None, Parameter(help="Rounds of alternating sides; the default depends on the part.")]
 Counts = Annotated[tuple[int, ...], Parameter(help="Sequences at once; may be repeated.")]
-Workers = Annotated[tuple[int, ...], Parameter(help="Worker processes of a measurement; may be repeated.")]
-Vllm = Annotated[bool, Parameter(help="Whether vLLM is measured too.")]
+Workers = Annotated[tuple[int, ...], Parameter(help="Worker processes per measurement; may be repeated.")]
+Vllm = Annotated[bool, Parameter(help="Measure vLLM too.")]
 
 
 @app.command
 def pipeline(
     *,
     json: AsJson = False,
-    sequences: Annotated[int, Parameter(help="Sequences of one round.")] = 512,
-    workers: Annotated[int, Parameter(help="Decode workers, and as many bare engines.")] = 2,
+    sequences: Annotated[int, Parameter(help="Sequences per round.")] = 512,
+    workers: Annotated[int, Parameter(help="Decode workers, and the same number of bare engines.")] = 2,
     model: Annotated[Path | None, Parameter(help="Model directory; a tiny random one by default.")] = None,
-    rounds: Annotated[int, Parameter(help="How often the sides take turns.")] = 5,
-    max_batch: Annotated[int, Parameter(help="Sequences an engine decodes at a time.")] = 32,
+    rounds: Annotated[int, Parameter(help="Rounds of alternating sides.")] = 5,
+    max_batch: Annotated[int, Parameter(help="Sequences an engine decodes at once.")] = 32,
 ) -> None:
-    """Queue, workers, result stream and a null sink beside the bare engine, in one run.
+    """Queue, workers, result stream and a null sink against the bare engine, in one run.
 
     Both sides decode the same prompts with the same sampling and seeds, with as many processes, loaded and warm, in
     alternating rounds; efficiency is the median of the rounds' ratios. Without --model, a tiny random Qwen3 of the
-    demo's size is made in .sluice/bench. Then latency, from enqueue to result, under half the load.
+    demo's size is created in .sluice/bench. Then latency, from enqueue to result, at half load.
 
     Example: `sluice bench pipeline --workers 2 --json`
     """
@@ -49,10 +51,10 @@ def queue(
     *,
     json: AsJson = False,
     workers: Workers = (1, 2, 4, 8),
-    jobs: Annotated[int | None, Parameter(help="Jobs in each of our rounds.")] = None,
+    jobs: Annotated[int | None, Parameter(help="Jobs per round of our queue.")] = None,
     quick: Quick = False,
 ) -> None:
-    """No-op jobs per second of our queue with 1 to 8 worker processes, beside stock arq and SAQ, in one run.
+    """No-op jobs per second of our queue with 1 to 8 worker processes, against stock arq and SAQ, in one run.
 
     Ours runs on a broker with AOF everysec; arq (its defaults, and the best of a small grid) and SAQ run on the same
     broker program without AOF. Then enqueue to start on an idle queue, bulk enqueue, commits by size, claims by queue
@@ -70,11 +72,11 @@ def engine(
     counts: Counts = (32, 128),
     rounds: Rounds = None,
     longest: Annotated[int, Parameter(help="Tokens of the longest sequence.")] = 512,
-    threads: Annotated[int, Parameter(help="torch's threads, the same for every engine.")] = 1,
+    threads: Annotated[int, Parameter(help="Threads for torch, the same for every engine.")] = 1,
     vllm: Vllm = True,
     quick: Quick = False,
 ) -> None:
-    """Our decode loop beside transformers' padded `generate` and continuous batching, and our vLLM backend beside vLLM.
+    """Our decode loop against transformers' `generate` and continuous batching, and our vLLM backend against vLLM.
 
     Each engine has its own process, and one runs at a time, on the same float32 model and the same greedy sequences of
     8 to 512 new tokens, all at once. Only useful tokens count, and they must be the same on every engine. Rounds
@@ -91,8 +93,8 @@ def guard(
     *,
     json: AsJson = False,
     counts: Counts = (1, 64, 256),
-    sequences: Annotated[int, Parameter(help="Sequences whose tail tokens are counted; half of them loop.")] = 192,
-    longest: Annotated[int, Parameter(help="Most new tokens of a looping sequence.")] = 2048,
+    sequences: Annotated[int, Parameter(help="Sequences to count tail tokens of; half of them loop.")] = 192,
+    longest: Annotated[int, Parameter(help="Maximum new tokens of a looping sequence.")] = 2048,
     run_sequences: Annotated[int, Parameter(help="Sequences of each of the two whole runs; 0 skips them.")] = 128,
     vllm: Vllm = True,
     quick: Quick = False,
@@ -100,9 +102,9 @@ def guard(
     """The repeat guard with its default thresholds: its share of a step, its cost per token, and what it saves.
 
     Guard time over step time inside the engine's process, for --counts sequences, on both backends; the rule alone
-    beside a naive re-scan and vLLM's own check; tail tokens saved over --sequences, half of which loop, beside an
-    oracle, without and with `any_period`; and two whole runs of --run-sequences, without the guard and with it. About
-    5 minutes, with --quick one. In the runs a sequence has at most 1024 new tokens, whatever --longest says.
+    against a naive re-scan and vLLM's own check; tail tokens saved over --sequences, half of which loop, against an
+    oracle, without and with `any_period`; and two whole runs of --run-sequences, without the guard and with it. About 5
+    minutes, with --quick one. In the runs a sequence has at most 1024 new tokens, regardless of --longest.
 
     Example: `sluice bench guard --no-vllm --json`
     """
@@ -121,9 +123,9 @@ def proximal(
     """Weight updates while sequences run: what they cost, and how many older tokens get a valid proximal logprob.
 
     From publish to the first token under the new version, with a broker and a decode worker; an update that scores
-    beside one that only re-prefills, and beside none; tokens per second at one update per 50, 200 and 1000 steps; the
-    share of older tokens with a valid proximal logprob behind a queue of 1 to 4 versions, with a scorer process.
-    About 5 minutes. --rounds applies to the cost of scores.
+    against one that only re-prefills, and against none; tokens per second at one update per 50, 200 and 1000 steps; the
+    share of older tokens with a valid proximal logprob behind a queue of 1 to 4 versions, with a scorer process. About
+    5 minutes. --rounds applies to the cost of scores.
 
     Example: `sluice bench proximal --backends hf --json`
     """
@@ -132,11 +134,11 @@ def proximal(
 
 @app.command
 def rollout(*, json: AsJson = False, rounds: Rounds = None, vllm: Vllm = True, quick: Quick = False) -> None:
-    """Agent rollouts through rollout server, gateway and worker, and the gateway beside vLLM's own server.
+    """Agent rollouts through rollout server, gateway and worker, and the gateway against vLLM's own server.
 
     What the gateway adds to one engine call on an idle queue; 200 concurrent rollouts of 3 turns, with tools that take
-    10 to 100 ms, beside the same turns on the engine alone; requests to a vLLM worker behind the gateway beside the
-    same requests to vLLM's OpenAI server. The sides take turns. About 5 minutes. --rounds applies to rollouts and
+    10 to 100 ms, against the same turns on the bare engine; requests to a vLLM worker behind the gateway against the
+    same requests to vLLM's OpenAI server. The sides alternate. About 5 minutes. --rounds applies to rollouts and
     requests.
 
     Example: `sluice bench rollout --no-vllm --json`
@@ -154,9 +156,9 @@ def operate(
 ) -> None:
     """The dashboard's pages with a long history, `sluice --help`, and what metrics cost the pipeline.
 
-    Every page of a dashboard process 40 times, in turns, with --sequences finished ones in the history (100,000) and
-    512 jobs and dead letters in the broker; starts of `sluice --help`; --rounds of a pipeline whose metrics are
-    scraped every second beside one without metrics, in turns. About 5 minutes.
+    Every page of a dashboard process 40 times, with --sequences finished ones in the history (100,000) and 512 jobs and
+    dead letters in the broker; starts of `sluice --help`; --rounds of a pipeline with metrics scraped every second
+    against one without metrics, alternating. About 5 minutes.
 
     Example: `sluice bench operate --json`
     """
@@ -168,10 +170,10 @@ def scale(
     *,
     json: AsJson = False,
     count: Annotated[int, Parameter(help="Jobs in the queue, and sequences of the run; at least 1000.")] = 1_000_000,
-    workers: Annotated[int, Parameter(help="Simulated workers that lease, and that wait.")] = 100,
-    idle_s: Annotated[float, Parameter(help="Seconds for which the idle workers are watched.")] = 20.0,
+    workers: Annotated[int, Parameter(help="Simulated workers that lease, and that idle.")] = 100,
+    idle_s: Annotated[float, Parameter(help="Seconds to watch the idle workers.")] = 20.0,
 ) -> None:
-    """A million queued jobs, a million sequences in one run, a hundred idle workers: what stays flat.
+    """A million queued jobs, a million sequences in one run, a hundred idle workers: which costs stay flat.
 
     Bytes per queued job with credit lifted; then one continuous run through producer, consumer, history and the
     trainer's session, with an engine that only answers and a trainer that only acks: time per sequence at three marks,

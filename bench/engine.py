@@ -242,7 +242,7 @@ def check_equal(shares: Mapping[str, float], floor: float) -> None:
         named = ", ".join(f"{peer} {share:.2f}" for peer, share in bad.items())
         raise SluiceError(
             f"share of sequences with equal greedy tokens below {floor}: {named}; the engines do not compute the "
-            "same, so no ratio is fair"
+            "same, so ratios would be unfair"
         )
 
 

@@ -238,7 +238,7 @@ async def _overhead(plan: Plan, home: Path, brokers: tuple[tuple[Any, str], ...]
         def ended(_: int, found: Any) -> None:
             metrics, without = (found[name].num_tokens for name in ("with-metrics", "without"))
             if metrics != without:
-                raise SluiceError(f"{metrics} tokens with metrics, {without} without; no ratio is fair")
+                raise SluiceError(f"{metrics} tokens with metrics, {without} without; ratios would be unfair")
 
         rounds = await play(plan.rounds, ("without", "with-metrics"), one, ended)
     wall = [1 - share for share in ratios(rounds, "with-metrics", "without", lambda sample: sample.tok_s)]

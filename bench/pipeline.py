@@ -205,7 +205,7 @@ def check(found: Round) -> None:
         differ = [key for key in bare.keys() | queued.keys() if bare.get(key) != queued.get(key)]
         raise SluiceError(
             f"the two sides did not decode the same: {len(differ)} sequences differ, e.g. {differ[0]} "
-            f"({bare.get(differ[0])} tokens bare, {queued.get(differ[0])} through the queue); no ratio is fair"
+            f"({bare.get(differ[0])} tokens bare, {queued.get(differ[0])} through the queue); ratios would be unfair"
         )
 
 

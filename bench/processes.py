@@ -87,7 +87,7 @@ class Fleet:
             found = await asyncio.wait_for(asyncio.gather(*reads), deadline_s)
         except TimeoutError as error:
             self.check()
-            raise DeadlineExceeded(f"a {self._kind} process said nothing for {deadline_s:.0f} s") from error
+            raise DeadlineExceeded(f"a {self._kind} process was silent for {deadline_s:.0f} s") from error
         if not all(found):
             await asyncio.sleep(_EXIT_S)
             self.check()

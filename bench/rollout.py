@@ -245,7 +245,7 @@ class Direct:
         """Exactly `num_tokens` new tokens. Raises SluiceError where the model ends it earlier."""
         found = (await self._backend.decode(self._request(prompt, num_tokens))).token_ids
         if len(found) != num_tokens:
-            raise SluiceError(f"the engine gave {len(found)} tokens, and {num_tokens} were asked for")
+            raise SluiceError(f"the engine returned {len(found)} tokens, but {num_tokens} were requested")
         return found
 
     async def first_tokens_s(self, prompt: Sequence[int], num_tokens: int, every: int) -> float:
@@ -298,7 +298,7 @@ async def added(
                 tokens[side] = (await post(session, url, body))["token_ids"]
             seconds[side] = time.perf_counter() - began
         if tokens["gateway"] != tokens["direct"]:
-            raise SluiceError("the gateway gave other tokens than the engine alone; no comparison is fair")
+            raise SluiceError("the gateway returned other tokens than the engine alone; a comparison would be unfair")
         return seconds
 
     async def streamed(number: int) -> Pair:
@@ -393,7 +393,7 @@ def check(answer: Mapping[str, Any]) -> None:
     counts = (metrics["num_llm_calls"], metrics["num_tool_calls"], metrics["response_tokens"])
     wanted = (NUM_TURNS, NUM_TURNS - 1, NUM_TURNS * TURN_TOKENS)
     if (answer["status"], answer["finish_reason"], counts, extra) != ("COMPLETED", "stop", wanted, {}):
-        raise SluiceError(f"a rollout has {counts} calls, tool calls and tokens, and not {wanted}: {answer}")
+        raise SluiceError(f"a rollout has {counts} calls, tool calls and tokens, not {wanted}: {answer}")
 
 
 async def served(
@@ -418,7 +418,7 @@ async def served(
             }
             answer = await post(session, f"{url}/v1/chat/completions", body)
             if (found := answer["usage"]["completion_tokens"]) != sizes.request_tokens:
-                raise SluiceError(f"{url} gave {found} tokens, and {sizes.request_tokens} were asked for")
+                raise SluiceError(f"{url} returned {found} tokens, but {sizes.request_tokens} were requested")
             texts[side][at] = answer["choices"][0]["message"]["content"]
 
         began = time.perf_counter()
@@ -428,7 +428,9 @@ async def served(
     def ended(number: int, rates: Mapping[str, float]) -> None:
         if number < 0:
             if texts["gateway"] != texts["stock"]:
-                raise SluiceError("the gateway and vLLM's own server gave different texts; no comparison is fair")
+                raise SluiceError(
+                    "the gateway and vLLM's own server returned different texts; a comparison would be unfair"
+                )
             return
         say(
             f"requests{' with logprobs' if logprobs else ''} {number + 1}/{sizes.served_rounds}: "

@@ -14,7 +14,9 @@ from sluice.pipeline.terminal import say
 def consume(
     *,
     config: ConfigPath = None,
-    partition: Annotated[int | None, Parameter(help="Of the result stream; without it, the first free one.")] = None,
+    partition: Annotated[
+        int | None, Parameter(help="Partition of the result stream; by default the first free one.")
+    ] = None,
     overrides: Overrides = (),
 ) -> None:
     """Parse, match and batch results; one process per partition (0 … consumer.count - 1).
@@ -51,11 +53,11 @@ def audit(
     config: ConfigPath = None,
     overrides: Overrides = (),
     tolerance: Annotated[
-        float, Parameter(help="Nats that a logprob may be off; the default is for fp32 engines.")
+        float, Parameter(help="Allowed logprob error in nats; the default is for fp32 engines.")
     ] = 1e-4,
     steps: Annotated[str | None, Parameter(help="One step (7) or a range of them (3:10, 3: or :10).")] = None,
-    limit: Annotated[int | None, Parameter(help="Audit so many sequences, drawn at random.")] = None,
-    seed: Annotated[int, Parameter(help="Of that draw.")] = 0,
+    limit: Annotated[int | None, Parameter(help="Audit this many sequences, drawn at random.")] = None,
+    seed: Annotated[int, Parameter(help="Seed of that draw.")] = 0,
     as_json: Json = False,
 ) -> int:
     """Recompute the stored logprobs of a run by plain forward passes, and say which tokens are right.
@@ -91,15 +93,15 @@ def audit(
 
 def export(
     run: Annotated[
-        str | None, Parameter(help="The run's directory, or its name under run_dir; else the config's.")
+        str | None, Parameter(help="The run's directory, or its name under run_dir; by default the config's.")
     ] = None,
     /,
     *,
     to: Annotated[
         Literal["jsonl", "parquet", "datasets", "trl"],
-        Parameter(help="datasets: for load_from_disk, all columns; trl: the same with input_ids and labels alone."),
+        Parameter(help="datasets: for load_from_disk, all columns; trl: the same with only input_ids and labels."),
     ],
-    out: Annotated[Path, Parameter(help="The file or directory to write; it must not be there yet.")],
+    out: Annotated[Path, Parameter(help="The file or directory to write; must not exist yet.")],
     source: Annotated[
         Literal["trained", "handed-on"],
         Parameter(help="Sequences that a step trained on, or all that reached the trainer."),
@@ -128,9 +130,9 @@ def export(
     done = export_run(directory, to, out, source, settings.model.path)
     say(f"{done.sequences} sequences in {out}")
     if done.without_weight:
-        say(f"{done.without_weight} left out: no token of theirs has a cross-entropy weight")
+        say(f"{done.without_weight} skipped: none of their tokens has a cross-entropy weight")
     if done.weighted:
-        say(f"{done.weighted} have weights other than 0 and 1; labels cannot say those: they count as 1")
+        say(f"{done.weighted} have weights other than 0 and 1; labels cannot express those: they count as 1")
 
 
 def dashboard(
@@ -138,7 +140,7 @@ def dashboard(
     config: ConfigPath = None,
     overrides: Overrides = (),
     allow_actions: Annotated[
-        bool, Parameter(negative="", help="Dead letters can be replayed and dropped from the browser.")
+        bool, Parameter(negative="", help="Allow replaying and dropping dead letters from the browser.")
     ] = False,
 ) -> None:
     """Show a run in the browser: what it does, what it waits for, and every finished sequence.

@@ -153,8 +153,8 @@ def _why(history: Path, kind: Kind) -> str:
     with closing(HistoryReader(history)) as reader:
         handed_on = reader.totals()["handed_on"]
     if handed_on and kind == "trained":
-        return f"{handed_on} sequences were handed on and none was trained yet; --source handed-on takes those"
-    return "no sequence was handed to a trainer yet; `sluice status` says how far the run is"
+        return f"{handed_on} sequences were handed on and none has been trained yet; --source handed-on exports those"
+    return "no sequence was handed to a trainer yet; check the progress with `sluice status`"
 
 
 def full_row(one: Exported, codec: TextCodec | None) -> Row:

@@ -87,7 +87,7 @@ class Consumer:
                 if not entries and await self._at_the_end():
                     return
             except ResultsLost as error:
-                get_logger().warning("starting anew", cause=str(error))
+                get_logger().warning("starting over", cause=str(error))
                 self._start_anew()
                 await self._take(await self._reader.open())
 
@@ -138,7 +138,7 @@ class Consumer:
                 result = decode(SequenceResult, fields[b"r"])
                 found = (result.group_id, result.group_size, result.index, result.part, result.parts)
                 if found != (group_id, size, index, part, parts):
-                    raise MessageError(f"it is that of another place: {found}, in the entry of {group_id}:{index}")
+                    raise MessageError(f"it belongs to another place: {found}, in the entry of {group_id}:{index}")
                 return self._groups.add_result(entry.entry_id, result)
             return self._groups.add_dead(entry.entry_id, group_id, size, index, decode(DeadLetter, fields[b"d"]))
         except (MessageError, KeyError) as error:

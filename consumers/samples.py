@@ -141,8 +141,8 @@ def blind(num_images: int) -> str:
     """Why a sequence with images in its prompt isn't trained."""
     images = "1 image" if num_images == 1 else f"{num_images} images"
     return (
-        f"its prompt has {images}, and the run's model takes none: its tokens would be trained blind; train a model "
-        "with a vision part (model.variant auto or vlm), or decode such prompts with `sluice generate`"
+        f"its prompt has {images}, but the run's model takes none: its tokens would be trained without them; use a "
+        "model with a vision part (model.variant auto or vlm), or decode such prompts with `sluice generate`"
     )
 
 

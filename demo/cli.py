@@ -17,10 +17,10 @@ def demo(
     kill: bool = True,
     dir: Path = Path(".sluice/demo"),
 ) -> int:
-    """Train a tiny model end to end, and show what happened.
+    """Train a tiny model end to end, and report the results.
 
     Warm-starts a small Qwen3 (cached), then runs producer, workers, consumer and trainer as processes on an
-    embedded broker, kills one worker on the way, and writes an HTML report.
+    embedded broker, kills one worker during the run, and writes an HTML report.
 
     Example: `sluice demo`
     Example: `sluice demo --task arithmetic --workers 3 --seed 7`
@@ -28,19 +28,20 @@ def demo(
     Parameters
     ----------
     task
-        `digits`: read handwritten digits, teacher-forced on matched targets. `arithmetic`: sums by steps, learnt
-        from rewards with a policy loss, while new weights land in the middle of running sequences. `tools`: sums
-        with a calculator, learnt in rollouts of several turns, through the rollout server and the gateway.
+        `digits`: read handwritten digits, teacher-forced on matched targets. `arithmetic`: sums in steps,
+        learnt from rewards with a policy loss, while new weights land in the middle of running sequences.
+        `tools`: sums with a calculator, learnt in rollouts of several turns, through the rollout server and the
+        gateway.
     json
         One JSON object with the counts and scores at the end.
     seed
-        Of the training data and of sampling.
+        Seed of the training data and of sampling.
     workers
         Decode workers.
     kill
-        Kill one worker with SIGKILL on the way; it needs two workers.
+        Kill one worker with SIGKILL during the run; needs two workers.
     dir
-        Where the cached warm start and the runs are kept.
+        Directory for the cached warm start and the runs.
     """
     from sluice.demo.run import run_demo
     from sluice.demo.tasks import load_task

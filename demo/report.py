@@ -60,7 +60,7 @@ def _cards(task: DemoTask, summary: dict[str, Any]) -> list[tuple[str, Any]]:
         "dropped": "dropped",
         "workers killed": "worker_kills",
         "weight versions": "versions",
-        "landed in mid-sequence": "mid_sequence_updates",
+        "landed mid-sequence": "mid_sequence_updates",
     }
     return [
         (f"{task.metric_title}, warm start", f"{summary[f'{task.metric}_warm']:.2f}"),

@@ -75,10 +75,10 @@ def only_installer():
                 break
             except BlockingIOError:
                 if not waited:
-                    say("another make is filling .venv; waiting for it")
+                    say("another make is installing into .venv; waiting for it")
                 waited = True
                 if time.monotonic() > deadline:
-                    fail(f"waited {LOCK_WAIT_S} s for another make that holds .venv.lock")
+                    fail(f"waited {LOCK_WAIT_S} s for another make, which holds .venv.lock")
                 time.sleep(0.5)
         yield
 
@@ -110,7 +110,7 @@ def make_venv():
     """An empty venv, or the one at hand where it was filled to its end by this Python version."""
     library = VENV / "lib" / "python{}.{}".format(*sys.version_info[:2])
     if VENV.exists() and (MARKER.exists() or not library.is_dir() or not (VENV / "bin/python").exists()):
-        say(".venv is incomplete or of another Python: building it anew")
+        say(".venv is incomplete or uses another Python: rebuilding it")
         shutil.rmtree(VENV)
     if not VENV.exists():
         base = getattr(sys, "_base_executable", sys.executable)
@@ -157,7 +157,7 @@ def main(profile, vllm):
             return
         start = time.monotonic()
         say(
-            "filling .venv from {}; about {} minutes the first time".format(
+            "installing into .venv from {}; about {} minutes the first time".format(
                 "the registry", 3 if profile == "demo" else 5
             )
         )

@@ -46,7 +46,7 @@ def pinned(text: str, digests: dict[str, str]) -> str:
 
 def ask(image: str) -> str:
     """The digest of an image, `sha256:…`. Raises Unreachable."""
-    reasons = [f"no program to ask with; install one of {', '.join(CLIENTS)}"]
+    reasons = [f"no client to query the registry with; install one of {', '.join(CLIENTS)}"]
     for client in filter(shutil.which, CLIENTS):
         shown = f"docker://{image}" if client == "skopeo" else image
         command = [client, *CLIENTS[client], shown]
@@ -58,7 +58,7 @@ def ask(image: str) -> str:
         if done.returncode == 0 and (digest := _DIGEST.fullmatch(done.stdout.strip())):
             return digest[0]
         said = (done.stderr or done.stdout).strip().splitlines()
-        reasons.append(f"{client} says: {said[0] if said else 'nothing'}")
+        reasons.append(f"{client} reports: {said[0] if said else 'nothing'}")
     raise Unreachable(f"{image}: {'; '.join(reasons[1:] or reasons)}")
 
 

@@ -77,9 +77,7 @@ def _parts(page: str, file: Path) -> tuple[str, str, str]:
     before, opened, rest = file.read_text(encoding="utf-8").partition(BEGIN.format(page=page))
     made, closed, after = rest.partition(END)
     if not (opened and closed):
-        raise ConfigError(
-            f"{file} has no place for the tables; give it the two lines\n{BEGIN.format(page=page)}\n{END}"
-        )
+        raise ConfigError(f"{file} has no markers for the tables; add the two lines\n{BEGIN.format(page=page)}\n{END}")
     return before, made, after
 
 
@@ -195,7 +193,7 @@ def _training() -> str:
     return (
         "## Keys of training\n\n"
         f"{table_of(('key', 'unit', 'over the samples of a step', 'meaning'), rows)}\n\n"
-        "Samples record these beside them; they are the parts of ratios, and not published:\n\n"
+        "Samples also record these keys; they are the parts of ratios, and are not published:\n\n"
         f"{table_of(('key', 'meaning'), recorded)}"
     )
 
@@ -395,7 +393,7 @@ def main(words: Sequence[str]) -> int:
     asked = argparse.ArgumentParser(description="Tables of a reference page in docs/.")
     asked.add_argument("page", choices=PAGES)
     asked.add_argument("--check", type=Path, metavar="FILE", help="compare with this page")
-    asked.add_argument("--write", type=Path, metavar="FILE", help="renew the tables of this page")
+    asked.add_argument("--write", type=Path, metavar="FILE", help="update the tables of this page")
     given = asked.parse_args(words)
     try:
         if given.write:

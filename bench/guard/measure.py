@@ -93,7 +93,7 @@ class Plan:
         if not _SHORTEST <= longest < LOOPING_CONTEXT:
             raise ConfigError(f"--longest {longest} is outside {_SHORTEST}..{LOOPING_CONTEXT - 1}")
         if run_sequences and run_sequences < 4:
-            raise ConfigError(f"--run-sequences {run_sequences} is less than 4; 0 leaves the runs out")
+            raise ConfigError(f"--run-sequences {run_sequences} is less than 4; 0 skips the runs")
         why, ordered = why_no_vllm(vllm), tuple(sorted(set(counts)))
         if quick:
             return cls(ordered, 20, 3, min(sequences, 48), min(longest, 512), min(run_sequences, 16), _SHORTEST, why)

@@ -65,7 +65,7 @@ def _time(name: str, rule: Rule, tokens: Sequence[int]) -> float:
             triggers += 1
     taken = time.perf_counter_ns() - began
     if triggers and name != "upstream_any_period_":
-        raise SluiceError(f"{name or 'the guard'} triggered {triggers} times on a stream that has no loop")
+        raise SluiceError(f"{name or 'the guard'} triggered {triggers} times on a stream without a loop")
     return taken / len(tokens)
 
 

@@ -162,9 +162,9 @@ def measured(sizes: Sizes) -> dict[str, str]:
         "from published_at (from_register: from the registration) to the first token under the new version",
         "score_cost_ratio": f"{rows}, {prompt}, {sizes.generated} generated: from the last token before an update that "
         "scores to the first after it of the last row, over the same without scores, and over one decode step",
-        "tok_s_by_interval": f"{rows}, {prompt}, 0 to {sizes.longest} generated at the begin of a segment of "
+        "tok_s_by_interval": f"{rows}, {prompt}, 0 to {sizes.longest} generated at the start of a segment of "
         f"{sizes.segment} steps, {sizes.segments} segments; steps between updates",
-        "valid_share": f"{sizes.wave} sequences of up to {sizes.wave_longest} tokens begun under each of "
+        "valid_share": f"{sizes.wave} sequences of up to {sizes.wave_longest} tokens started under each of "
         f"{sizes.retention + 1} versions; weights.retention and policy.max_token_staleness {sizes.retention}",
     }
 

@@ -149,7 +149,7 @@ def _check(outputs: Sequence[SequenceOutput], version: int, newer: int) -> None:
         proximal = output.sampled.proximal_logprobs or output.logprobs
         wrong = [at for at, of in enumerate(output.versions) if marks[at] != (expected if of == version else -1)]
         if wrong or version not in output.versions or not all(map(math.isfinite, proximal)):
-            raise SluiceError(f"{output.seq_key}: {len(wrong)} tokens are not scored as v{version} -> v{newer} does it")
+            raise SluiceError(f"{output.seq_key}: {len(wrong)} tokens are not scored as by v{version} -> v{newer}")
 
 
 async def throughput(backend: Backend, variants: Variants, sizes: Sizes, home: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ ARQ_GRID: tuple[Settings, ...] = (
 """Of arq's worker; its defaults are max_jobs 10, poll_delay 0.5, queue_read_limit 5 × max_jobs and at least 100."""
 
 MAX_JOBS = 100  # of our worker: as many as one claim brings
-SAQ_MISSING = "SAQ is not installed, saq_jobs_s is null; to have it: pip install 'sluice[bench]'"
+SAQ_MISSING = "SAQ is not installed, saq_jobs_s is null; to include it: pip install 'sluice[bench]'"
 _START_S = 60.0
 _DEADLINE_S = 120.0
 _LOOK_S = 0.003

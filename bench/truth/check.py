@@ -93,7 +93,7 @@ def measure(names: Iterable[str], *, quick: bool) -> dict[str, Any]:
     chosen = list(dict.fromkeys(names)) or list(ARCHITECTURES)
     for name in chosen:
         if name not in ARCHITECTURES:
-            raise ConfigError(f"no architecture {name!r} in the matrix; it has {', '.join(ARCHITECTURES)}")
+            raise ConfigError(f"no architecture {name!r} in the matrix; choose from {', '.join(ARCHITECTURES)}")
     torch.set_num_threads(1)
     logs.configure("bench", logging.ERROR)
     findings: list[Finding] = []

@@ -99,7 +99,7 @@ def recompute(
                 missing.add(version)
     if needed and len(missing) == len(needed):
         raise WeightsError(
-            f"{root}: none of the versions that these rollouts need is there ({listed(needed)}); keep more of them "
+            f"{root}: none of the versions needed by these rollouts exists ({listed(needed)}); keep more of them "
             "(weights.retention), or audit newer steps (--steps)"
         )
     return missing
@@ -135,7 +135,7 @@ def open_version(root: Path, version: int, config: ModelConfig, *, sees: bool = 
     try:
         manifest = read_manifest(directory)
         if manifest.version != version:
-            raise WeightsError(f"{directory}: its manifest is that of version {manifest.version}; was it renamed?")
+            raise WeightsError(f"{directory}: its manifest is for version {manifest.version}; was it renamed?")
         verify(msgspec.structs.replace(manifest, path=str(directory)))  # the run's directory may have been moved
         return _load(directory, config, sees=sees)
     except (WeightsError, ModelError):
@@ -229,7 +229,7 @@ def _check_whole(loading: dict[str, Any]) -> None:
     """A missing tensor is random, and a text model of a multimodal checkpoint may find none of its own."""
     lacking = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
     if lacking:
-        raise ValueError(f"{len(lacking)} tensors of the model are not in its files, {lacking[0]} among them")
+        raise ValueError(f"{len(lacking)} tensors of the model are missing from its files, e.g. {lacking[0]}")
 
 
 def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:
@@ -238,7 +238,7 @@ def _check_vocabulary(model: Any, sequence: Stored, last: int) -> None:
     if worst >= size or sequence.token_ids[: last + 1].min() < 0:
         raise DataError(
             f"step {sequence.step}, {sequence.seq_id}: a token id is outside the model's vocabulary of {size}; "
-            "are weights and rollouts of one run?"
+            "are weights and rollouts from the same run?"
         )
 
 

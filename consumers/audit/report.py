@@ -27,25 +27,25 @@ Unchecked = Literal[
 """What could not be checked of a sequence. But for `images` and `version_gone`, all else of it was judged."""
 _WIDE = 160  # columns, if there is no terminal
 _FAULTS: dict[FaultKind, str] = {
-    "version": "sampled, and no version says by which weights",
+    "version": "sampled, but the version of its weights is missing",
     "proximal_version": "proximal version is neither version + 1 nor -1",
     "behaviour": "behaviour logprob is off",
     "proximal": "proximal logprob is off",
-    "marked": "marked as not scored, and its proximal logprob is not the behaviour's",
-    "mask": "response mask is not what was sampled and not left out",
-    "advantage": "advantage is not that of its group's rewards",
-    "handed_on": "not what was handed to the trainer",
+    "marked": "marked as not scored, but its proximal logprob differs from the behaviour's",
+    "mask": "response mask differs from the tokens that were sampled and kept",
+    "advantage": "advantage does not match its group's rewards",
+    "handed_on": "differs from what was handed to the trainer",
 }
 _NOT_CHECKED: dict[Unchecked, str] = {
     "images": "sequences with an image that is gone, changed or cannot be read here: nothing of them was judged",
-    "version_gone": "a version that their logprobs need is not there any more",
-    "group_incomplete": "advantages: members of the group were not trained, so their rewards are not stored",
-    "advantage_of_task": "advantages: the task gave them itself",
-    "advantage_unstamped": "advantages: stored by an older release, which did not say how many rewards made them",
+    "version_gone": "a version that their logprobs need no longer exists",
+    "group_incomplete": "advantages: some members of the group were not trained, so their rewards are not stored",
+    "advantage_of_task": "advantages: set by the task itself",
+    "advantage_unstamped": "advantages: stored by an older release, without the number of rewards used",
     "mask_of_task": "masks: rollout_matching.target is your own, and may have cleared these",
-    "mask_unstamped": "masks: stored by an older release, which did not say why the trainer cleared them",
-    "staleness": "the staleness bound: metrics.jsonl does not hold these steps",
-    "handed_on": "against what was handed to the trainer: the history does not hold these sequences",
+    "mask_unstamped": "masks: stored by an older release, without the reason why the trainer cleared them",
+    "staleness": "the staleness bound: these steps are not in metrics.jsonl",
+    "handed_on": "against what was handed to the trainer: these sequences are not in the history",
 }
 
 
@@ -133,7 +133,7 @@ def print_report(found: Report, *, may_be_half: bool) -> None:
         of = found.advantages
         say(f"advantages of sequences: {of.right:,} right, {of.wrong:,} wrong, {of.unchecked:,} not checked\n")
     if found.not_checked:
-        say("what was not checked")
+        say("not checked")
         console.print(_unchecked(found))
         say("")
     console.print(_per_sequence(found))
@@ -141,11 +141,11 @@ def print_report(found: Report, *, may_be_half: bool) -> None:
         say(f"\nthe worst {len(found.worst)} of {found.wrong:,} wrong tokens")
         console.print(_worst(found))
         if may_be_half and found.faults.get("behaviour"):
-            say("engines that decode in half precision are off by more; docs/audit.md says which --tolerance they need")
+            say("half-precision engines have larger errors; see docs/audit.md for the --tolerance they need")
 
 
 def _shares(found: Report) -> Table:
-    gone = f"not there any more: {listed(found.missing_versions)}" if found.missing_versions else ""
+    gone = f"no longer available: {listed(found.missing_versions)}" if found.missing_versions else ""
     table = _table("tokens", "count", "share", "", right=(1, 2))
     for name, count, words in (
         (

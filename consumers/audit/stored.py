@@ -93,7 +93,7 @@ def read_sequences(folder: Path, steps: str | None = None) -> Iterator[Stored]:
     if not held:
         raise DataError(f"{folder}: no stored rollouts; run with trainer.keep_rollouts (a number of steps; null: all)")
     if not any(first <= step <= last for step in held):
-        raise DataError(f"{folder}: no step of {steps}; it holds steps {held[0]} to {held[-1]}")
+        raise DataError(f"{folder}: no step of {steps}; it has steps {held[0]} to {held[-1]}")
 
 
 def choose(sequences: Iterable[Stored], limit: int | None, seed: int) -> tuple[list[Stored], int]:
@@ -144,7 +144,9 @@ def trained_versions(directory: Path) -> dict[int, int]:
     try:
         steps = [read_json(line, _Step, f"line {number}") for number, line in enumerate(whole, 1)]
     except MessageError as error:
-        raise DataError(f"{file}: cannot be read ({error}); delete the damaged lines to go on without them") from error
+        raise DataError(
+            f"{file}: cannot be read ({error}); delete the damaged lines to continue without them"
+        ) from error
     return {each.step: each.version for each in steps if each.version is not None}
 
 

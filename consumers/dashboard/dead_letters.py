@@ -32,7 +32,7 @@ _SHOWN = 50
 _SCANNED, _COUNTED, _AT_ONCE = 10_000, 10_000, 500
 _LIST_S, _FIND_S = 2.0, 20.0
 _TOO_MANY = (
-    f"The dead letters could not be looked through within {_FIND_S:g} s. Open this one from the list of dead letters,"
+    f"The dead letters could not be searched within {_FIND_S:g} s. Open this one from the list of dead letters,"
     " or use `sluice dlq show`."
 )
 _ENTRY = re.compile(r"\d{1,15}-\d{1,15}")
@@ -40,7 +40,7 @@ _FORM = "application/x-www-form-urlencoded"
 _ACT_S = 60.0
 _CHANGED = {"HX-Trigger": "letters-changed"}
 _OFF = "Actions are off. Start the dashboard with --allow-actions, or use `sluice dlq`."
-_ELSEWHERE = "This did not come from a page of this dashboard, so nothing was done."
+_ELSEWHERE = "The request did not come from a page of this dashboard, so nothing was done."
 
 
 class Reasons(NamedTuple):
@@ -64,7 +64,7 @@ async def dead_letters(request: Request, reason: str = "", job: str = "", before
     """Newest first, filtered by reason and job if given."""
     monitor = monitor_of(request)
     if before and not _ENTRY.fullmatch(before):
-        raise HTTPException(400, "That is no place in the list. Begin with its first page.")
+        raise HTTPException(400, "Invalid position in the list. Start from its first page.")
     found = await monitor.ask(_page(letters_of(monitor), reason.strip(), job.strip(), before or "+"))
     reasons = await monitor.ask(_reasons(request, monitor))
     here = str(request.url.path) + (f"?{request.url.query}" if request.url.query else "")
@@ -92,7 +92,7 @@ async def dead_letter(request: Request, seq_id: str, entry: str = "") -> Respons
     except BrokerError:
         raise
     except SluiceError as error:
-        gone = "No dead letter has this id now: it was replayed or dropped, or it never died."
+        gone = "No dead letter has this id: it was replayed or dropped, or it never died."
         raise HTTPException(404, gone) from error
     job = None if letter.job is None else msgspec.json.format(msgspec.json.encode(letter.job), indent=2).decode()
     return render(request, "dead_letter.html.j2", letter=letter, payload=job)
@@ -162,7 +162,7 @@ async def in_time(work: Awaitable[list[Done]], word: str, deadline_s: float = _A
             return await work
     except TimeoutError as error:
         get_logger().warning(f"not all dead letters were {word}", deadline_s=deadline_s)
-        says = f"Not all were {word} within {deadline_s:g} s. Those that are still listed were not; try it again."
+        says = f"Not all were {word} within {deadline_s:g} s. The ones still listed were not; try again."
         raise HTTPException(503, says, _CHANGED) from error
 
 
@@ -190,7 +190,7 @@ async def _selection(request: Request) -> Selection:
         raise HTTPException(400, "The form cannot be read.") from error
     given = {name: values[0] for name, values in form.items() if name in ("seq_id", "reason", "everything")}
     if len(given) != 1:
-        raise HTTPException(400, "Say which letters: one sequence, one reason, or everything.")
+        raise HTTPException(400, "Select dead letters: one sequence, one reason, or all.")
     if "seq_id" in given:
         return Selection(seq_ids=frozenset({checked_id(given["seq_id"])}))
     return Selection(reason=given.get("reason"), everything="everything" in given)

@@ -35,7 +35,7 @@ _GONE = (
     "No such job is in the queue or in the history. It may have been pruned (history.max_sequences), or"
     " history.enabled is off."
 )
-_AWAY = "The broker does not answer, so what is in the queue is not shown."
+_AWAY = "The broker does not answer, so jobs in the queue are not shown."
 router = APIRouter()
 WIDTH = 1000.0  # width of the drawing
 _MIN_WIDTH = 2.0  # narrowest visible bar

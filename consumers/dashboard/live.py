@@ -89,7 +89,7 @@ async def events(request: Request, show: str = "overview") -> Response:
     live: Live = request.app.state.live
     names = [name for name in FRAGMENTS if name in show.split(",")]
     if not names:
-        raise HTTPException(404, "There is no such live part.")
+        raise HTTPException(404, "No such live section.")
     if live.streams >= MOST_STREAMS:
         raise HTTPException(503, "Too many pages are open; this one is not updated.", {"Retry-After": "30"})
     return _Counted(live, names)

@@ -99,7 +99,7 @@ class Monitor:
             async with asyncio.timeout(_ASK_S):
                 return await question
         except TimeoutError as error:
-            raise BrokerError(f"{_AWAY} within {_ASK_S:g} s; see whether it runs (`sluice doctor`)") from error
+            raise BrokerError(f"{_AWAY} within {_ASK_S:g} s; check that it runs (`sluice doctor`)") from error
 
 
 def monitor_of(request: Request) -> Monitor:

@@ -190,7 +190,7 @@ class StepThreads:
             async with asyncio.timeout(self.free_s):
                 await self._free.acquire()
         except TimeoutError:
-            raise BusyError(f"{MOST} other sequences are being looked at, which takes long; try again later") from None
+            raise BusyError(f"{MOST} other sequences are already being analysed; try again later") from None
         running = asyncio.wrap_future(_started(step))
         running.add_done_callback(self._end)
         await asyncio.wait([running], timeout=self.deadline_s)  # doesn't cancel: the thread stays taken until the end

@@ -111,7 +111,7 @@ def check_picture(data: bytes, limits: ImagesConfig) -> Picture:
             is_within = width * height <= limits.max_pixels
             on_its_side = is_within and _is_on_its_side(image)
     except Exception as error:  # Pillow's readers may raise anything on crafted bytes
-        raise RequestError(f"the picture is no image of a format in images.formats ({type(error).__name__})") from error
+        raise RequestError(f"the picture is not in a format of images.formats ({type(error).__name__})") from error
     if not is_within:
         raise RequestError(f"the picture has {width}x{height} pixels; images.max_pixels allows {limits.max_pixels}")
     size = (height, width) if on_its_side else (width, height)

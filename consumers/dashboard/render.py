@@ -45,7 +45,7 @@ MOST_CHARS = 300
 MOST_CURSOR = 4000
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _TITLES = {400: "That cannot be read", 403: "Not allowed", 404: "Not here", 405: "Not allowed", 503: "Not now"}
-_AWAY = "The broker does not answer. The overview shows what was seen last; `sluice doctor` looks for the reason."
+_AWAY = "The broker does not answer. The overview shows the last known state; find the reason with `sluice doctor`."
 
 
 def render(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
@@ -90,7 +90,7 @@ def clean(text: str) -> str:
 def checked_id(text: str) -> str:
     """An id from an address; 404 if it can't be one."""
     if not text or len(text) > MOST_ID or any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
-        raise HTTPException(404, "No id looks like this one: it is empty, too long, or has control characters.")
+        raise HTTPException(404, "Not a valid id: it is empty, too long, or has control characters.")
     return text
 
 

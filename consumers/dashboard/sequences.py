@@ -44,7 +44,7 @@ from sluice.pipeline.wire.messages import SequenceResult
 
 ROWS = 50
 _GONE = (
-    "No finished sequence of this id is in the history. It may still be running (see the jobs), or it was pruned"
+    "No finished sequence has this id in the history. It may still be running (see the jobs), or it was pruned"
     " (history.max_sequences), or history.enabled is off."
 )
 router = APIRouter()
@@ -265,7 +265,7 @@ def read_filter(asked: Mapping[str, str]) -> tuple[SequenceFilter, str]:
     version, triggered = asked.get("version", "").strip(), asked.get("triggered", "")
     problem = ""
     if version and not (version.isascii() and version.isdecimal() and len(version) <= _VERSION_DIGITS):
-        problem, version = "A weight version is a whole number; the filter goes without it.", ""
+        problem, version = "A weight version is an integer; the filter ignores it.", ""
     wanted = SequenceFilter(
         **texts,
         version=int(version) if version else None,

@@ -93,7 +93,7 @@ class RunConfig:
         try:
             status = (self._directory / RESOLVED).stat()
         except OSError:
-            return Resolved(self._given, f"{_OWN}: the run left no {RESOLVED} here")
+            return Resolved(self._given, f"{_OWN}: the run has no {RESOLVED} here")
         stamp = status.st_mtime_ns, status.st_size
         if self._seen is None or self._seen[0] != stamp:
             self._seen = stamp, self._load()
@@ -104,7 +104,7 @@ class RunConfig:
             found = stored_config(self._directory, self._given, ())
         except ConfigError as error:
             return Resolved(self._given, f"{_OWN}: the run's own cannot be read ({error})")
-        return Resolved(found, f"as the run resolved them when it was started last ({RESOLVED})")
+        return Resolved(found, f"as the run resolved them at its last start ({RESOLVED})")
 
 
 def run_config_of(request: Request) -> RunConfig:

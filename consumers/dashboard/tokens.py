@@ -37,7 +37,7 @@ SURPRISE = (0.05, 0.5, 1.0, 2.0, 4.0, 8.0)  # nats, upper bounds of classes l0â€
 KINDS: dict[Kind, str] = {
     "prompt": "prompt",
     "sampled": "sampled by the policy",
-    "other": "not sampled: of a tool, a user or a forced end",
+    "other": "not sampled: from a tool, a user or a forced end",
     "added": "added by the task",
 }
 PROXIMAL = {"valid": "valid: scored under version + 1", "missing": "missing", "not_needed": "not needed"}

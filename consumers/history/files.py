@@ -103,6 +103,6 @@ def is_made(db: sqlite3.Connection, path: Path) -> bool:
     if version not in (0, SCHEMA):
         raise DataError(
             f"{path}: history of schema {version}; this release reads and writes {SCHEMA}: "
-            "use the release that wrote it, or delete the file to begin a new one"
+            "use the release that wrote it, or delete the file to start a new one"
         )
     return version == SCHEMA

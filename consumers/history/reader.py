@@ -189,7 +189,7 @@ class Cursor:
         for part in text.split(".") if text else ():
             name, _, number = part.rpartition("_")
             if not number.isdecimal() or len(number) > 18:
-                raise DataError(f"{text[:80]!r} is no place in a list; begin at the first page")
+                raise DataError(f"{text[:80]!r} is not a position in the list; start at the first page")
             self._below[name] = int(number)
 
     def below(self, file: str) -> int:

@@ -238,7 +238,9 @@ class _Recorder(Generic[R]):
             act()
         except Exception as error:  # a full disk, a file of another release, …: none may stop the role
             self._on, self._store = False, None
-            get_logger().warning("history is not written any more; all else goes on", cause=str(error) or repr(error))
+            get_logger().warning(
+                "history is no longer written; everything else continues", cause=str(error) or repr(error)
+            )
 
 
 class Recorder(_Recorder[FinishedJob]):

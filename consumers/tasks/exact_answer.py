@@ -125,8 +125,8 @@ def _codes(result: SequenceResult, right: bool, ctx: TaskContext) -> list[int]:
 def _truth_ids(parsed: Parsed, verdict: Verdict, ctx: TaskContext) -> list[int]:
     if verdict.answer is None:
         raise TaskError(
-            f"{parsed.result.seq_id}: a reward of {parsed.result.reward} and no truth, so there is nothing to teach;"
-            " give its prompt a truth, or switch the policy loss on"
+            f"{parsed.result.seq_id}: a reward of {parsed.result.reward} but no truth, so there is nothing to train; "
+            "give its prompt a truth, or switch the policy loss on"
         )
     return _encode(verdict.answer.text, parsed.result.seq_id, ctx)
 
@@ -146,7 +146,9 @@ def read_answer(truth: Any, where: str) -> Answer:
     try:
         return Answer(text, regex.compile(pattern))
     except regex.error as error:
-        raise TaskError(f"{where}: truth.pattern {pattern!r:.80} is no regular expression ({error})") from error
+        raise TaskError(
+            f"{where}: truth.pattern {pattern!r:.80} is not a valid regular expression ({error})"
+        ) from error
 
 
 def extract(text: str, pattern: regex.Pattern[str] | None) -> str | None:
@@ -164,7 +166,7 @@ def _encode(text: str, where: str, ctx: TaskContext) -> list[int]:
     try:
         ids = ctx.codec.encode(text)
     except (UnicodeEncodeError, TypeError) as error:
-        raise TaskError(f"{where}: truth.answer is no valid Unicode; remove the lone surrogate") from error
+        raise TaskError(f"{where}: truth.answer is not valid Unicode; remove the lone surrogate") from error
     if set(ids) & set(ctx.codec.eos_token_ids):
-        raise TaskError(f"{where}: truth.answer {text!r:.80} spells a turn terminator; remove it")
+        raise TaskError(f"{where}: truth.answer {text!r:.80} contains a turn terminator; remove it")
     return ids

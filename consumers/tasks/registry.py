@@ -34,7 +34,7 @@ def load_task(options: RolloutMatchingConfig) -> Task:
     if base is None and missing:
         raise ConfigError(
             f"rollout_matching.task: unknown task {options.task!r}; {did_you_mean(options.task, list(TASKS))}"
-            f" A task of your own also needs {', '.join(missing)} as module:function"
+            f" Your own task also needs {', '.join(missing)} as module:function"
         )
     steps: dict[str, Any] = {
         step: getattr(base, step) if path is None else _load(path, f"rollout_matching.{step}")
@@ -48,8 +48,8 @@ def check_options(task: Task, ctx: TaskContext) -> None:
     if task.target is detection_target.target:
         if ctx.policy.enabled:
             raise ConfigError(
-                "policy.enabled: the target of the detection task gives no reward, so nothing would train the policy;"
-                " give rollout_matching.target a function of your own that sets it, or switch the policy loss off"
+                "policy.enabled: the target of the detection task sets no reward, so nothing would train the policy; "
+                "set rollout_matching.target to your own function that does, or switch the policy loss off"
             )
         detection_target.check_options(ctx)
 
@@ -57,5 +57,5 @@ def check_options(task: Task, ctx: TaskContext) -> None:
 def _load(path: str, key: str) -> Callable[..., Any]:
     step = load_object(path, key)
     if not callable(step):
-        raise ConfigError(f"{key}: {path!r} is no function; name one")
+        raise ConfigError(f"{key}: {path!r} is not a function; name one")
     return step

@@ -112,7 +112,7 @@ def newest(root: Path) -> Path | None:
                 shutil.rmtree(aside, ignore_errors=True)
                 (root / name).rename(aside)
                 get_logger().error(
-                    "a damaged checkpoint is set aside; the steps after the one before it are lost",
+                    "a damaged checkpoint is set aside; the steps since the previous one are lost",
                     damaged=str(aside),
                     goes_on_from=directory.name,
                 )
@@ -121,7 +121,7 @@ def newest(root: Path) -> Path | None:
         damaged.append(directory.name)
     if damaged:
         raise ModelError(
-            f"{root}: no whole checkpoint is left ({', '.join(reversed(damaged))}: {problem}); restore one from a "
+            f"{root}: no intact checkpoint is left ({', '.join(reversed(damaged))}: {problem}); restore one from a "
             "backup, or start a run of another name (--set run=NAME)"
         )
     return None
@@ -138,7 +138,7 @@ def _damage(directory: Path) -> str | None:
     except (OSError, MessageError) as error:
         return str(error)
     odd = sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))
-    return f"{odd[0]} is not what was saved" if odd else None
+    return f"{odd[0]} differs from what was saved" if odd else None
 
 
 def _digests(directory: Path) -> dict[str, str]:
@@ -165,7 +165,7 @@ def load(
         _fill_optimizer(optimizer, load_file(str(directory / _OPTIMIZER)))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, MessageError) as error:
         raise ModelError(
-            f"{directory}: damaged checkpoint ({error}); delete it to go on from the one before"
+            f"{directory}: damaged checkpoint ({error}); delete it to continue from the previous one"
         ) from error
     return state
 

@@ -39,8 +39,8 @@ def started_sharded(environ: Mapping[str, str]) -> bool:
         return False
     if _number(environ, "WORLD_SIZE") > 1:
         raise ConfigError(
-            f"accelerate launched {environ['WORLD_SIZE']} processes, and the trainer is one; "
-            f"set num_processes: 1 ({_GUIDE})"
+            f"accelerate launched {environ['WORLD_SIZE']} processes, but the trainer supports one; set num_processes: "
+            f"1 ({_GUIDE})"
         )
     if not _on(environ, "ACCELERATE_USE_FSDP") or "LOCAL_RANK" not in environ:
         raise ConfigError(
@@ -50,7 +50,7 @@ def started_sharded(environ: Mapping[str, str]) -> bool:
     for refused, instead in _refused(environ):
         if refused:
             raise ConfigError(
-                f"accelerate's configuration asks for what the trainer does not do; set {instead} ({_GUIDE})"
+                f"accelerate's configuration uses a feature that the trainer does not support; set {instead} ({_GUIDE})"
             )
     return True
 
@@ -98,7 +98,7 @@ def _accelerator(device: torch.device) -> Any:
         raise ConfigError(f"accelerate cannot be imported here ({error}); pip install 'sluice[accelerate]'") from error
     if device.index is not None:
         raise ConfigError(
-            f"model.device {device} names one GPU, and accelerate takes the first that it sees; set "
+            f"model.device {device} names one GPU, but accelerate uses the first visible one; set "
             f"model.device: {device.type} and choose with CUDA_VISIBLE_DEVICES ({_GUIDE})"
         )
     waits = InitProcessGroupKwargs(timeout=timedelta(seconds=_START_WAIT_S))
@@ -113,7 +113,7 @@ def _accelerator(device: torch.device) -> Any:
         state.fsdp_plugin, state.distributed_type = plugin, DistributedType.FSDP
     if state.distributed_type != DistributedType.FSDP:
         raise ConfigError(
-            f"accelerate does not shard on {device} ({state.distributed_type}); take cuda or cpu ({_GUIDE})"
+            f"accelerate does not shard on {device} ({state.distributed_type}); use cuda or cpu ({_GUIDE})"
         )
     return accelerator
 
@@ -123,11 +123,11 @@ def _shard(accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Opti
     try:
         accelerator.prepare(model, optimizer)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"accelerate cannot shard this model as it is configured to: {error} ({_GUIDE})") from error
+        raise ConfigError(f"accelerate cannot shard this model with its configuration: {error} ({_GUIDE})") from error
     keep_model_whole(model)
     keep_optimizer_whole(optimizer)
     if list(model.state_dict()) != names:
-        raise ConfigError(f"sharded, the tensors of the model have other names, which no worker knows ({_GUIDE})")
+        raise ConfigError(f"sharding renames the model's tensors, and workers don't know the new names ({_GUIDE})")
     state = accelerator.state
     get_logger().info("sharded", by="FSDP2", backend=state.backend, mixed_precision=state.mixed_precision)
 

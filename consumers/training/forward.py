@@ -185,13 +185,14 @@ class TrainerForward:
             return self._first_right(layouts, samples, plain, agreement, window)
         except _DEVICE as error:
             raise ModelError(
-                f"{type(self.model).__name__}: the proof of the forward pass does not fit the device ({error}); rows "
-                "of this size would not either: lower consumer.row_tokens or trainer.micro_batch_tokens"
+                f"{type(self.model).__name__}: the check of the forward pass does not fit in memory on the device "
+                f"({error}); rows of this size would not either: lower consumer.row_tokens or "
+                "trainer.micro_batch_tokens"
             ) from error
         except _MODEL_CODE as error:
             raise ModelError(
-                f"{type(self.model).__name__} cannot make a plain forward pass ({type(error).__name__}: {error}); this "
-                "model cannot be trained here: set model.attn_implementation to eager, or take another model"
+                f"{type(self.model).__name__} cannot do a plain forward pass ({type(error).__name__}: {error}), so it "
+                "cannot be trained: set model.attn_implementation to eager, or use another model"
             ) from error
 
     def _probe_with_images(self) -> list[TrainingSample]:
@@ -236,7 +237,7 @@ class TrainerForward:
         reasons: list[str] = []
         for layout in layouts:
             if layout is not layouts[-1] and not agreement.is_fine and _keeps_states(self.model.config):
-                reasons.append(f"{layout}: what leaks through a state may be smaller than half precision shows")
+                reasons.append(f"{layout}: a leak through a state may be too small to show in half precision")
                 continue
             try:
                 gaps = self._gaps(layout, samples, plain, window)
@@ -379,10 +380,11 @@ class TrainerForward:
     def _refusal(self, reasons: Sequence[str], tolerance: float) -> str:
         model = self.model
         return (
-            f"{type(model).__name__}: logprobs of training rows are not those of plain passes ({'; '.join(reasons)}; "
+            f"{type(model).__name__}: logprobs of training rows differ from those of plain passes "
+            f"({'; '.join(reasons)}; "
             f"tolerance {tolerance:.0e}; {model.dtype} on {model.device}, attention {model.config._attn_implementation}"
-            "). Training would be wrong without a word. Set model.attn_implementation to eager or sdpa, or "
-            "model.device to cpu, to find the kernel that is at fault; or train another model"
+            "). Training would be silently wrong. Set model.attn_implementation to eager or sdpa, or model.device to "
+            "cpu, to find the faulty kernel; or train another model"
         )
 
 

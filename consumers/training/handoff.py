@@ -60,8 +60,8 @@ from sluice.pipeline.weights.versions import newest_number
 from sluice.pipeline.wire.messages import TrainingSample
 
 _ONE = (
-    "one process reads a run's batches, so that each is given once; use DataLoader(…, batch_size=None, num_workers=0): "
-    "they are made ready outside this process anyway"
+    "only one process may read a run's batches, so that each is delivered once; use DataLoader(…, batch_size=None, "
+    "num_workers=0): they are prepared outside this process anyway"
 )
 T = TypeVar("T")
 _ACQUIRE_S = 20.0  # the claim of a killed trainer expires after 5
@@ -193,7 +193,9 @@ class Rollouts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self._thread.alive and (left := self._thread.call(lambda one: _value(one.unfinished))):
-            get_logger().warning("given and not finished by publish or done; they come again", samples=left)
+            get_logger().warning(
+                "delivered but not finished by publish or done; they will be delivered again", samples=left
+            )
         self._thread.stop()
         if kind is None and not self._complete:
             self._thread.check()
@@ -235,7 +237,7 @@ class Rollouts:
             )
             forward.prove([Layout.padded])
         else:
-            get_logger().warning("not proved: only a transformers model can be", given=type(model).__name__)
+            get_logger().warning("not verified: only a transformers model can be", given=type(model).__name__)
         self._proved = True
 
     def publish(self, model: Any, *, metrics: Mapping[str, float] | None = None) -> int:
@@ -269,7 +271,7 @@ class Rollouts:
         their letters. Raises TaskError for a sample that wasn't returned by `batches`, or is finished.
         """
         if not _REASON.fullmatch(reason):
-            raise TaskError(f"{reason!r}: a reason is a lower-case word of at most 40 characters, such as too_old")
+            raise TaskError(f"{reason!r}: a reason must be a lower-case word of at most 40 characters, such as too_old")
         letters = {seq_id: letter(seq_id, reason, detail) for seq_id in seq_ids}
         self._thread.call(lambda session: _value(session.drop(letters)))
 
@@ -322,7 +324,9 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
         return load_config(path, overrides)
     resolved = path / "config.resolved.yaml"
     if not resolved.is_file():
-        raise DataError(f"{path}: no run's directory; it has no {resolved.name}. Give that, or the run's YAML file")
+        raise DataError(
+            f"{path}: not a run's directory; it has no {resolved.name}. Give that file, or the run's YAML file"
+        )
     return load_config(resolved, overrides)
 
 
@@ -331,7 +335,7 @@ def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:
-        raise TaskError(f"metrics must be numbers ({error}); give one number a name") from error
+        raise TaskError(f"metrics must be numbers ({error}); give one number per name") from error
 
 
 async def finish(session: Session, record: Mapping[str, float]) -> bool:
@@ -413,7 +417,7 @@ class SessionThread:
         if self._thread.ident is not None:
             self._thread.join(self._config.up.stop_grace_s)
         if self._thread.is_alive():
-            get_logger().error("did not stop in time; left behind", grace_s=self._config.up.stop_grace_s)
+            get_logger().error("did not stop in time; abandoned", grace_s=self._config.up.stop_grace_s)
 
     def check(self) -> None:
         """Raise what ended the session, if anything did."""
@@ -488,8 +492,8 @@ async def _acquire(owner: Ownership, role: Role) -> None:
         await owner.acquire(_ACQUIRE_S, role.status.waiting)
     except DeadlineExceeded as error:
         raise DeadlineExceeded(
-            f"{error}; is the run's own trainer started? `sluice run` and `up` leave it out with "
-            "--set trainer.external=true"
+            f"{error}; is the run's own trainer running? `sluice run` and `up` start none with --set "
+            "trainer.external=true"
         ) from error
 
 

@@ -62,7 +62,7 @@ def read_model(path: Path, config: ModelConfig, *, dropout: bool = False) -> Any
     model, report = loaded
     bad = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
     if bad:
-        raise ValueError(f"the weights do not fill the model, e.g. {bad[0]}; export it again")
+        raise ValueError(f"the weights are incomplete, e.g. {bad[0]}; export them again")
     model.generation_config = GenerationConfig()  # nothing is generated here, and saving refuses odd ones
     if not dropout:
         for module in model.modules():
@@ -167,7 +167,7 @@ def stage(model: Any, source: Path, root: Path) -> Path:
     aside.mkdir(parents=True)
     if isinstance(model, str | os.PathLike):
         if not Path(model).is_dir():
-            raise ModelError(f"{model}: no such directory; give a model, or a directory made by save_pretrained")
+            raise ModelError(f"{model}: no such directory; give a model, or a directory written by save_pretrained")
         _copy(Path(model), aside)
     elif hasattr(model, "save_pretrained"):
         try:
@@ -206,6 +206,6 @@ def _check(directory: Path, source: Path) -> None:
     odd = sorted(name for name, shape in found.items() if shapes.get(name) != shape)
     if odd:
         raise ModelError(
-            f"not published: {len(odd)} tensors are not those of {source}, e.g. {odd[0]} {list(found[odd[0]])}; give "
+            f"not published: {len(odd)} tensors differ from {source}, e.g. {odd[0]} {list(found[odd[0]])}; give "
             "the whole model, without wrappers, adapters merged"
         )

@@ -137,7 +137,7 @@ def policy_mask(sample: TrainingSample) -> np.ndarray:
     if missing:
         raise MessageError(
             f"{sample.seq_id} has an advantage and {mask.sum()} tokens for the policy loss, but no {', '.join(missing)}"
-            "; a task hands on the arrays of its result, and the trainer fills what is not scored yet"
+            "; a task must pass on the arrays of its result; the trainer fills in scores that are missing"
         )
     return mask
 

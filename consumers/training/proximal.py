@@ -230,7 +230,7 @@ def _ints(sample: TrainingSample, name: str) -> NDArray[np.int64]:
 
 def _missing(sample: TrainingSample, name: str) -> MessageError:
     return MessageError(
-        f"{sample.seq_id} has an advantage, and no {name}: a policy loss needs it; the task has to hand on that array "
+        f"{sample.seq_id} has an advantage, but no {name}, which a policy loss needs; the task must pass on that array "
         "of the sequence's result"
     )
 

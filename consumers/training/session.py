@@ -122,7 +122,7 @@ class Session:
         latest = await self._registry.latest()
         if latest and not state.version and versions.newest_number(self.root) < 0:
             raise WeightsError(
-                f"version {latest} is registered and {self.root} holds none; share the run's directory with this host"
+                f"version {latest} is registered, but {self.root} has none; share the run's directory with this host"
             )
         if weights is None:
             manifest = versions.read_manifest(self.root / f"v{state.version:06d}")
@@ -170,7 +170,7 @@ class Session:
         """
         unknown = sorted(letters.keys() - {sample.seq_id for each in self._given for sample in each.fresh})
         if unknown:
-            raise TaskError(f"{unknown[0]}: not dropped, since it was not given, or is finished")
+            raise TaskError(f"{unknown[0]}: not dropped: it was not delivered, or is finished")
         for each in self._given:
             each.letters += [letters[sample.seq_id] for sample in each.fresh if sample.seq_id in letters]
             each.fresh = [sample for sample in each.fresh if sample.seq_id not in letters]
@@ -304,7 +304,7 @@ class Session:
             self.state.take([(taken.entry_id, taken.num_samples, taken.letters)])
         else:
             if not unseen:
-                get_logger().warning("batch was finished before; acked only", batch=batch.batch_id)
+                get_logger().warning("batch already finished; acked only", batch=batch.batch_id)
             await self._ack_taken([taken], stepped=not unseen)  # the broker lost the first count along with the ack
         return True
 

@@ -112,7 +112,7 @@ def read_rollouts(directory: Path) -> Iterator[tuple[int, TrainingBatch]]:
         try:
             yield step, decode(TrainingBatch, path.read_bytes())
         except (OSError, MessageError) as error:
-            raise DataError(f"{path}: cannot be read ({error}); delete it to go on without that step") from error
+            raise DataError(f"{path}: cannot be read ({error}); delete it to continue without that step") from error
 
 
 def _rollout_files(directory: Path) -> list[tuple[int, Path]]:

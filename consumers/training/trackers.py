@@ -81,7 +81,7 @@ def read_sent(path: Path) -> Sent:
     try:
         return read_json(path.read_bytes(), Sent, str(path)) if path.exists() else Sent(uuid4().hex[:8])
     except MessageError as error:
-        raise DataError(f"{error}; delete the file, and the tracker begins another run") from error
+        raise DataError(f"{error}; delete the file to make the tracker start another run") from error
 
 
 def _remote(name: str, directory: Path, steps: Steps, begin: Callable[[str], Any], **how: Any) -> None:
@@ -132,7 +132,7 @@ class _Feeder(threading.Thread):
     def _give_up(self, cause: str) -> None:
         if not self._failed:
             self._failed = True
-            get_logger().warning("tracking ended; training goes on", tracker=self._tracker, cause=cause)
+            get_logger().warning("tracking stopped; training continues", tracker=self._tracker, cause=cause)
 
 
 class Trackers:
@@ -148,7 +148,7 @@ class Trackers:
             found = find_spec(name)
             if found is None or found.origin is None:  # no origin: a folder with that name in the working directory
                 raise ConfigError(
-                    f"tracking.{name} is true and {name} is not installed: pip install 'sluice[{name}]', "
+                    f"tracking.{name} is true, but {name} is not installed: pip install 'sluice[{name}]', "
                     "or set it to false"
                 )
         self._feeders = [_Feeder(name, partial(follow, directory, config)) for name, follow in wanted.items()]

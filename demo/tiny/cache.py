@@ -39,6 +39,6 @@ def written_aside(target: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             os.rename(aside, target)
         if not target.is_dir():
-            raise OSError(f"could not move {aside} to {target}")
+            raise OSError(f"cannot move {aside} to {target}")
     finally:
         shutil.rmtree(aside, ignore_errors=True)

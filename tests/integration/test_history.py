@@ -145,7 +145,7 @@ async def test_a_history_that_cannot_be_written_stops_nobody(
         await loop.put(client, keys, f"g{number}")
     await loop.consume(config, loop.ended(client, keys, 12))
     assert (await snapshot(client, keys)).accepted == 12
-    assert capfd.readouterr().err.count("history is not written any more") == 1
+    assert capfd.readouterr().err.count("history is no longer written") == 1
 
 
 async def test_switched_off_nothing_is_written(

@@ -67,7 +67,7 @@ def test_a_page_that_is_out_of_date_is_found_and_renewed(tmp_path: Path) -> None
     write("wire", copy)
     assert copy.read_text() == fresh
     copy.write_text("# A page without the marks\n")
-    with pytest.raises(ConfigError, match="no place for the tables"):
+    with pytest.raises(ConfigError, match="no markers for the tables"):
         check("wire", copy)
 
 

@@ -58,7 +58,7 @@ def _check_regressed(truths: list[Truth], where: str, options: RolloutMatchingCo
     at = next((at for at, item in enumerate(truths) if item.geometry.kind != "bbox_2d"), None)
     if at is not None and options.matched_supervision == "geometry":
         raise TaskError(
-            f"{where}: truth[{at}] is a polygon, and matched_supervision: geometry regresses boxes alone; give its "
+            f"{where}: truth[{at}] is a polygon, but matched_supervision: geometry regresses only boxes; give its "
             "bbox_2d, or use truth_labels"
         )
 

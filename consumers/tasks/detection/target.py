@@ -54,7 +54,7 @@ def check_options(ctx: TaskContext) -> None:
     if ctx.options.matched_supervision == "geometry" and not ctx.codec.coord_token_ids:
         raise ConfigError(
             "rollout_matching.matched_supervision: geometry needs a model with the tokens <|coord_0|> to"
-            " <|coord_999|>, this tokenizer has none; use truth_labels or add them"
+            " <|coord_999|>, but this tokenizer has none; use truth_labels or add them"
         )
 
 

@@ -53,9 +53,9 @@ def _read(item: Any, where: str, codec: TextCodec, grammar: Grammar) -> Truth:
     try:
         terminators = set(codec.encode(desc)) & set(codec.eos_token_ids)
     except (UnicodeEncodeError, TypeError) as error:
-        raise TaskError(f"{where}.desc is no valid Unicode ({error}); remove the lone surrogate") from error
+        raise TaskError(f"{where}.desc is not valid Unicode ({error}); remove the lone surrogate") from error
     if terminators:
-        raise TaskError(f"{where}.desc {desc!r:.80} spells a turn terminator; remove it")
+        raise TaskError(f"{where}.desc {desc!r:.80} contains a turn terminator; remove it")
     geometry = _polygon(item[kind], where) if kind == "poly" else _box(item[kind], where)
     # Keys are written in the order of the row; the older grammar has only one order.
     return Truth(desc, geometry, is_desc_first=grammar.is_numbered or next(iter(item)) == "desc")

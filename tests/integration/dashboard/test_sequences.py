@@ -133,7 +133,7 @@ async def test_the_list_and_its_filters(shelf: Shelf) -> None:
     ):  # fmt: skip
         page = await text_of(browser, f"/sequences?{query}")
         assert page.count('<th scope="row">') == count, query
-    assert "whole number" in await text_of(browser, "/sequences?version=x")
+    assert "is an integer" in await text_of(browser, "/sequences?version=x")
 
 
 async def test_htmx_gets_the_table_and_an_address_to_share(shelf: Shelf) -> None:

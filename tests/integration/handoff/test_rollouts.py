@@ -215,7 +215,7 @@ def test_waiting_for_batches_has_a_deadline_with_a_cause(make_run: MakeRun) -> N
 def test_what_is_no_model_of_this_run_is_not_published(make_run: MakeRun, tmp_path: Path) -> None:
     config = make_run(1)
     with Rollouts(config) as rollouts:
-        with pytest.raises(ModelError, match=r"tensors are not those of .*linear\.weight"):
+        with pytest.raises(ModelError, match=r"tensors differ from .*linear\.weight"):
             rollouts.publish(_Adapter())
         for wrong, words in ((tmp_path / "nosuch", "no such directory"), (torch.nn.Linear(1, 1), "no save_pretrained")):
             with pytest.raises(ModelError, match=words):
@@ -308,9 +308,9 @@ def test_samples_that_the_loop_drops_are_counted_and_never_come_again(
         batches = rollouts.batches()
         next(batches)
         rollouts.drop([ids(1)[0]], "too_old", "3 versions behind")
-        with pytest.raises(TaskError, match="0-0:0: not dropped, since it was not given, or is finished"):
+        with pytest.raises(TaskError, match="0-0:0: not dropped: it was not delivered, or is finished"):
             rollouts.drop([ids(1)[0]], "too_old")
-        with pytest.raises(TaskError, match="a reason is a lower-case word"):
+        with pytest.raises(TaskError, match="a reason must be a lower-case word"):
             rollouts.drop([ids(1)[1]], "Too old")
         end(rollouts)
         rollouts.drop(next(batches)["seq_ids"], "too_old")

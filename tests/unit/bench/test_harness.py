@@ -31,7 +31,7 @@ async def test_a_round_that_is_refused_ends_the_benchmark() -> None:
 
     def ended(number: int, found: object) -> None:
         if number == 1:
-            raise SluiceError("no ratio is fair")
+            raise SluiceError("ratios would be unfair")
 
     with pytest.raises(SluiceError, match="fair"):
         await play(3, ("ours", "theirs"), one, ended)

@@ -148,7 +148,7 @@ def test_a_reward_stands_for_a_truth_that_is_not_there() -> None:
     ids = ids_of("anything")
     assert list(run(ids, None, reward=0.5).weights)[PROMPT_LEN:] == [1.0] * len(ids)
     assert list(run(ids, None, POLICY, reward=0.0).weights)[PROMPT_LEN:] == [0.0] * len(ids)
-    with pytest.raises(TaskError, match="no truth, so there is nothing to teach"):
+    with pytest.raises(TaskError, match="no truth, so there is nothing to train"):
         run(ids, None, reward=0.0)
     with pytest.raises(TaskError, match="truth is None"):
         run(ids, None)
@@ -184,7 +184,7 @@ def test_a_catastrophic_pattern_costs_bounded_time(pattern: str) -> None:
         (None, "give a string"),
         ({"answer": ""}, "non-empty"),
         ({"answer": "a", "more": 1}, "answer, pattern"),
-        ({"answer": "a", "pattern": "("}, "no regular expression"),
+        ({"answer": "a", "pattern": "("}, "not a valid regular expression"),
         ({"answer": "a", "pattern": "a" * 2000}, "at most"),
         ("a<|im_end|>", "terminator"),
         ("\ud800", "Unicode"),

@@ -273,7 +273,7 @@ def test_the_first_position_of_all_follows_nothing_and_has_no_score() -> None:
 @pytest.mark.parametrize("name", ["response_mask", "versions", "logprobs"])
 def test_an_array_that_was_not_handed_on_is_named(name: str) -> None:
     empty = FloatArray() if name == "logprobs" else Runs()
-    with pytest.raises(MessageError, match=f"s:0 has an advantage, and no {name}"):
+    with pytest.raises(MessageError, match=f"s:0 has an advantage, but no {name}"):
         plan(replace(rollout([0]), **{name: empty}), 0, MASK)
 
 

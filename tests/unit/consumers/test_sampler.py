@@ -77,7 +77,7 @@ def test_a_sequence_whose_prompt_has_an_image_is_never_trained_blind() -> None:
     seen = structs.replace(result(), images=[ImageRef(path="a.png")])
     samples, [letter] = sampler().samples_of(group(seen))
     assert (samples, letter.seq_id, letter.reason) == ([], "g:0", "has_images")
-    assert "1 image, and the run's model takes none" in letter.detail
+    assert "1 image, but the run's model takes none" in letter.detail
 
 
 def test_a_sample_has_the_images_of_its_result_whatever_the_task_and_never_trains_their_placeholders() -> None:

@@ -224,5 +224,5 @@ def test_a_geometry_of_another_form_leads_to_the_truth_s_and_is_off_after_it() -
 
 def test_a_truth_that_is_a_polygon_is_refused_where_boxes_are_regressed() -> None:
     ctx = context(tiny_codec("coords"), grammar="objects", matched_supervision="geometry")
-    with pytest.raises(TaskError, match=r"truth\[0\] is a polygon, and matched_supervision: geometry"):
+    with pytest.raises(TaskError, match=r"truth\[0\] is a polygon, but matched_supervision: geometry"):
         run('{"objects": []}', [POLY], ctx)

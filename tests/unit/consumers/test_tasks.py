@@ -43,7 +43,7 @@ def test_a_task_of_your_own_needs_three_steps() -> None:
         ({"parse": "consumers.nowhere:parse"}, "cannot import 'consumers.nowhere'"),
         ({"match": "sluice.consumers.tasks.exact_answer:mtch"}, "did you mean 'match'"),
         ({"target": "no_colon"}, "package.module:name"),
-        ({"target": "sluice.consumers.tasks.exact_answer:SEARCHED_CHARS"}, "is no function"),
+        ({"target": "sluice.consumers.tasks.exact_answer:SEARCHED_CHARS"}, "is not a function"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(fields: dict[str, Any], says: str) -> None:

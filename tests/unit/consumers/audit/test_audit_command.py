@@ -66,9 +66,9 @@ def test_what_was_not_checked_is_said_in_words(run: Path, capsys: pytest.Capture
     shutil.rmtree(run / "weights" / "v000000")
     assert call(run) == 0
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "what was not checked" in said
-    assert "9 4 a version that their logprobs need is not there any more" in said
-    assert "22 6 against what was handed to the trainer: the history does not hold these sequences" in said
+    assert "not checked" in said
+    assert "9 4 a version that their logprobs need no longer exists" in said
+    assert "22 6 against what was handed to the trainer: these sequences are not in the history" in said
     assert call(run, "--json") == 0
     kinds = json.loads(capsys.readouterr().out)["not_checked"]
     assert {"what": "version_gone", "sequences": 4, "tokens": 9} in kinds
@@ -92,7 +92,7 @@ def test_an_advantage_of_a_sequence_without_trained_tokens_fails_the_check(
 def test_retired_versions_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run / "weights" / "v000000")
     assert call(run) == 0
-    assert "not there any more: 0" in capsys.readouterr().out
+    assert "no longer available: 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_options_without_sense_are_refused(
 
 def test_steps_that_are_not_there_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(run, "--steps", "7") == 3
-    assert "it holds steps 3 to 4" in capsys.readouterr().err
+    assert "it has steps 3 to 4" in capsys.readouterr().err
 
 
 def test_a_token_outside_the_vocabulary_is_no_crash(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

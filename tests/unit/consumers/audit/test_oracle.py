@@ -167,5 +167,5 @@ def test_a_version_that_lacks_a_tensor_is_no_oracle(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.down_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     write_version(mistral_directory, tmp_path / "weights", WeightVersion(version=0, path="", digest=""))
-    with pytest.raises(ModelError, match=r"1 tensors of the model are not in its files, .*down_proj"):
+    with pytest.raises(ModelError, match=r"1 tensors of the model are missing from its files, .*down_proj"):
         open_version(tmp_path / "weights", 0, ModelConfig(device="cpu"))

@@ -13,7 +13,7 @@ def test_the_run_s_own_configuration_is_shown_as_it_is_now(tmp_path: Path) -> No
     given = Config(run="r", run_dir=str(tmp_path))
     shown = RunConfig(given)
     config, origin = shown.read()
-    assert (config, "the run left no config.resolved.yaml" in origin) == (given, True)
+    assert (config, "the run has no config.resolved.yaml" in origin) == (given, True)
     for size in (4, 16):
         file = store(Config(run="r", producer=ProducerConfig(group_size=size)), tmp_path / "r")
         config, origin = shown.read()

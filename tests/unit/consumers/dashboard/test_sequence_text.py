@@ -64,5 +64,5 @@ def test_an_address_brings_its_filter_back(wanted: SequenceFilter) -> None:
 def test_a_version_that_is_no_number_is_left_out_and_said(version: str) -> None:
     wanted, problem = read_filter({"version": version, "search": "y" * 999})
     assert wanted.version is None
-    assert "whole number" in problem
+    assert "is an integer" in problem
     assert len(wanted.search) == 300

@@ -207,5 +207,5 @@ async def test_what_was_not_trained_yet_is_offered(tmp_path: Path) -> None:
     config = Config(run="run", run_dir=str(tmp_path))
     await history(tmp_path / "run", config)
     (tmp_path / "run/history/trainer.sqlite").unlink()
-    with pytest.raises(DataError, match="3 sequences were handed on and none was trained yet; --source handed-on"):
+    with pytest.raises(DataError, match="3 sequences were handed on and none has been trained yet; --source handed-on"):
         export_run(tmp_path / "run", "jsonl", tmp_path / "out", "trained", "")

@@ -128,5 +128,5 @@ def test_what_was_handed_on_comes_oldest_first_from_all_files(tmp_path: Path) ->
 
 @pytest.mark.parametrize("before", ["junk", "consumer-0_x", "consumer-0_99999999999999999999", "_-1"])
 def test_a_cursor_that_is_none_is_refused(before: str, reader: HistoryReader) -> None:
-    with pytest.raises(DataError, match="no place in a list"):
+    with pytest.raises(DataError, match="not a position in the list"):
         reader.sequences(SequenceFilter(), before=before)
