@@ -76,7 +76,8 @@ def measure(plan: Plan) -> dict[str, Any]:
 
     `redis_bytes_per_queued_job`: with credit lifted. `claim_us`, `renewal_share`: of many workers that lease 32 jobs
     each of that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one run.
-    `cpu_us_per_sequence`: processor time of each role between the last two marks.
+    `cpu_us_per_sequence`: processor time of each role between the last two marks; `cpu_us_at_marks`: over the same
+    sequences as `us_per_sequence`.
     `rss_growth_share`: of each role, from the second mark to the last. `redis_bytes_end`: once the run is over.
     `idle_broker_share_100_workers`: of one core, by `idle_workers` workers without a job.
     """
@@ -241,10 +242,12 @@ class _Watch:
         self._rss: dict[int, dict[str, int]] = {}  # mark → role → bytes
         self._redis: dict[int, int] = {}
         self._cpu_s: dict[int, dict[str, float]] = {}
+        self._begun: dict[int, tuple[int, dict[str, float]]] = {}  # mark → trained and CPU seconds where its span began
+        self._cpu_us: dict[int, dict[str, float]] = {}
 
     async def run(self) -> None:
         """Raises SluiceError when a role fails, DeadlineExceeded when nothing moves."""
-        marks, last = list(self._marks.marks), time.monotonic()
+        last = time.monotonic()
         while self._marks.trained < self._marks.rows:
             counts = {name: int(value) for name, value in (await self._client.hgetall(self._keys.counts)).items()
                       if not name.startswith(b"last:")}  # fmt: skip
@@ -253,23 +256,34 @@ class _Watch:
             trained, now = counts.get(b"trained", 0), time.monotonic()
             if self._marks.trained < 0 and counts.get(b"committed"):
                 self._marks.saw(0, now)  # every role is up, but for the first step
+                await self._note(0)
             if -1 < self._marks.trained < trained:
                 last = now
                 self._marks.saw(trained, now)
-                for mark in [mark for mark in marks if trained >= mark]:
-                    await self._note(mark)
-                    marks.remove(mark)
-                    say(f"{trained:,} sequences: {self._marks.us_at(mark):.0f} us each")
+                await self._note(trained)
             self._check(trained)
             if now - last > _STUCK_S:
                 raise DeadlineExceeded(f"nothing was trained for {_STUCK_S:.0f} s: {counts}")
             await asyncio.sleep(_LOOK_S)
 
-    async def _note(self, mark: int) -> None:
-        self._rss[mark] = {role: _resident(fleet) for role, fleet in self._fleets.items()}
-        self._redis[mark] = await used_bytes(self._client)
+    async def _note(self, trained: int) -> None:
+        """What the marks that were reached, and the beginnings of their spans, need from this look."""
+        for mark in self._marks.marks:
+            if mark in self._cpu_s or trained < mark - self._marks.span:
+                continue
+            if mark not in self._begun:
+                self._begun[mark] = trained, await self._used_s()
+            elif trained >= mark:
+                begun, before = self._begun[mark]
+                self._cpu_s[mark] = used = await self._used_s()
+                self._cpu_us[mark] = {role: 1e6 * (used[role] - before[role]) / (trained - begun) for role in used}
+                self._rss[mark] = {role: _resident(fleet) for role, fleet in self._fleets.items()}
+                self._redis[mark] = await used_bytes(self._client)
+                say(f"{trained:,} sequences: {self._marks.us_at(mark):.0f} us each")
+
+    async def _used_s(self) -> dict[str, float]:
         cpu_s = {role: fleet.cpu_s() for role, fleet in self._fleets.items()}
-        self._cpu_s[mark] = cpu_s | {"broker": await broker_s(self._client)}
+        return cpu_s | {"broker": await broker_s(self._client)}
 
     def _check(self, trained: int) -> None:
         for role, fleet in self._fleets.items():
@@ -285,6 +299,7 @@ class _Watch:
             "us_per_sequence": by_mark,
             "us_ratio": by_mark[str(end)] / by_mark[str(first)],
             "cpu_us_per_sequence": {role: 1e6 * used / (end - middle) for role, used in cpu_s.items()},
+            "cpu_us_at_marks": {str(mark): used for mark, used in self._cpu_us.items()},
             "rss_growth_share": {role: used / self._rss[middle][role] - 1 for role, used in self._rss[end].items()},
             "rss_bytes": {str(mark): rows for mark, rows in self._rss.items()},
             "redis_bytes": {str(mark): used for mark, used in self._redis.items()},

@@ -15,6 +15,8 @@ def test_a_small_run_prints_every_field_and_leaves_nothing(tmp_path: Path) -> No
     assert all(us > 0 for us in found["us_per_sequence"].values())
     assert found["rss_growth_share"].keys() == ROLES
     assert found["cpu_us_per_sequence"].keys() == ROLES | {"broker"}
+    assert found["cpu_us_at_marks"].keys() == found["us_per_sequence"].keys()
+    assert all(used.keys() == ROLES | {"broker"} for used in found["cpu_us_at_marks"].values())
     assert 100 < found["redis_bytes_per_queued_job"] < 10_000
     assert 0 < found["redis_bytes_end"] < 50 << 20
     assert 0 <= found["idle_broker_share_100_workers"] < 1
