@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from sluice.pipeline.cli.options import ConfigPath, Overrides
+from sluice.pipeline.terminal import say
 
 
 def produce(
@@ -156,4 +157,4 @@ def coco(
 
     made = convert(annotations, images, out, prompt=prompt or PROMPT, keep_empty=keep_empty)
     for line in summary(made, out, images):
-        print(line)
+        say(line)

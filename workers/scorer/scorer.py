@@ -21,6 +21,7 @@ from sluice.pipeline import logs
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import RequestError, WeightsError
 from sluice.pipeline.images.store import ImageStore, admit_images
+from sluice.pipeline.images.writer import images_of_run
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.scores import ScoreJobs, TakenJob, refusal
 from sluice.pipeline.run.gpu import use_free_gpu
@@ -75,7 +76,7 @@ class Scorer:
         self._role, self._model = role, model
         self._jobs = ScoreJobs(role.client, role.keys, role.name, role.config.scorer.lease_s)
         self._registry = WeightsRegistry(role.client, role.keys)
-        self._images = ImageStore(role.config.images)
+        self._images = ImageStore(images_of_run(role.config))
         # A longer wait would look like an outage.
         self._block_ms = int(min(_BLOCK_S, role.config.broker.socket_timeout_s / 2) * 1000)
         self._scored = 0
