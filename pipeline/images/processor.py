@@ -184,6 +184,17 @@ class VisionProcessor:
         self._add(built, left)
         return self._inputs(built, spans, made)
 
+    def collapse(self, prompt_token_ids: Sequence[int], images: Sequence[Any]) -> list[int]:
+        """The prompt with one placeholder for each image, also where it was expanded. Raises RequestError."""
+        if prompt_token_ids.count(self.image_token_id) == len(images):
+            return list(prompt_token_ids)
+        made = self.prepare(prompt_token_ids, images)
+        ids, cursor = list[int](), 0
+        for start, end in made.spans:
+            ids += [*made.token_ids[cursor:start], self.image_token_id]
+            cursor = end
+        return [*ids, *made.token_ids[cursor:]]
+
     def match(self, token_ids: Sequence[int], images: Sequence[Any]) -> VisionInputs:
         """The inputs of token ids that are already expanded, as an engine reported them: found, never changed.
 

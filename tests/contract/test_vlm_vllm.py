@@ -23,9 +23,11 @@ from sluice.workers.engine.vllm import VllmBackend
 from sluice.workers.engine.vllm.vision import Vision
 from tests.contract.engine_fixtures import run, started
 from tests.contract.test_midflight_images import assert_seen_right
+from tests.contract.test_vision_families import messages
 from tests.contract.versions import Updates, Versions
 from tests.contract.vllm_fixtures import vlm_options
 from tests.contract.vlm_plain import PlainVlm
+from tests.tiny_vision_models import save_tiny_idefics3
 from tests.tiny_vlms import VLM_CONTEXT, picture, save_tiny_llava, save_tiny_qwen_vl
 
 PICTURES = [picture(20, 20), picture(90, 33, 1), picture(200, 140, 2), picture(30, 64, 3)]
@@ -88,6 +90,43 @@ def test_prompts_tokens_and_logprobs_equal_those_of_the_hf_backend(pair: Pair, s
     outputs = pair.assert_equal(*asked)
     assert len(outputs[0].prompt_token_ids) > len(asked[0].prompt_token_ids)
     assert len({tuple(output.token_ids[:6]) for output in outputs[:4]}) == 4  # every image tells its own story
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_images_in_their_order_equal_those_of_the_hf_backend(pair: Pair, count: int) -> None:
+    prompt = tuple(pair.prompts.vlm(messages(count), count))
+    there = replace(pair.request(PICTURES[0]), prompt_token_ids=prompt, images=tuple(PICTURES[:count]))
+    back = replace(there, images=there.images[::-1])
+    first, second = pair.assert_equal(there, back)
+    assert (first.token_ids != second.token_ids) is (count > 1)
+    expanded = replace(there, prompt_token_ids=first.prompt_token_ids)
+    assert run(pair.vllm, expanded) == [first], "what was expanded before is not expanded again"
+
+
+def test_the_images_of_a_group_are_processed_once(pair: Pair) -> None:
+    one = pair.request(picture(50, 50, 9), max_new_tokens=4, temperature=1.0)
+    before = pair.vllm.images_processed
+    run(pair.vllm, *(replace(one, seed=seed) for seed in range(6)))
+    run(pair.vllm, replace(one, seed=7))
+    assert pair.vllm.images_processed == before + 1
+
+
+def test_an_idefics3_takes_several_images(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(save_tiny_idefics3(tmp_path)))
+    backends = HfBackend(config), VllmBackend(config, max_batch=3, options=vlm_options(model_impl="auto"))
+    pair = Pair(tmp_path, backends[1], backends[0], Prompts(config))
+    try:
+        for backend in backends:
+            asyncio.run(backend.start())
+        for count in (1, 2, 4):
+            prompt = tuple(pair.prompts.vlm(messages(count), count))
+            asked = replace(pair.request(PICTURES[0]), prompt_token_ids=prompt, images=tuple(PICTURES[:count]))
+            ours, theirs = run(pair.vllm, asked)[0], run(pair.hf, asked)[0]
+            assert (ours.prompt_token_ids, ours.token_ids) == (theirs.prompt_token_ids, theirs.token_ids)
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=2e-4)
+    finally:
+        for backend in backends:
+            asyncio.run(backend.close())
 
 
 def test_image_options_reach_vllms_processor(pair: Pair) -> None:
@@ -220,6 +259,6 @@ def test_a_model_that_needs_torchvision_says_so(tmp_path: Path) -> None:
 
 
 def test_a_text_model_is_no_vision_language_model(model_dir: Path) -> None:
-    assert Vision.of(ModelConfig(path=str(model_dir)), VllmEngineOptions()) is None
+    assert Vision.of(ModelConfig(path=str(model_dir)), VllmEngineOptions(), 1) is None
     with pytest.raises(ModelError, match="variant is vlm, and Qwen3Config has no vision part"):
         Vision.of(ModelConfig(path=str(model_dir), variant="vlm"), VllmEngineOptions())

@@ -81,6 +81,11 @@ class VllmBackend:
         """Decode one sequence in the running batch. Raises RequestError or EngineError."""
         return await self._do(lambda engine: engine.sequences.decode(request))
 
+    @property
+    def images_processed(self) -> int:
+        """How many images went through the processor: once for every prompt, and not for every sequence of a group."""
+        return self._engine.images_processed
+
     def abort(self, seq_key: str) -> None:
         """End the sequences of this key; their `decode` returns what they have."""
         self._running().submit(self._engine.sequences.abort(seq_key))
@@ -172,6 +177,12 @@ class Engine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def images_processed(self) -> int:
+        """See `VllmBackend`."""
+        vision = None if self._engine is None else self._engine.vision
+        return 0 if vision is None else vision.processed.processed
 
     async def start(self) -> None:
         """Blocks this loop until the model is loaded. Raises ModelError, ConfigError or EngineError."""

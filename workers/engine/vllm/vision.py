@@ -8,18 +8,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import time
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 
 from sluice.pipeline.config.types import ModelConfig, VllmEngineOptions
 from sluice.pipeline.errors import ModelError, RequestError
-from sluice.pipeline.images.processor import check_placeholders, image_token_id, load_processor, pixel_budget
+from sluice.pipeline.images.processor import (
+    CACHE_BYTES,
+    VisionProcessor,
+    check_placeholders,
+    load_processor,
+    pixel_budget,
+)
 from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.model_files import has_vision
+
+_Key = tuple[tuple[int, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,8 @@ class Vision:
     arguments: dict[str, Any]  # of vLLM's engine
     image_token: str = ""  # "": the language model alone
     image_token_id: int = -1
+    processor: VisionProcessor | None = None  # ours: finds what was expanded before
+    processed: ProcessedPrompts = field(default_factory=lambda: ProcessedPrompts(), compare=False)
     off: str = ""  # why images aren't taken; "" if they are
 
     @classmethod
@@ -49,7 +62,8 @@ class Vision:
             arguments["mm_processor_kwargs"] = budget
         if "limit_mm_per_prompt" not in options.extra:
             arguments["limit_mm_per_prompt"] = {"image": max_images, "video": 0, "audio": 0}
-        return cls(arguments, processor.image_token, image_token_id(processor))
+        ours = VisionProcessor(processor, model.preprocess)
+        return cls(arguments, processor.image_token, ours.image_token_id, ours)
 
     def hint(self, options: VllmEngineOptions) -> str:
         """What to do if vLLM can't run the model; "" if the reason is unknown."""
@@ -64,19 +78,72 @@ class Vision:
 
     async def expand(self, llm: Any, request: SequenceRequest) -> Any:
         """`vllm.inputs.MultiModalInput` of this request, processed off the event loop. Raises RequestError."""
-        key, images = request.seq_key, list(request.images)
         try:
-            check_placeholders(request.prompt_token_ids.count(self.image_token_id), len(images), self.image_token)
+            return await self.processed.of(request, lambda: self._process(llm, request))
         except RequestError as error:
-            raise RequestError(f"{key}: {error}") from error
-        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "multi_modal_data": {"image": images}}
+            raise RequestError(f"{request.seq_key}: {error}") from error
+
+    async def _process(self, llm: Any, request: SequenceRequest) -> Any:
+        images, ids = list(request.images), request.prompt_token_ids
+        if self.processor is not None and ids.count(self.image_token_id) > len(images):
+            ids = tuple(await asyncio.to_thread(self.processor.collapse, ids, images))
+        check_placeholders(ids.count(self.image_token_id), len(images), self.image_token)
+        prompt = {"prompt_token_ids": list(ids), "multi_modal_data": {"image": images}}
         try:
             return await llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
             cause = error.__cause__ or error  # vLLM's own message contains the whole images
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
             what = f"the image ({sizes})" if len(images) == 1 else f"the {len(images)} images ({sizes})"
-            raise RequestError(f"{key}: {what} cannot be processed: {type(cause).__name__}: {cause}") from error
+            raise RequestError(f"{what} cannot be processed: {type(cause).__name__}: {cause}") from error
+
+
+class ProcessedPrompts:
+    """What vLLM's processor made of prompts with images, for all sequences of a group; used on one event loop.
+
+    Bounded by bytes, least recently used first; `processed` counts the images that went through the processor.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._making: dict[_Key, asyncio.Task[Any]] = {}
+        # With the images, whose identity is part of the key.
+        self._made: OrderedDict[_Key, tuple[Any, int, tuple[Any, ...]]] = OrderedDict()
+        self.processed = 0
+
+    async def of(self, request: SequenceRequest, process: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The prompt of this request, made by `process` unless it is here. Raises what `process` raises."""
+        key = request.prompt_token_ids, tuple(image.info.get("sha256") or id(image) for image in request.images)
+        if (kept := self._made.get(key)) is not None:
+            self._made.move_to_end(key)
+            return kept[0]
+        task = self._making.get(key)
+        if task is None:
+            task = self._making[key] = asyncio.create_task(self._make(key, request.images, process))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # callers may have given up
+        # Shielded: cancelling one sequence leaves the work to the others.
+        return await asyncio.shield(task)
+
+    async def _make(self, key: _Key, images: tuple[Any, ...], process: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        try:
+            prompt = await process()
+        finally:
+            del self._making[key]
+        self.processed += len(images)
+        num_bytes = _num_bytes(prompt)
+        self._made[key] = prompt, num_bytes, images
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, (_, dropped, _) = self._made.popitem(last=False)
+            self._num_bytes -= dropped
+        return prompt
+
+
+def _num_bytes(prompt: Any) -> int:
+    """Of the processor's tensors."""
+    items = [item for some in prompt.get("mm_kwargs", {}).values() for item in some if item is not None]
+    return sum(getattr(element.data, "nbytes", 0) for item in items for element in item.values())
 
 
 def _has_vision(model: ModelConfig) -> bool:
