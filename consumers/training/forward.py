@@ -173,7 +173,8 @@ class TrainerForward:
         window = window_of(config)
         context = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         most = min(context, max(self._row_tokens, self._micro_batch_tokens))
-        samples = _probe(self._row_tokens, window, most, int(config.vocab_size)) + self._probe_with_images()
+        samples = _probe(self._row_tokens, window, most, int(config.vocab_size))
+        samples += [one for one in self._probe_with_images() if len(one.token_ids) <= context]
         try:
             plain = [self._scored(self._collate([one], [[0]]), Layout.single, plain=True) for one in samples]
             agreement = Agreement.of(
@@ -406,18 +407,18 @@ def _picture(drawn: np.random.Generator, size: tuple[int, int]) -> Image.Image:
 
 
 def _passes(layout: Layout, lengths: Sequence[int], seen: Sequence[int]) -> list[list[list[int]]]:
-    """Rows of each pass of the proof, as sample indices; `seen`: of the samples with one image and with two."""
+    """Rows of each pass of the proof, as sample indices; `seen`: of the samples with images."""
     order = sorted(range(len(lengths)), key=lambda at: lengths[at])
     short = order[:_FEW]
     if layout in (Layout.packed, Layout.bounded):
         # All samples in one row; and two rows of different width, since kernels take another path for several rows.
         passes = [[list(range(len(lengths)))], [short[::-1], short[:-1]]]
         if seen:
-            passes.append([[seen[1], short[0], seen[0]], [short[1], seen[0]]])
+            passes.append([[seen[-1], short[0], seen[0]], [short[1], seen[0]]])
     else:
         pairs = [(order[-1], order[-2]), (short[-1], short[0])]
         if seen:
-            pairs += [(seen[0], seen[1]), (short[0], seen[1])]
+            pairs += [(seen[0], seen[-1]), (short[0], seen[-1])]
         passes = [[[at], [other]] for at, other in pairs]
     return [[row] for rows in passes for row in rows] if layout is Layout.bounded else passes
 

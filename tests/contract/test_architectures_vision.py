@@ -176,6 +176,14 @@ def test_every_loss_is_the_same_however_samples_are_laid_out(
     assert min(abs(records[0][name]) for name in ("train/loss", "train/geometry_loss", "policy/loss")) > 0
 
 
+def test_the_proof_leaves_out_what_the_context_does_not_hold(calm: Path, config: Config, tmp_path: Path) -> None:
+    images = taken(config, tmp_path / "pixels", [])
+    model = policy_of(calm)
+    model.config.get_text_config().max_position_embeddings = 40
+    forward = TrainerForward(model, pad_id=256, row_tokens=32, micro_batch_tokens=64, images=images)
+    assert forward.prove().layout in (Layout.packed, Layout.single)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_the_gradient_of_rows_is_that_of_plain_passes(
     source: Path, config: Config, processor: VisionProcessor, tmp_path: Path, frozen: bool
