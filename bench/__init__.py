@@ -3,7 +3,7 @@
 cli ─▶ NAME.Plan ─▶ NAME.measure ─┬▶ broker, processes, models: what is measured  ─┬▶ harness: numbers, one JSON object
                                   └▶ child: a function in a process of its own    ─┘
 
-pipeline, engine, queue, guard, proximal, rollout, operate, scale, truth: a benchmark each, on the harness.
+pipeline, engine, queue, guard, proximal, rollout, images, operate, scale, truth: a benchmark each, on the harness.
 """
 
 if not __name__.startswith("sluice."):

@@ -12,7 +12,7 @@ from sluice.bench.harness import finish
 
 app = App(
     name="bench",
-    help="Measure queue, engines, pipeline, guard, weights, rollouts, scale and truth; progress goes to stderr.",
+    help="Measure queue, engines, pipeline, guard, weights, rollouts, images, scale, truth; progress goes to stderr.",
 )
 
 AsJson = Annotated[bool, Parameter(negative="", help="One JSON object on stdout instead of text.")]
@@ -144,6 +144,26 @@ def rollout(*, json: AsJson = False, rounds: Rounds = None, vllm: Vllm = True, q
     Example: `sluice bench rollout --no-vllm --json`
     """
     _run("rollout", json, rounds=rounds, vllm=vllm, quick=quick)
+
+
+@app.command
+def images(
+    *,
+    json: AsJson = False,
+    scenes: Annotated[int, Parameter(help="Pictures.")] = 64,
+    group: Annotated[int, Parameter(help="Sequences of each picture.")] = 4,
+    rounds: Rounds = None,
+    quick: Quick = False,
+) -> None:
+    """Pictures from the file to the gradient: where the time goes, how often each is processed, the memory of many.
+
+    The share of fetch, decode, processor, vision tower, prefill, decoding and training, each timed alone, for groups of
+    sequences of the demo's scenes; how often a worker and a trainer process each picture; the peak memory of a worker
+    with 1,000 pictures in its queue, beside 10. About 4 minutes. --rounds applies to the stages.
+
+    Example: `sluice bench images --json`
+    """
+    _run("images", json, scenes=scenes, group=group, rounds=rounds, quick=quick)
 
 
 @app.command

@@ -3,6 +3,7 @@
 | model           | what it is for                                                                                   |
 |-----------------|--------------------------------------------------------------------------------------------------|
 | `demo_model`    | random weights in the demo's shape: its sequences end where they are cut                         |
+| `pictures_model` | the same of the demo's Qwen3-VL                                                                 |
 | `endless_model` | 3 million random parameters whose greedy tokens are the same on every engine and never end       |
 | `looping_model` | every token has one successor, see `Chains`: a third of the loops repeat one token, the periods  |
 |                 | of the others are spread evenly over 2 to 64                                                     |
@@ -93,6 +94,21 @@ def demo_model(home: Path) -> Path:
         model.save_model(model.build_model(settings, codec), codec, directory)
 
     return cached(home, "model", asdict(settings), [model, tokenizer, shape, words], save)
+
+
+def pictures_model(home: Path) -> Path:
+    """Random weights in the shape of the demo's Qwen3-VL."""
+    from sluice.demo.pictures import model, processor
+    from sluice.demo.tiny import model as shape
+    from sluice.demo.tiny import tokenizer as words
+
+    settings = model.ModelSettings(max_positions=1024)
+
+    def save(directory: Path) -> None:
+        codec = processor.build_tokenizer()
+        processor.save_model(model.build_model(settings, codec), codec, directory)
+
+    return cached(home, "pictures-model", asdict(settings), [model, processor, shape, words], save)
 
 
 def endless_model(home: Path) -> Path:

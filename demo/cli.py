@@ -19,7 +19,7 @@ def demo(
 ) -> int:
     """Train a tiny model end to end, and report the results.
 
-    Warm-starts a small Qwen3 (cached), then runs producer, workers, consumer and trainer as processes on an
+    Warm-starts a small Qwen3 or Qwen3-VL (cached), then runs producer, workers, consumer and trainer as processes on an
     embedded broker, kills one worker during the run, and writes an HTML report.
 
     Example: `sluice demo`
@@ -28,10 +28,10 @@ def demo(
     Parameters
     ----------
     task
-        `digits`: read handwritten digits, teacher-forced on matched targets. `arithmetic`: sums in steps,
-        learnt from rewards with a policy loss, while new weights land in the middle of running sequences.
-        `tools`: sums with a calculator, learnt in rollouts of several turns, through the rollout server and the
-        gateway.
+        `digits`: read handwritten digits, teacher-forced on matched targets. `pictures`: the same from PNG files, with
+        a vision tower that learns too. `arithmetic`: sums in steps, learnt from rewards with a policy loss, while new
+        weights land in the middle of running sequences. `tools`: sums with a calculator, learnt in rollouts of several
+        turns, through the rollout server and the gateway.
     json
         One JSON object with the counts and scores at the end.
     seed

@@ -46,7 +46,7 @@ def _run(task: DemoTask, directory: Path, *, seed: int, workers: int, kill: bool
 
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
-    torch.set_num_threads(2)
+    torch.set_num_threads(task.threads)
     warm = _warm_start(task, directory)
     _prune(directory / "runs", task)
     config = _config(task, directory, warm, seed, workers)

@@ -5,6 +5,7 @@
 | task       | learns by                                  | measured by           |
 |------------|--------------------------------------------|-----------------------|
 | digits     | teacher forcing on matched targets         | F1 of boxes           |
+| pictures   | the same, from the pixels of PNG files     | F1 of boxes           |
 | arithmetic | reward of its own groups (decoupled PPO)   | share of right answers|
 | tools      | the same, over rollouts with a calculator  | share of right answers|
 """
@@ -21,7 +22,7 @@ from sluice.demo.tiny.warm_start import OnProgress
 from sluice.pipeline.config.suggest import did_you_mean
 from sluice.pipeline.errors import ConfigError
 
-NAMES = ("digits", "arithmetic", "tools")
+NAMES = ("digits", "pictures", "arithmetic", "tools")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class DemoTask:
     answers: Callable[[Path, Sequence[Any]], Sequence[Any]] | None = None  # model, problems; None: one text each
     images: Callable[[Any], tuple[Any, ...]] | None = None  # PIL images of a problem; None: its prompt has none
     model: str = "Qwen3"  # as the report names it
+    threads: int = 2  # torch's, of the warm start and of the answers before and after
     also: tuple[str, ...] = ()  # more score keys for the summary
 
     def config_path(self) -> Path:

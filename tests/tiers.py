@@ -47,6 +47,7 @@ TIERS = {
             "unit/bench/test_bench_engine.py",
             "unit/bench/test_bench_guard.py",
             "unit/bench/test_bench_proximal.py",
+            "unit/bench/test_images_bench.py",
             "unit/bench/test_operate_bench.py",
             "unit/bench/test_pipeline_bench.py",
             "unit/bench/test_rollout_bench.py",

@@ -38,4 +38,5 @@ TASK = replace(
     heldout=_heldout,
     messages=messages_of,
     images=_images,
+    threads=1,  # its many small operations gain nothing from a second
 )

@@ -111,5 +111,5 @@ def test_a_task_gives_all_that_the_demo_needs(name: str, tmp_path: Path) -> None
 def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"--task: unknown task 'arithmetics'; did you mean 'arithmetic'\?"):
         load_task("arithmetics")
-    with pytest.raises(ConfigError, match="arithmetic, digits, tools"):
+    with pytest.raises(ConfigError, match="arithmetic, digits, pictures, tools"):
         load_task("x")

@@ -1,0 +1,382 @@
+"""What pictures cost: where the time of 64 scenes goes, how often each is processed, and the memory of many at once.
+
+    stages      a process     fetch ─ decode ─ processor ─ vision tower ─ prefill ─ decoding ─ training
+    in flight   a worker    10 pictures, and 1,000, each in a prompt of its own; the peak of its memory
+
+- The model is the demo's tiny Qwen3-VL with random weights. A scene is a PNG of 640 × 384 pixels, which the processor
+  shrinks to 240 tokens.
+- Each stage is timed alone, on one thread: the first four for every scene, the others for every sequence of its group.
+  Seconds are of the processor, which other load does not stretch; those of fetch and decode, which work elsewhere, are
+  of the clock. The prefill is what the engine needs for one token of each sequence, less the vision tower's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sluice.bench.broker import chunks, enqueue, own_broker
+from sluice.bench.child import Parent
+from sluice.bench.harness import HOME, at_least_one, own_directory, run_interruptible, say
+from sluice.bench.models import pictures_model
+from sluice.bench.pipeline import RUN, Sink
+from sluice.bench.processes import START_S, Fleet, engine_environment, set_options
+from sluice.pipeline.config import Config, load_config
+from sluice.pipeline.errors import SluiceError
+from sluice.pipeline.queue import JobQueue, job_id_for
+from sluice.pipeline.run.supervisor import sluice_command
+from sluice.pipeline.wire.keys import Keys
+from sluice.pipeline.wire.messages import DecodeJob, ImageRef, SamplingParams, TrainingSample
+from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+
+if TYPE_CHECKING:
+    from sluice.workers.engine.contracts import Backend, SequenceOutput
+    from sluice.workers.job_prompts import JobPrompt
+
+STAGES = ("fetch", "decode", "processor", "vision_tower", "prefill", "decoding", "training")
+SCALE = 32
+"""Pixels of a picture per pixel of a scene, which has 20 × 12."""
+PIXELS = 320 * 192
+"""To which the processor shrinks a picture."""
+NEW_TOKENS = 32
+FEW, MANY = 10, 1000
+
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "image"}]}]
+
+_MAX_BATCH = 32
+_SEED = 21
+_MB = 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`group`: sequences of each scene."""
+
+    scenes: int
+    group: int
+    rounds: int
+    many: int
+    model: Path
+
+    @classmethod
+    def of(cls, *, scenes: int, group: int, rounds: int | None, quick: bool) -> Plan:
+        """Checked; the model is made when it is not there yet. Raises ConfigError."""
+        rounds = (1 if quick else 3) if rounds is None else rounds
+        at_least_one(scenes=scenes, group=group, rounds=rounds)
+        many = 4 * FEW if quick else MANY
+        return cls(min(scenes, 8) if quick else scenes, group, rounds, many, pictures_model(HOME))
+
+    def settings(self, pictures: Path) -> list[str]:
+        """Of every process, the same."""
+        return [
+            f"run={RUN}",
+            f"model.path={self.model}",
+            f"model.preprocess.min_pixels={PIXELS // 2}",
+            f"model.preprocess.max_pixels={PIXELS}",
+            f"images.roots=[{pictures}]",
+            f"worker.max_batch={_MAX_BATCH}",
+            "worker.claim_gpu=false",
+            "worker.torch_threads=1",
+            "worker.drain_s=1",
+            "rollout_matching.task=exact_answer",
+        ]
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Run the benchmark; the fields of its JSON object.
+
+    `share`: of the time of all stages. `peak_mb`: most resident memory of the worker and its decoding processes, the
+    sum of their peaks, by the number of pictures in flight.
+    """
+    with own_directory() as home:
+        return run_interruptible(_run(plan, home))
+
+
+async def _run(plan: Plan, home: Path) -> dict[str, Any]:
+    names = draw_scenes(home / "pictures", max(plan.scenes, plan.many))
+    settings = plan.settings(home / "pictures")
+    stages, processed = await _stages(plan, home, settings, names[: plan.scenes])
+    total = sum(stages.values())
+    say(", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stages.items()) + f" of {total:.2f} s")
+    async with own_broker(home / "broker") as (client, url):
+        worker = Worker(settings, home, client, url)
+        peaks = dict[str, float]()
+        for count in (FEW, plan.many):
+            peaks[str(count)] = await worker.peak_mb(f"flight-{count}", names[:count])
+            say(f"{count} pictures in flight: at most {peaks[str(count)]:.0f} MB")
+    processed = {name: count / plan.scenes for name, count in processed.items()}
+    return {
+        "share": {name: seconds / total for name, seconds in stages.items()},
+        "seconds": stages,
+        "scenes": plan.scenes,
+        "group": plan.group,
+        "new_tokens": NEW_TOKENS,
+        "pictures_processed_per_picture": max(processed.values()),
+        "processed_per_picture": processed,
+        "peak_mb": peaks,
+        "peak_ratio": peaks[str(plan.many)] / peaks[str(FEW)],
+        "rounds": plan.rounds,
+        "model": plan.model.name,
+    }
+
+
+def draw_scenes(folder: Path, count: int) -> list[str]:
+    """Their names below the folder, one picture each."""
+    from sluice.demo.digits.pictures import save_picture
+    from sluice.demo.pictures.data import pictured_scenes
+
+    scenes = pictured_scenes("train", count, _SEED)
+    return [save_picture(folder / "data", index, scene, SCALE) for index, scene in enumerate(scenes)]
+
+
+def jobs(name: str, pictures: Sequence[str], group: int, new_tokens: int) -> list[DecodeJob]:
+    """A job of `group` sequences for each picture."""
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=new_tokens)
+    return [
+        DecodeJob(
+            run=RUN,
+            job_id=job_id_for(RUN, f"{name}:{picture}", 0, sampling, group),
+            n=group,
+            messages=MESSAGES,
+            images=[ImageRef(path=picture)],
+            sampling=sampling,
+            task="exact_answer",
+        )
+        for picture in pictures
+    ]
+
+
+async def _stages(
+    plan: Plan, home: Path, settings: list[str], names: Sequence[str]
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Median seconds of each stage, and how many pictures each part processed for all sequences of one round."""
+    async with Fleet("stages", home) as child:
+        await child.start_child(serve_stages, [settings, names, plan.group, str(home)], engine_environment())
+        await child.receive(str, START_S)
+        rounds = [(await child.ask("round", Round))[0] for _ in range(plan.rounds)]
+    seconds = {name: median(each.seconds[name] for each in rounds) for name in STAGES}
+    return seconds, {name: max(each.processed[name] for each in rounds) for name in rounds[0].processed}
+
+
+class Round(msgspec.Struct):
+    """`seconds` by stage, and `processed`: how many pictures were fetched and processed, by whom."""
+
+    seconds: dict[str, float]
+    processed: dict[str, int]
+
+
+async def serve_stages(parent: Parent, settings: list[str], names: list[str], group: int, home: str) -> None:
+    """A process that runs the stages after each other; each request is answered with a Round."""
+    import torch
+
+    torch.set_num_threads(1)
+    stages = Stages(load_config(None, settings, {}), names, group, Path(home))
+    parent.tell("ready")
+    async for _ in parent.requests(str):
+        parent.tell(await stages.round())
+
+
+class Stages:
+    """The real parts of worker and trainer, called one after the other."""
+
+    def __init__(self, config: Config, names: Sequence[str], group: int, home: Path) -> None:
+        self._config, self._names, self._group, self._home = config, names, group, home
+        self._seconds: dict[str, float] = {}
+        self._processed: dict[str, int] = {}
+
+    async def round(self) -> Round:
+        self._alone()
+        await self._trainer(await self._worker())
+        return Round(self._seconds, self._processed)
+
+    @contextmanager
+    def _timed(self, stage: str, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
+        started = clock()
+        yield
+        self._seconds[stage] = clock() - started
+
+    def _alone(self) -> None:
+        """The stages of a picture, up to its features."""
+        import transformers
+
+        from sluice.pipeline.images.decoders import Decoders
+        from sluice.pipeline.images.paths import Roots
+        from sluice.pipeline.images.processor import VisionProcessor
+        from sluice.workers.engine.prompts import Prompts
+
+        images = self._config.images
+        roots, decoders = Roots(images.roots), Decoders(images)
+        vision = VisionProcessor.load(self._config.model, transformers)
+        prompt = Prompts(self._config.model).vlm(MESSAGES, 1)
+        limit = int(images.max_mb * _MB)
+        try:
+            decoders.decode(roots.read(roots.find("warm-up", self._names[0]), limit, "warm-up"), "warm-up")
+            with self._timed("fetch", time.perf_counter):
+                files = [roots.read(roots.find(name, name), limit, name) for name in self._names]
+            with self._timed("decode", time.perf_counter):
+                pictures = [decoders.decode(data, name) for data, name in zip(files, self._names, strict=True)]
+        finally:
+            decoders.close()
+        with self._timed("processor"):
+            inputs = [vision.prepare(prompt, [picture]) for picture in pictures]
+        self._vision_tower([each.tensors for each in inputs])
+
+    def _vision_tower(self, tensors: Sequence[dict[str, Any]]) -> None:
+        import torch
+        from transformers import AutoModelForImageTextToText
+
+        model: Any = AutoModelForImageTextToText.from_pretrained(self._config.model.path).eval()
+        given = [{name: torch.from_numpy(array) for name, array in each.items()} for each in tensors]
+        with torch.inference_mode():
+            model.model.get_image_features(**given[0])
+            with self._timed("vision_tower"):
+                for each in given:
+                    model.model.get_image_features(**each)
+
+    async def _worker(self) -> list[SequenceOutput]:
+        """What a worker does with the jobs, without the queue: a prompt for each, `group` sequences of each prompt."""
+        from sluice.workers.engine.hf import HfBackend
+        from sluice.workers.job_prompts import JobPrompts
+
+        prompts, backend = (
+            JobPrompts(self._config.model, self._config.images),
+            HfBackend(self._config.model, max_batch=_MAX_BATCH),
+        )
+        await backend.start()
+        try:
+            before = backend.images_processed  # the start-up proof has pictures of its own
+            work = jobs("stages", self._names, self._group, NEW_TOKENS)
+            made = [await prompts.make(job, backend.facts) for job in work]
+            await self._decode(backend, made, 1)  # the processor keeps its work, and the next round finds it done
+            with self._timed("prefill"):
+                await self._decode(backend, made, 1)
+            with self._timed("decoding"):
+                outputs = await self._decode(backend, made, NEW_TOKENS)
+            processed = backend.images_processed - before
+            self._processed |= {"worker_fetched": prompts.images_fetched, "worker": processed}
+        finally:
+            await prompts.close()
+            await backend.close()
+        self._seconds["decoding"] -= self._seconds["prefill"]
+        self._seconds["prefill"] = max(0.0, self._seconds["prefill"] - self._seconds["vision_tower"])
+        return outputs
+
+    async def _decode(self, backend: Backend, prompts: Sequence[JobPrompt], new_tokens: int) -> list[SequenceOutput]:
+        from sluice.workers.engine.contracts import SequenceRequest
+
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=new_tokens)
+        return await asyncio.gather(
+            *(
+                backend.decode(
+                    SequenceRequest(
+                        seq_key=f"{number}:{index}", prompt_token_ids=tuple(prompt.token_ids), images=prompt.images,
+                        sampling=sampling, seed=number * self._group + index, eos_token_ids=(),
+                    )
+                )
+                for number, prompt in enumerate(prompts)
+                for index in range(self._group)
+            )
+        )  # fmt: skip
+
+    async def _trainer(self, outputs: Sequence[SequenceOutput]) -> None:
+        """One step of teacher forcing on all sequences."""
+        from sluice.consumers.training.images import SampleImages
+        from sluice.consumers.training.model import load_policy
+        from sluice.consumers.training.step import TrainStep
+
+        images = SampleImages.of(self._config, self._home / "pixels")
+        assert images is not None
+        step = TrainStep(
+            load_policy(Path(self._config.model.path), self._config.model),
+            self._config.trainer,
+            pad_id=0,
+            row_tokens=self._config.consumer.row_tokens,
+            images=images,
+        )
+        step.prove()
+        samples = [
+            _sample(output, ImageRef(path=self._names[number // self._group])) for number, output in enumerate(outputs)
+        ]
+        async with images:
+            before = images.processor.processed
+            if failed := await images.take(samples, START_S):
+                raise SluiceError(f"the trainer took {len(failed)} samples not: {failed}")
+            with self._timed("training"):
+                await asyncio.to_thread(step.run, samples, 1)
+            self._processed["trainer"] = images.processor.processed - before
+
+
+def _sample(output: SequenceOutput, image: ImageRef) -> TrainingSample:
+    """Every sampled token is a target."""
+    prompt, new = len(output.prompt_token_ids), len(output.token_ids)
+    token_ids = TokenArray([*output.prompt_token_ids, *output.token_ids])
+    return TrainingSample(
+        seq_id=output.seq_key,
+        group_id=output.seq_key,
+        task="exact_answer",
+        token_ids=token_ids,
+        labels=token_ids,
+        weights=FloatArray([0.0] * prompt + [1.0] * new),
+        segments=Runs.of([0] * prompt + [1] * new),
+        versions=Runs.of([-1] * prompt + [0] * new),
+        prompt_len=prompt,
+        images=[image],
+    )
+
+
+class Worker:
+    """A new worker process for each set of jobs."""
+
+    def __init__(self, settings: Sequence[str], home: Path, client: Any, url: str) -> None:
+        self._settings, self._home, self._client, self._url = settings, home, client, url
+        self._keys = Keys(RUN)
+
+    async def peak_mb(self, name: str, pictures: Sequence[str]) -> float:
+        """With all jobs in the queue before the first is taken."""
+        home = self._home / name
+        home.mkdir()
+        async with Fleet("worker", home) as fleet:
+            sink = Sink(self._client, self._keys, fleet)
+            await sink.open()
+            for chunk in chunks(jobs(name, pictures, 1, NEW_TOKENS)):
+                await enqueue(JobQueue(self._client, self._keys), chunk)
+            command = sluice_command("worker", *set_options(self._settings))
+            await fleet.start(command, {**engine_environment(), "REDIS_URL": self._url})
+            for arrival in await sink.collect(len(pictures)):
+                if (reason := arrival.result().finish_reason) not in ("stop", "length"):
+                    raise SluiceError(f"{name}: a sequence ended with {reason}")
+            return sum(map(_peak_mb, _family(fleet.processes[0].pid, _children())))
+
+
+def _children() -> dict[int, list[int]]:
+    """Of every process; empty where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+        children.setdefault(parent, []).append(int(entry.name))
+    return children
+
+
+def _family(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
+    yield pid
+    for child in children.get(pid, ()):
+        yield from _family(child, children)
+
+
+def _peak_mb(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), 0.0)
