@@ -32,7 +32,7 @@ from sluice.pipeline.wire.codec import MOST, read_json, shown
 from sluice.pipeline.wire.keys import Keys
 
 LEDGER, INDEX = "trained.jsonl", "trained.sqlite"
-_MOST_HELD = 4096
+_MOST_HELD = 4096  # more makes indexing cheaper, and every look of a producer at what is not indexed dearer
 _CACHE_KIB = 8192
 _TABLES = """
 create table if not exists trained (digest blob primary key, step integer not null) without rowid;
@@ -142,7 +142,7 @@ def trained_among(run_dir: Path, seq_ids: Sequence[str]) -> set[str]:
 
     The ledger and the index may be ahead of the newest checkpoint; steps beyond it will be redone.
     """
-    digests = {_digest(each): each for each in seq_ids}
+    wanted = set(seq_ids)
     path = run_dir / INDEX
     if not path.exists():
         return set()
@@ -150,14 +150,14 @@ def trained_among(run_dir: Path, seq_ids: Sequence[str]) -> set[str]:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as db:
             row = db.execute("select step from durable").fetchone()
             durable = row[0] if row and type(row[0]) is int else -1
-            found = {each for digest, each in digests.items() if _is_in(db, digest, durable)}
+            found = {each for each in wanted if _is_in(db, _digest(each), durable)}
             start = _place(db, run_dir / LEDGER)
     except sqlite3.DatabaseError as error:
         get_logger().warning("the index of trained ids cannot be read", path=str(path), cause=str(error))
         return set()
     for step, ids, _ in _lines(run_dir / LEDGER, start):
         if step <= durable:
-            found.update(each for each in ids if _digest(each) in digests)
+            found |= wanted.intersection(ids)
     return found
 
 
