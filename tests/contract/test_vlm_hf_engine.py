@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -61,6 +62,20 @@ def test_vlm_batch_request_returns_decoded_strings(engine: GenerationEngine, lla
         assert result.raw_text == plain.tokenizer.decode(tokens)
         assert result.text == plain.tokenizer.decode(tokens, skip_special_tokens=True).strip()
         assert result.fallback == {}
+
+
+def test_a_request_may_have_several_images_and_says_what_does_not_fit(engine: GenerationEngine, llava: Path) -> None:
+    def ask(count: int) -> VlmGenerationRequest:
+        parts = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": "which?" + "a" * 300}]
+        return VlmGenerationRequest(
+            messages=[{"role": "user", "content": parts}], images=tuple(picture(40, 30, at) for at in range(count))
+        )
+
+    two, long, many = engine.generate_vlm_batch([ask(2), ask(16), ask(17)], SHORT)
+    prompt, tokens = PlainVlm(llava).greedy(engine.prompts.vlm(ask(2).messages, 2), ask(2).images, 12)
+    assert (two.prompt_token_ids, two.token_ids) == (prompt, tokens[: len(two.token_ids)])
+    assert re.search(r"the prompt has \d+ tokens \(\d+ before its 16 images were expanded\)", str(long.error))
+    assert "17 images, and images.max_per_prompt allows 16" in str(many.error)
 
 
 def test_one_corrupt_image_among_good_ones_is_an_error_of_its_own(engine: GenerationEngine) -> None:

@@ -261,4 +261,4 @@ def test_a_model_that_needs_torchvision_says_so(tmp_path: Path) -> None:
 def test_a_text_model_is_no_vision_language_model(model_dir: Path) -> None:
     assert Vision.of(ModelConfig(path=str(model_dir)), VllmEngineOptions(), 1) is None
     with pytest.raises(ModelError, match="variant is vlm, and Qwen3Config has no vision part"):
-        Vision.of(ModelConfig(path=str(model_dir), variant="vlm"), VllmEngineOptions())
+        Vision.of(ModelConfig(path=str(model_dir), variant="vlm"), VllmEngineOptions(), 1)

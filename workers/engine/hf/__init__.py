@@ -5,8 +5,8 @@
     ▲                       │                Decoder.step: forward ─▶ Sampler ─▶ Row.push ──┐
     └──── SequenceOutput ◀──┴──────────────── rows that ended are compacted away ◀──────────┘
 ```
-With an image, `PreparedImages` makes the inputs in separate threads before the request goes to the inbox; the prompt
-is prefilled alone with its pixels, and steps in the common batch.
+With images, `PreparedImages` makes the inputs in separate threads before the request goes to the inbox; the prompt is
+prefilled alone with what the vision tower made of them (`ImageFeatures`), and steps in the common batch.
 """
 
 from sluice.workers.engine.hf.backend import HfBackend

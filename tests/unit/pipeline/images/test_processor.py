@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,37 @@ def test_a_directory_without_processor_says_what_to_do(qwen: Path, tmp_path: Pat
             (tmp_path / path.name).symlink_to(path)
     with pytest.raises(ModelError, match=r"no usable processor.*variant: text"):
         load_processor(str(tmp_path), transformers)
+
+
+def test_an_image_is_processed_once_for_all_threads_and_kept_within_the_bound(qwen: Path) -> None:
+    config = ModelConfig(path=str(qwen))
+    vision = _vision(qwen)
+    one, other = picture(40, 24), picture(24, 40, 1)
+    prompt = [vision.image_token_id]
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: vision.prepare(prompt, [one]), range(24)))
+    assert (vision.processed, vision.hits) == (1, 23)
+    assert all(inputs.tensors is made[0].tensors for inputs in made)
+    again = picture(40, 24)
+    one.info["sha256"] = again.info["sha256"] = "a" * 64
+    vision.prepare(prompt, [one])
+    vision.prepare(prompt, [again])
+    assert vision.processed == 2, "equal digests are one image"
+    tight = VisionProcessor(load_processor(str(qwen), transformers), config.preprocess, cache_bytes=30_000)
+    for image in (one, other, one):
+        tight.prepare(prompt, [image])
+    assert tight.processed == 3, "the first one had to go"
+
+
+def test_a_prompt_may_have_images_that_were_expanded_before(qwen: Path) -> None:
+    vision = _vision(qwen)
+    image, images = vision.image_token_id, [picture(40, 24), picture(24, 40, 1)]
+    plain = [65, image, 66, image, 67]
+    whole = vision.prepare(plain, images)
+    half = [*whole.token_ids[: whole.spans[0][1]], 66, image, 67]
+    assert vision.prepare(half, images).token_ids == whole.token_ids
+    assert vision.collapse(half, images) == vision.collapse(whole.token_ids, images) == plain
+    with pytest.raises(RequestError, match="left in the prompt after its 2 images"):
+        vision.match(vision.prepare(plain, [picture(64, 64), images[1]]).token_ids, images[::-1])
+    with pytest.raises(RequestError, match=r"image 1 of 2 \(64 x 64\) becomes \d+ tokens here"):
+        vision.match(whole.token_ids, [picture(64, 64), images[1]])
