@@ -112,7 +112,7 @@ def test_a_core_that_stands_still_while_it_starts_is_replaced_by_a_spawned_one(
 
     async def start() -> str:
         model, options = ModelConfig(path=str(model_dir)), vllm_options()
-        engine = start_engine(model, options, 6, RepeatTerminateConfig(enabled=False), log, stall_s=4.0)
+        engine = start_engine(model, options, 6, RepeatTerminateConfig(enabled=False), 1, log, stall_s=4.0)
         (core,) = cores() - before
         engine.llm.shutdown(timeout=5)
         return type(core).__name__

@@ -34,7 +34,10 @@ def test_logprobs_are_those_of_a_plain_pass_over_the_same_picture(
     prompt = Prompts(model).vlm(MESSAGES)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=TOKENS)
     pictures = [picture(*size, seed) for seed in range(3)]
-    asked = [SequenceRequest(f"s{i}", tuple(prompt), sampling, i, p, eos_token_ids=()) for i, p in enumerate(pictures)]
+    asked = [
+        SequenceRequest(f"s{at}", tuple(prompt), sampling, at, (shown,), eos_token_ids=())
+        for at, shown in enumerate(pictures)
+    ]
     with vllm_on_gpu(model, gpu_memory_utilization=SHARE, enforce_eager=True) as backend:
         assert backend.facts.supports_vlm
         outputs = run(backend, *asked)

@@ -63,7 +63,8 @@ async def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
         flip(directory / "trainer" / "state.json", 3)
     with pytest.raises(ExceptionGroup) as caught:
         await train(config, source)
-    assert caught.group_contains(ModelError, match="no intact checkpoint is left .*state.json is not what was saved")
+    why = "no intact checkpoint is left .*state.json differs from what was saved"
+    assert caught.group_contains(ModelError, match=why)
     await assert_newest(client, keys, 1)
 
 

@@ -112,7 +112,7 @@ def test_an_answer_that_is_there_twice_counts_once() -> None:
     ("first", "words"),
     [
         (header_line({**RUN, "temperature": 1.0}), r"another temperature \(1.0\).*--restart"),
-        (header_line({**RUN, "input": "other"}), "another input; give"),
+        (header_line({**RUN, "input": "other"}), "another input; use"),
         (header_line({**RUN, "new": 1}), "another new"),
         (b"my own notes\n", "not a part file"),
         (b"my own notes", "not a part file"),
