@@ -364,6 +364,7 @@ class AnsweringBackend:
     """The same tokens for every prompt, at once."""
 
     version = 0
+    images_processed = 0
 
     def __init__(self, model: Path) -> None:
         codec = HFTextCodec(model)

@@ -155,6 +155,8 @@ class DecodeWorker:
         )
         if facts.repeat_terminate:
             status.fact(repeat_terminate="on")
+        if facts.supports_vlm:
+            status.fact(images_fetched=self._prompts.images_fetched, images_processed=self._backend.images_processed)
 
     async def _beat(self) -> None:
         self._role.status.fact(memory_bytes=resident_bytes())

@@ -65,7 +65,7 @@ class ImagesConfig(Section, frozen=True, kw_only=True):
     max_pixels: int = 40_000_000  # width x height, checked before decoding
     formats: tuple[ImageFormat, ...] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # by content, not by name
     fetch_timeout_s: float = 20  # per URL, including retries
-    cache_mb: int = 256  # decoded images kept by a worker; 0 = none
+    cache_mb: int = 64  # decoded images kept by a process; 0 = none
     decode_timeout_s: float = 10  # per image; then the decoding process is killed
     decode_mb: int = 2048  # address space of a decoding process; an image that needs more is refused
     decode_processes: int = 2  # concurrent decoding processes; started with the first image

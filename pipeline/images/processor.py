@@ -26,7 +26,7 @@ from sluice.pipeline.config.types import ModelConfig, VlmPreprocessOptions
 from sluice.pipeline.errors import ModelError, RequestError
 from sluice.pipeline.prompts.chat_template import normalise_tokenizer
 
-CACHE_BYTES = 256 << 20
+CACHE_BYTES = 64 << 20
 """Of processed images that a `VisionProcessor` keeps."""
 
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")

@@ -91,6 +91,8 @@ _PROCESS = [
     _fact("decoded_tokens_total", "tokens sampled, of committed sequences", "tokens", "worker"),
     _fact("decoded_sequences_total", "sequences committed", "sequences", "worker"),
     _fact("running_sequences", "sequences in the engine", "running", "worker"),
+    _fact("fetched_images_total", "images read or downloaded", "images_fetched", "worker"),
+    _fact("processed_images_total", "images that went through the model's processor", "images_processed", "worker"),
     _timed("queue_seconds", "from enqueueing a job to decoding its sequence", "worker"),
     _timed("decode_seconds", "decoding of one sequence, all its attempts", "worker"),
     _fact("handed_on_samples_total", "samples handed on to the trainer", "handed", "consumer"),

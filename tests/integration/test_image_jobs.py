@@ -14,6 +14,7 @@ import pytest
 
 from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig
 from sluice.pipeline.queue import Credit, JobQueue
+from sluice.pipeline.status.snapshot import snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DeadLetter, DecodeJob, ImageRef, SamplingParams, SequenceResult, decode
 from sluice.pipeline.wire.tokens import TokenArray
@@ -130,6 +131,12 @@ async def test_an_image_is_fetched_once_and_decides_what_is_decoded(
         await JobQueue(client, keys).enqueue(jobs, PLENTY)
         done, dead = await endings(client, keys, 6)
         assert prompts.images_fetched == 3
+
+        async def reported() -> bool:
+            [row] = (await snapshot(client, keys)).alive("worker")
+            return [row.facts.get(name) for name in ("images_fetched", "images_processed")] == [3, processed + 2]
+
+        await eventually(reported, "the worker to report its images")
     assert not dead
     assert backend.images_processed == processed + 2, "once for each picture, and not for each sequence"
     assert done["digest:0"].images == [ImageRef(sha256=digest)]

@@ -100,6 +100,11 @@ class RoutedBackend:
     def version(self) -> int:
         return self._primary.version
 
+    @property
+    def images_processed(self) -> int:
+        """Those of both."""
+        return sum(backend.images_processed for backend in self._all())
+
     async def start(self) -> None:
         """Load the primary backend's model and prove its repeat guard. Raises what both raise."""
         await self._primary.start()

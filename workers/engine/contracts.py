@@ -160,6 +160,11 @@ class Backend(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def images_processed(self) -> int:
+        """How many images went through the processor; those that its cache answered don't count."""
+        ...
+
     async def start(self) -> None:
         """Load the model. Raises ModelError."""
         ...
