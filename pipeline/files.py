@@ -5,22 +5,25 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import secrets
 import time
 from pathlib import Path
 
 _STALE_S = 60.0
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
+def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666, sweep: bool = True) -> None:
     """Replace `path` with `data`; a reader sees the old or the new file, never a part.
 
-    `mode` (narrowed by the umask) applies from the first byte on.
+    `mode` (narrowed by the umask) applies from the first byte on. `sweep` removes what killed writers of this path
+    left, which lists the directory; without it, the caller does (`remove_stale`).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # pids repeat across containers
     try:
-        _sweep(path)
-        aside.unlink(missing_ok=True)
+        if sweep:
+            for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+                remove_stale(leftover)
         with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
             stream.flush()
@@ -30,12 +33,16 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _sweep(path: Path) -> None:
-    """Remove leftovers of a killed process; its pid may be alive in another container."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - leftover.stat().st_mtime > _STALE_S:
-                leftover.unlink()
+def is_unfinished(name: str) -> bool:
+    """Whether `write_atomic` gives this name to a file that it hasn't finished."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def remove_stale(unfinished: Path) -> None:
+    """Remove it if its writer must be dead: a young one may be another process's, even in another container."""
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - unfinished.stat().st_mtime > _STALE_S:
+            unfinished.unlink()
 
 
 def fsync_tree(directory: Path) -> None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ import msgspec
 
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import DataError
-from sluice.pipeline.files import write_atomic
+from sluice.pipeline.files import fsync_directory, is_unfinished, remove_stale, write_atomic
 from sluice.pipeline.images.pixels import check_encoded
 
 _COUNT_AFTER_S = 30.0
@@ -69,11 +70,12 @@ class ImageWriter:
         path = self._folder / digest
         with self._lock:
             try:
-                if path.is_file() and path.stat().st_size == len(data):
+                if _has_size(path, len(data)):
                     return digest
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._check_room(len(data))
-                write_atomic(path, data, mode=0o600)
+                write_atomic(path, data, mode=0o600, sweep=False)
+                fsync_directory(self._folder)
             except OSError as error:
                 raise StoreError(
                     f"{self._folder}: a picture can't be written ({error}); look at images.store"
@@ -84,11 +86,29 @@ class ImageWriter:
     def _check_room(self, num_bytes: int) -> None:
         """Raises StoreError."""
         if time.monotonic() - self._counted_at >= _COUNT_AFTER_S:
-            with os.scandir(self._folder) as entries:
-                self._num_bytes = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+            self._num_bytes = self._count()
             self._counted_at = time.monotonic()
         if self._num_bytes + num_bytes > self._max_bytes:
             raise StoreError(
                 f"{self._folder} has {self._num_bytes} bytes of pictures, and {num_bytes} more exceed images.store_mb "
                 f"({self._limits.store_mb}); raise it, or set images.store to another directory"
             )
+
+    def _count(self) -> int:
+        """Bytes of the pictures that are there; what killed writers left is removed."""
+        num_bytes = 0
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if is_unfinished(entry.name):
+                    remove_stale(Path(entry.path))
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    num_bytes += entry.stat(follow_symlinks=False).st_size
+        return num_bytes
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size == num_bytes
+    except FileNotFoundError:
+        return False

@@ -73,3 +73,26 @@ def test_what_a_killed_process_left_long_ago_is_swept(tmp_path: Path) -> None:
     os.utime(old, (0, 0))
     write_atomic(tmp_path / "s", "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".s.124.tmp", "s"]
+
+
+def test_two_writers_of_one_file_with_the_same_pid_do_not_meet(tmp_path: Path) -> None:
+    """Containers that share a directory have equal pids; threads have too."""
+    target, errors = tmp_path / "f", list[OSError]()
+    everybody = threading.Barrier(4)
+
+    def write() -> None:
+        for _ in range(20):
+            everybody.wait(timeout=60)
+            try:
+                write_atomic(target, b"a" * 50_000)
+            except OSError as error:
+                errors.append(error)
+
+    writers = [threading.Thread(target=write) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert errors == []
+    assert target.read_bytes() == b"a" * 50_000
+    assert list(tmp_path.iterdir()) == [target]

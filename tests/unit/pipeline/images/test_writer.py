@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from hashlib import sha256
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Event, Thread
 
 import pytest
 
@@ -47,6 +48,71 @@ def test_several_threads_write_the_same_and_other_pictures(tmp_path: Path) -> No
     for thread in threads:
         thread.join()
     assert {path.name for path in (tmp_path / "sha256").iterdir()} == {sha256(one).hexdigest() for one in pictures}
+
+
+def test_writers_that_know_nothing_of_each_other_write_the_same_picture(tmp_path: Path) -> None:
+    """As in two containers, whose pids are equal."""
+    pictures, errors, everybody = [png(width=side) for side in range(1, 21)], list[Exception](), Barrier(3)
+
+    def write() -> None:
+        writer = ImageWriter(tmp_path, ImagesConfig())
+        for data in pictures:
+            everybody.wait(timeout=60)
+            try:
+                writer.put(data, "here")
+            except StoreError as error:
+                errors.append(error)
+
+    threads = [Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert {path.name for path in (tmp_path / "sha256").iterdir()} == {sha256(one).hexdigest() for one in pictures}
+
+
+def test_files_that_come_and_go_while_they_are_counted_fail_nothing(tmp_path: Path) -> None:
+    folder, stop = tmp_path / "sha256", Event()
+    folder.mkdir()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for number in range(50):
+                (folder / f"{number:064x}").touch()
+            for number in range(50):
+                (folder / f"{number:064x}").unlink()
+
+    other = Thread(target=churn)
+    other.start()
+    try:
+        for side in range(1, 101):
+            ImageWriter(tmp_path, ImagesConfig()).put(png(width=side), "here")
+    finally:
+        stop.set()
+        other.join()
+
+
+def test_what_a_killed_writer_left_is_no_picture_and_is_removed_when_stale(tmp_path: Path) -> None:
+    folder = tmp_path / "sha256"
+    folder.mkdir()
+    young, old = folder / f".{'ab' * 32}.1.tmp", folder / f".{'cd' * 32}.2.tmp"
+    for leftover in (young, old):
+        leftover.write_bytes(bytes(1 << 20))
+    os.utime(old, (0, 0))
+    digest = ImageWriter(tmp_path, ImagesConfig(store_mb=1)).put(png(), "here")
+    assert {path.name for path in folder.iterdir()} == {young.name, digest}
+
+
+def test_writing_one_more_picture_does_not_list_the_others(tmp_path: Path) -> None:
+    """Seen by a stale leftover, which whoever lists the directory removes."""
+    writer, data = ImageWriter(tmp_path, ImagesConfig()), png(width=2)
+    writer.put(png(), "here")
+    leftover = tmp_path / "sha256" / f".{sha256(data).hexdigest()}.1.tmp"
+    leftover.touch()
+    os.utime(leftover, (0, 0))
+    writer.put(data, "here")
+    assert leftover.exists()
 
 
 def test_what_is_no_accepted_picture_is_not_written(tmp_path: Path) -> None:
