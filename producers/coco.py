@@ -141,6 +141,7 @@ def rows_of(
     names = {one.id: one.name for one in found.categories}
     listed = {one.id for one in found.images}
     of_image: defaultdict[int | str, list[_Annotation]] = defaultdict(list)
+    annotated = {one.image_id for one in found.annotations}  # also by those that are left out below
     for at, one in enumerate(found.annotations):
         if one.image_id in listed and one.category_id in names:
             of_image[one.image_id].append(one)
@@ -150,13 +151,12 @@ def rows_of(
     content = [{"type": "image"}, {"type": "text", "text": text}]
     roots = Roots((str(images),))
     for image in found.images:
-        own = of_image[image.id]
         truth = [
             {"desc": names[one.category_id], "bbox_2d": box}
-            for one in own
+            for one in of_image[image.id]
             if (box := _box(one, image, said)) is not None
         ]
-        if not truth and (own or not keep_empty):
+        if not truth and (image.id in annotated or not keep_empty):
             said.leave("no_box", image.file_name)
         elif _is_there(image, images, roots, said):
             said.rows += 1
@@ -196,8 +196,11 @@ def _is_there(image: _Image, images: Path, roots: Roots, said: Converted) -> boo
     try:
         found = roots.find(image.file_name, image.file_name)
         size = _upright_size(os.path.join(found.root, found.inside))
-    except (RequestError, OSError, ValueError, Image.DecompressionBombError) as error:
+    except (RequestError, OSError) as error:
         said.leave("no_file", str(error))
+        return False
+    except Exception as error:  # Pillow's readers may raise anything on crafted bytes
+        said.leave("no_file", f"{images / image.file_name} is damaged ({type(error).__name__}: {error})")
         return False
     if size != (image.width, image.height):
         expected = f"{image.width} x {image.height}"
@@ -209,7 +212,8 @@ def _is_there(image: _Image, images: Path, roots: Roots, said: Converted) -> boo
 def _upright_size(path: str) -> tuple[int, int]:
     with Image.open(path, formats=_FORMATS) as picture:
         width, height = picture.size
-        return (height, width) if picture.getexif().get(_ORIENTATION) in _SIDEWAYS else (width, height)
+        exif = Image.Image.getexif(picture)  # a PNG's own method decodes all pixels to look behind them
+        return (height, width) if exif.get(_ORIENTATION) in _SIDEWAYS else (width, height)
 
 
 def summary(said: Converted, out: Path, images: Path) -> Sequence[str]:

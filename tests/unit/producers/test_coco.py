@@ -30,6 +30,8 @@ def pictures(tmp_path: Path) -> Path:
     exif = turned.getexif()
     exif[0x0112] = 6  # on its side: upright it is 200 x 100
     turned.save(folder / "turned.jpg", exif=exif)
+    turned.save(folder / "turned.png", exif=exif)
+    turned.save(folder / "broken exif.png", exif=b"Exif\0\0junk")
     Image.new("RGB", (10, 10)).save(folder / "small.png")
     (folder / "text.png").write_text("no picture")
     Image.new("RGB", SIZE).save(tmp_path / "outside.png")
@@ -121,6 +123,7 @@ def test_a_box_that_leaves_the_picture_is_clipped_and_counted(tmp_path: Path, pi
         ("../outside.png", "no_file"),
         ("text.png", "no_file"),
         ("sub", "no_file"),
+        ("broken exif.png", "no_file"),
         ("small.png", "other_size"),
     ],
 )
@@ -132,8 +135,16 @@ def test_a_picture_that_can_not_be_used_costs_its_row(tmp_path: Path, pictures: 
     assert name in said.first[rule]
 
 
-def test_sizes_are_those_of_the_upright_picture(tmp_path: Path, pictures: Path) -> None:
-    said, rows = made(tmp_path, pictures, [image(5, "turned.jpg")], [box(5, [20, 10, 100, 50])])
+@pytest.mark.parametrize("name", ["turned.jpg", "turned.png"])
+def test_sizes_are_those_of_the_upright_picture(tmp_path: Path, pictures: Path, name: str) -> None:
+    said, rows = made(tmp_path, pictures, [image(5, name)], [box(5, [20, 10, 100, 50])])
+    assert len(rows) == said.rows == 1
+
+
+def test_only_the_header_of_a_picture_is_read(tmp_path: Path, pictures: Path) -> None:
+    whole = (pictures / "a.png").read_bytes()
+    (pictures / "cut.png").write_bytes(whole[: whole.index(b"IDAT") + 8])
+    said, rows = made(tmp_path, pictures, [image(5, "cut.png")], [box(5, [20, 10, 100, 50])])
     assert len(rows) == said.rows == 1
 
 
@@ -145,6 +156,13 @@ def test_a_picture_without_a_box_has_no_row_unless_it_never_had_one(tmp_path: Pa
     assert said.left_out == {"crowd": 1, "no_box": 2}
     _, rows = made(tmp_path, pictures, images, annotations, keep_empty=True)
     assert [(row["id"], len(row["truth"])) for row in rows] == [(5, 1), (7, 0)]
+
+
+def test_a_picture_whose_only_category_is_not_listed_is_not_an_empty_one(tmp_path: Path, pictures: Path) -> None:
+    images, annotations = [image(5, "a.png"), image(6, "sub/b.png")], [box(6, [20, 10, 100, 50], category=3)]
+    said, rows = made(tmp_path, pictures, images, annotations, keep_empty=True)
+    assert [row["id"] for row in rows] == [5]
+    assert said.left_out == {"unknown": 1, "no_box": 1}
 
 
 @pytest.mark.parametrize(
