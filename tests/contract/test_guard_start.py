@@ -57,7 +57,7 @@ def test_a_model_without_an_end_of_sequence_is_refused(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_prefix_that_the_tokenizer_does_not_write_is_refused(kind: str, tmp_path: Path) -> None:
     model = in_lower_case(save_tiny_model(tmp_path))
-    _refused(_made(kind, model, CAPITALS), "object_key_prefix .*Object_' stands 3 times in an answer, and 0 times in")
+    _refused(_made(kind, model, CAPITALS), "object_key_prefix .*Object_' occurs 3 times in an answer, but 0 times in")
 
 
 @pytest.mark.vllm

@@ -22,8 +22,8 @@ from tests.factories import decode_job
 from tests.unit.pipeline.test_weights import model_dir
 
 ELSEWHERE = {  # decode, train or measure; tested where that is
-    "audit", "demo", "generate", "bench engine", "bench guard", "bench operate", "bench pipeline", "bench proximal",
-    "bench queue", "bench rollout", "bench scale", "export",
+    "audit", "demo", "generate", "bench engine", "bench guard", "bench images", "bench operate", "bench pipeline",
+    "bench proximal", "bench queue", "bench rollout", "bench scale", "export",
 }  # fmt: skip
 PLENTY = Credit(max_in_flight=100, samples_per_version=100, max_staleness=1)
 
