@@ -3,14 +3,14 @@
 A row: `messages` (list of {role, content}), optional `truth` (anything the task understands), `id` (string or
 number, unique; otherwise the row's content is its identity), `images`, `metadata`. Malformed rows carry file and line.
 
-`images` is one image or a list, as many as the messages have image parts and in their order: a path, a URL, a
-`sha256:…` digest, {path, url, sha256}, or {bytes, path} as `datasets` stores images (base64 in JSONL; the path is then
-only a name). Bytes are written below `images.store` and referenced by digest; the workers fetch all others.
+`images`, or `image`, is one image or a list, as many as the messages have image parts and in their order: a path, a
+URL, a `sha256:…` digest, {path, url, sha256}, or {bytes, path} as `datasets` stores images (base64 in JSONL; the path
+is then only a name). Bytes are written below `images.store` and referenced by digest; the workers fetch all others.
 
 A data set is a directory made by `save_to_disk`, or `hf:NAME[:CONFIG][:SPLIT]` from the hub. Its columns: `messages`,
-else `prompt` (a string is one user message, after the row's images); `truth`, else `answer`; `id`, `images` and
-`metadata` as in JSONL. Other columns aren't read, and no image is decoded. Only data are read: `datasets` itself
-refuses a data set with its own code.
+else `prompt` (a string is one user message, after the row's images); `truth`, else `answer`; `id`, `images` or
+`image`, and `metadata` as in JSONL. Other columns aren't read, and no image is decoded. Only data are read: `datasets`
+itself refuses a data set with its own code.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _is_parquet(config: DataConfig) -> bool:
 
 
 HUB = "hf:"
-_COLUMNS = ("messages", "prompt", "truth", "answer", "id", "images", "metadata")
+_COLUMNS = ("messages", "prompt", "truth", "answer", "id", "images", "image", "metadata")
 _ENDS = 64  # rows the fingerprint reads at each end
 _RowT = TypeVar("_RowT")
 
@@ -236,7 +236,7 @@ def _readable(path: str) -> Iterator[None]:
 
 
 def _mapped(columns: dict[str, Any]) -> dict[str, Any]:
-    tree = rows.with_image_bytes({name: value for name, value in columns.items() if value is not None})
+    tree = rows.given_columns(columns)
     prompt, answer = tree.pop("prompt", None), tree.pop("answer", None)
     if prompt is not None:
         asked = [{"role": "user", "content": _shown(prompt, tree)}] if isinstance(prompt, str) else prompt
@@ -266,8 +266,8 @@ def _open_dataset(path: str) -> Any:
     if not {"messages", "prompt"} & set(kept):
         raise DataError(f"{path}: has neither `messages` nor `prompt`, but {', '.join(data.column_names)}; rename one")
     data = data.select_columns(kept)
-    images = data.features.get("images")
-    if isinstance(getattr(images, "feature", images), module.Image):
+    pictures = [data.features[name] for name in ("images", "image") if name in kept]
+    if any(isinstance(getattr(one, "feature", one), module.Image) for one in pictures):
         return data.with_format("arrow")  # the stored bytes and path; datasets would decode them
     return data
 

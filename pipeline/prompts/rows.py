@@ -3,6 +3,7 @@
 - Rows come in file order, one at a time. An unusable row is a `Malformed` with file and line; the others are still
   read.
 - A damaged row group of a Parquet file costs only its own rows; each becomes a `Malformed`.
+- A column without a value (null) is as good as absent. `image` is another name of `images`.
 - Blank lines aren't rows but count as lines; a byte order mark isn't part of the first row.
 """
 
@@ -61,15 +62,21 @@ def check_images(messages: Sequence[dict[str, Any]], count: int) -> None:
         raise ValueError("an image part of the messages holds a data URL; give its bytes in `images`")
 
 
-def with_image_bytes(columns: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a row, with plain bytes in `images` as {"bytes": …}."""
-    images = columns.get("images")
+def given_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns that have a value, `image` as `images`, and plain bytes there as {"bytes": …}. Raises ValueError."""
+    given = {name: value for name, value in columns.items() if value is not None}
+    if "image" in given:
+        if "images" in given:
+            raise ValueError("the row has both `image` and `images`; give one")
+        image = given.pop("image")
+        given["images"] = image if isinstance(image, list) else [image]
+    images = given.get("images")
     if isinstance(images, bytes):
-        return {**columns, "images": [{"bytes": images}]}
-    if isinstance(images, list):
+        given["images"] = [{"bytes": images}]
+    elif isinstance(images, list):
         several = cast("list[Any]", images)
-        return {**columns, "images": [{"bytes": one} if isinstance(one, bytes) else one for one in several]}
-    return columns
+        given["images"] = [{"bytes": one} if isinstance(one, bytes) else one for one in several]
+    return given
 
 
 def admit_row(row: object, limits: Limits) -> None:
@@ -132,7 +139,7 @@ def parquet_module() -> Any:
 def _read_jsonl(
     path: Path, kind: type[_RowT], name: str, max_row_bytes: int, admit: Callable[[_RowT], None]
 ) -> Iterator[_RowT | Malformed]:
-    decoder = msgspec.json.Decoder(kind)
+    decoder = msgspec.json.Decoder(dict[str, Any])
     with path.open("rb") as stream:
         for number, (raw, size) in enumerate(_lines(stream, max_row_bytes), start=1):
             where = f"{name}:{number}"
@@ -144,7 +151,7 @@ def _read_jsonl(
                 continue
             try:
                 admit_json(line, "the row")
-                row = decoder.decode(line)
+                row = msgspec.convert(given_columns(decoder.decode(line)), kind)
                 admit(row)
             except (msgspec.MsgspecError, ValueError, RequestError, RecursionError) as error:
                 yield Malformed(where, f"malformed row: {lone_surrogate_in_json(line, '') or error}")
@@ -184,8 +191,7 @@ def _row(tree: Any, kind: type[_RowT], where: str, admit: Callable[[_RowT], None
     try:
         if isinstance(tree, Exception):
             raise ValueError(str(tree)) from tree
-        given = {key: value for key, value in tree.items() if value is not None}
-        row = msgspec.convert(with_image_bytes(given), kind)
+        row = msgspec.convert(given_columns(tree), kind)
         admit(row)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError, RequestError) as error:
         return Malformed(where, f"malformed row: {error}")

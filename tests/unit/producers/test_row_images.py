@@ -85,15 +85,43 @@ def test_one_image_is_a_list_of_one_and_a_binary_value_is_its_bytes(tmp_path: Pa
     assert row.image_refs() == [ImageRef(sha256=DIGESTS[0])]
 
 
+@pytest.mark.parametrize("save", [as_jsonl, as_parquet, as_dataset])
+def test_the_column_image_is_another_name_of_images(tmp_path: Path, save: Save) -> None:
+    text = [{"role": "user", "content": [{"type": "text", "text": "what?"}]}]
+    rows = [{"messages": messages, "image": {"bytes": FIRST, "path": "a.png"}} for messages in (asked(), text)]
+    shown, hidden = read(save(tmp_path, rows))
+    assert isinstance(shown, Row)
+    assert shown.image_refs() == [ImageRef(sha256=DIGESTS[0])]
+    assert isinstance(hidden, Malformed)
+    assert "`images` has 1 entries and the messages have 0 image parts" in hidden.problem
+
+
+@pytest.mark.parametrize("save", [as_jsonl, as_parquet, as_dataset])
+def test_columns_that_are_null_count_as_absent(tmp_path: Path, save: Save) -> None:
+    text = [{"role": "user", "content": "what?"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": text, "images": None, "image": None, "id": None},
+        {"messages": text, "images": None, "image": "a.png", "id": "b"},
+        {"messages": text, "images": ["a.png"], "image": "a.png", "id": "c"},
+    ]
+    null, one, both = read(save(tmp_path, rows))
+    assert isinstance(null, Row)
+    assert (null.images, null.id) == ([], None)
+    assert isinstance(one, Malformed)
+    assert isinstance(both, Malformed)
+    assert "both `image` and `images`" in both.problem
+
+
+@pytest.mark.parametrize("name", ["image", "images"])
 @pytest.mark.parametrize("several", [False, True])
-def test_the_image_feature_of_datasets_is_read_without_decoding(tmp_path: Path, several: bool) -> None:
+def test_the_image_feature_of_datasets_is_read_without_decoding(tmp_path: Path, several: bool, name: str) -> None:
     datasets = pytest.importorskip("datasets")
     (tmp_path / "outside.png").write_bytes(SECOND)
     huge = huge_png()  # decoding it would raise
     encoded = [{"bytes": huge, "path": None}, {"bytes": None, "path": str(tmp_path / "outside.png")}]
     kind = datasets.Image()
-    columns = {"prompt": ["what?"] * 2, "images": [[one] for one in encoded] if several else encoded}
-    features = {"prompt": datasets.Value("string"), "images": datasets.List(kind) if several else kind}
+    columns = {"prompt": ["what?"] * 2, name: [[one] for one in encoded] if several else encoded}
+    features = {"prompt": datasets.Value("string"), name: datasets.List(kind) if several else kind}
     datasets.Dataset.from_dict(columns, features=datasets.Features(features)).save_to_disk(str(tmp_path / "set"))
     config = DataConfig(path=str(tmp_path / "set"))
     first, second = read(config)
