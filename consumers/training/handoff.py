@@ -213,7 +213,7 @@ class Rollouts:
         while not self._complete:
             taken = self._thread.call(lambda session: session.take())
             if samples := self._seeable(taken):
-                yield tensors_of(samples, self._pad_id, self._images, self._type_names)
+                yield self._tensors(samples)
             elif taken:
                 continue
             elif self._thread.call(lambda session: session.complete()):
@@ -282,6 +282,13 @@ class Rollouts:
         """
         record = _numbers(metrics)
         self._end_if(self._thread.call(lambda session: finish(session, record)))
+
+    def _tensors(self, samples: list[TrainingSample]) -> Batch:
+        try:
+            return tensors_of(samples, self._pad_id, self._images, self._type_names)
+        except OSError:  # a successor deletes the pixels of the trainer that it replaced
+            self._thread.call(lambda session: session.check_owner())
+            raise
 
     def _seeable(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Without those in which the policy itself wrote an image's placeholder: the model would look for the image."""
@@ -479,6 +486,8 @@ class SessionThread:
             while (request := await self._requests.get()) is not None:
                 await _answer(session, *request)
             await session.close()
+            if self._images is not None:  # before the next trainer starts
+                await self._images.close()
             if self._finished:
                 await cast("Awaitable[bool]", role.client.set(role.keys.state, "finished"))
             keeping.cancel()  # otherwise its next claim could follow the release

@@ -6,13 +6,16 @@
 - Digests decide: the worker stamped those of the bytes that it decoded, and other bytes are an error.
 - The pixels of equal images in equal order (a group's) are processed and written once. Files, not memory, hold them:
   a step may show thousands of images, and the kernel drops mapped pages when memory is short.
-- `take` and `close` belong to one event loop; `inputs` may be called from any thread.
+- Each process writes below a directory of its own: one that was replaced harms no file of its successor.
+- `take`, `forget` and `close` belong to one event loop; `inputs` may be called from any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +38,7 @@ from sluice.pipeline.wire.messages import ImageRef, TrainingSample
 IMAGE_FAILED = "image_failed"  # the reason of a sequence whose images can't be used
 _WRITTEN = -1  # no token's id
 _AT_ONCE = 8  # samples; the store bounds fetches and decodings
+_CLOSE_S = 10.0  # for what is being written or deleted
 
 
 @dataclass(eq=False)
@@ -64,15 +68,17 @@ class SampleImages:
     """Use as `async with`. Raises DataError from `take` if the directory can't be written."""
 
     def __init__(self, config: Config, processor: VisionProcessor, directory: Path) -> None:
-        """`directory` is emptied now, and removed by `close`."""
+        """Files lie below `directory`, which `async with` empties: the caller is the only one that needs any there."""
         self.processor = processor
-        self._images, self._directory = images_of_run(config), directory
+        self._images, self._shared = images_of_run(config), directory
+        self._directory = directory / secrets.token_hex(8)
         self._token_id = image_token_of(config.model)
         self._patch = _patch_size(Path(config.model.path))
         self._store: ImageStore | None = None
         self._decoded: WeakValueDictionary[bytes, Image.Image] = WeakValueDictionary()
         self._pixels: dict[_Key, asyncio.Task[_Pixels]] = {}
         self._held: dict[str, _Held] = {}
+        self._deleting: set[asyncio.Task[None]] = set()
         self._written = 0
 
     @classmethod
@@ -98,6 +104,7 @@ class SampleImages:
         """
         new = {one.seq_id: one for one in samples if one.images and one.seq_id not in self._held}
         gate = asyncio.Semaphore(_AT_ONCE)
+        self._prune()  # a write may have ended since, in an error
         tasks = {seq_id: asyncio.create_task(self._take(sample, gate)) for seq_id, sample in new.items()}
         if not tasks:
             return {}
@@ -107,6 +114,7 @@ class SampleImages:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+            self._prune()
         failed: dict[str, str] = {}
         for seq_id, task in tasks.items():
             if task.cancelled():
@@ -115,7 +123,6 @@ class SampleImages:
                 failed[seq_id] = str(error)
             elif error is not None:
                 raise error
-        self._prune()
         return failed
 
     def inputs(self, sample: TrainingSample) -> VisionInputs | None:
@@ -135,7 +142,7 @@ class SampleImages:
         return int(((np.array(sample.token_ids) == self._token_id) & (types == 0)).sum())
 
     def forget(self, seq_ids: Iterable[str]) -> None:
-        """These samples are trained or dropped."""
+        """These samples are trained or dropped; their files are deleted in the background."""
         for seq_id in seq_ids:
             held = self._held.pop(seq_id, None)
             if held is None:
@@ -150,10 +157,13 @@ class SampleImages:
             await store.close()
 
     async def close(self) -> None:
-        """Stop fetching and delete everything."""
+        """Stop fetching and delete everything that this process wrote."""
         await self.stop_fetching()
+        running: list[asyncio.Task[Any]] = [*self._pixels.values(), *self._deleting]
+        if running:
+            await asyncio.wait(running, timeout=_CLOSE_S)
         self._held, self._pixels = {}, {}
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        await asyncio.to_thread(self._remove)
 
     def _of(self, sample: TrainingSample) -> _Held:
         held = self._held.get(sample.seq_id)
@@ -200,12 +210,17 @@ class SampleImages:
 
     def _prune(self) -> None:
         """Delete the pixels that no sample needs; nothing is being taken now."""
+        unused: list[Path] = []
         for key, task in [(key, task) for key, task in self._pixels.items() if task.done()]:
             pixels = None if task.cancelled() or task.exception() else task.result()
             if pixels is None or not pixels.users:
                 del self._pixels[key]
             if pixels is not None and not pixels.users:
-                shutil.rmtree(pixels.directory, ignore_errors=True)
+                unused.append(pixels.directory)
+        if unused:  # thousands of files on a shared disk: the loop has to renew this process's claims meanwhile
+            deleting = asyncio.create_task(asyncio.to_thread(_delete, unused))
+            self._deleting.add(deleting)
+            deleting.add_done_callback(self._deleting.discard)
 
     def _write(self, directory: Path, made: VisionInputs) -> _Pixels:
         try:
@@ -213,6 +228,7 @@ class SampleImages:
             for name, values in made.tensors.items():
                 np.save(directory / f"{name}.npy", values)
         except OSError as error:
+            shutil.rmtree(directory, ignore_errors=True)
             raise DataError(
                 f"{directory}: the pixels of a step cannot be written ({error}); make room on the disk of run_dir"
             ) from error
@@ -220,11 +236,21 @@ class SampleImages:
 
     def _empty(self) -> None:
         """A killed trainer leaves its files behind."""
+        shutil.rmtree(self._shared, ignore_errors=True)
+
+    def _remove(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a successor's files are there
+            self._shared.rmdir()
+
+
+def _delete(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def pixels_of(config: Config) -> Path:
-    """The directory of a run's trainer; there is one trainer at a time."""
+    """The directory that all trainers of a run share, one after the other."""
     return Path(config.run_dir) / config.run / ".pixels"
 
 

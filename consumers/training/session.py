@@ -25,9 +25,10 @@ A sample whose images can't be used (gone, changed, undecodable) is dropped as i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ from sluice.consumers.training.step_log import StepRecords
 from sluice.consumers.training.trackers import Trackers
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.streams import Entry, ack_batches, batch_reader
-from sluice.pipeline.errors import DeadlineExceeded, MessageError, TaskError, WeightsError
+from sluice.pipeline.errors import DeadlineExceeded, MessageError, TaskError, WeightsError, first_cause
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue.trained import begin_again, recognise
 from sluice.pipeline.run.role import Role
@@ -239,6 +240,20 @@ class Session:
             await self._register(manifest, weights)
         self._show()
 
+    @contextlib.asynccontextmanager
+    async def guarding_files(self) -> AsyncIterator[None]:
+        """If the trainer was replaced and its successor deleted its files, raise exactly that instead of OSError."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(first_cause(error), OSError):
+                await self._owner.confirm()
+            raise
+
+    async def check_owner(self) -> None:
+        """Raises LeaseLost if the trainer was replaced."""
+        await self._owner.confirm()
+
     async def close(self) -> None:
         """Write the last lines."""
         await self._records.close()
@@ -359,12 +374,8 @@ class Session:
         self._published = (manifest.version, weights.score) if weights else None
 
     async def _writing(self, write: Callable[..., T], *args: Any) -> T:
-        """Write files; if the trainer was replaced meanwhile and its successor deleted them, raise exactly that."""
-        try:
+        async with self.guarding_files():
             return await asyncio.to_thread(write, *args)
-        except OSError:
-            await self._owner.confirm()
-            raise
 
     async def _ack(self) -> None:
         state = self.state

@@ -81,7 +81,8 @@ class Trainer:
             samples = await self._session.take()
             if not samples:
                 break
-            await self._train(samples)
+            async with self._session.guarding_files():  # the step reads the samples' pixels
+                await self._train(samples)
         if self._session.uncommitted:  # steps since the last checkpoint, with checkpoint_every > 1
             await self._checkpoint()
         await self._session.close()

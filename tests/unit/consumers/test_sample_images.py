@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ from msgspec.structs import replace
 
 from sluice.consumers.training.images import SampleImages, joined_tensors
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import TaskError
+from sluice.pipeline.errors import DataError, TaskError
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
+from tests.roles import eventually
 from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample
 from tests.tiny_vision_models import pictures
 from tests.tiny_vlms import save_tiny_qwen_vl
@@ -55,9 +57,10 @@ async def test_a_group_shares_one_copy_which_goes_with_its_last_member(
         assert (images.inputs(random_sample("text", 9)), images.cost(random_sample("text", 9))) == (None, 0)
         images.forget([one.seq_id for one in group[:3]])
         assert images.inputs(group[3]) is not None
-        assert len(list(directory.iterdir())) == 1
+        assert len(list(directory.glob("*/*"))) == 1
         images.forget([group[3].seq_id])
-        assert list(directory.iterdir()) == []
+        assert len(list(directory.glob("*/*"))) == 1, "not deleted by the event loop itself"
+        await eventually(lambda: asyncio.to_thread(lambda: not list(directory.glob("*/*"))), "the files are deleted")
         with pytest.raises(TaskError, match="was not taken, or is finished"):
             images.inputs(group[3])
     assert not directory.exists()
@@ -77,6 +80,43 @@ async def test_failures_name_the_sequence_and_the_cause_and_cost_nobody_else_any
         assert "none.png" in failed["gone:0"]
         assert "sha256" in failed["changed:0"]
         assert images.inputs(good) is not None
+
+
+async def test_a_replaced_trainer_harms_no_file_of_its_successor(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    refs, directory = image_files(tmp_path / "scans", 2), tmp_path / "pixels"
+    one, two = (seen_sample(f"s{at}", config, processor, [ref]) for at, ref in enumerate(refs))
+    async with SampleImages(config, processor, directory) as paused:
+        assert await paused.take([one], 30) == {}
+        async with SampleImages(config, processor, directory) as successor:
+            with pytest.raises(FileNotFoundError):
+                paused.inputs(one)
+            assert await successor.take([two], 30) == {}
+            taken = successor.inputs(two)
+            assert taken is not None
+            paused.forget([one.seq_id])
+            assert await paused.take([one], 30) == {}, "one that doesn't know it yet"
+            await paused.close()
+            still = successor.inputs(two)
+            assert still is not None
+            assert {name: values.tolist() for name, values in still.tensors.items()} == {
+                name: values.tolist() for name, values in taken.tensors.items()
+            }
+    assert not directory.exists()
+
+
+async def test_pixels_that_could_not_be_written_are_written_by_the_next_try(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    one, directory = seen_sample("one", config, processor, image_files(tmp_path / "scans", 1)), tmp_path / "pixels"
+    async with SampleImages(config, processor, directory) as images:
+        directory.write_bytes(b"")
+        with pytest.raises(DataError, match="cannot be written"):
+            await images.take([one], 30)
+        directory.unlink()
+        assert await images.take([one], 30) == {}
+        assert images.inputs(one) is not None
 
 
 async def test_images_of_several_turns_are_found_between_what_the_policy_wrote(
