@@ -15,6 +15,7 @@ itself refuses a data set with its own code.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -318,7 +319,7 @@ class SourceProgress:
     async def open(self, total: int, credit: Credit) -> str:
         """Bind the run to its data and announce the total; returns the cursor of the last job."""
         held = await cast("Awaitable[dict[bytes, bytes]]", self._client.hgetall(self._key))
-        data = fingerprint(self._config.data)
+        data = await asyncio.to_thread(fingerprint, self._config.data)
         if note := refuse_other_source(self._config, held, data):
             get_logger().warning(note, path=self._config.data.path)
         limits = {  # for status pages

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import DataError
+from sluice.pipeline.errors import DataError, RequestError
 from sluice.pipeline.images.writer import ImageWriter
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
@@ -70,7 +71,8 @@ async def _read_all(config: Config, progress: SourceProgress, intake: Intake, su
     rows = _rows(config, submitter.cursor, progress, intake)
     if submitter.cursor == BEFORE_FIRST:  # at the first start nothing is trained; later the broker's data are gone
         rows = _not_trained(config, rows, intake)
-    for chunk in _chunks(_placed(rows), intake.chunk):
+    chunks = _chunks(_placed(rows), intake.chunk)
+    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:  # files are read, hashed and written
         await progress.store_skipped()
         if not (await intake.room() and await submitter.submit(chunk)):
             return False
@@ -175,7 +177,12 @@ def _rows(config: Config, cursor: str, progress: SourceProgress, intake: Intake)
             if isinstance(row, Malformed):
                 progress.skip(row)
             elif (epoch, number) > (done_epoch, done_row):
-                yield intake.items(stored(row, writer), epoch), f"{epoch}:{number}"
+                try:
+                    items = intake.items(stored(row, writer), epoch)
+                except RequestError as error:
+                    progress.skip(Malformed(f"{config.data.path}: row {number + 1}", str(error)))
+                else:
+                    yield items, f"{epoch}:{number}"
 
 
 _CHUNK = 100
@@ -187,7 +194,7 @@ class Intake(Protocol):
     chunk: int  # items enqueued in one call
 
     def items(self, row: Row, epoch: int) -> list[Any]:
-        """At least one; each has `metadata["row"]`. Raises DataError."""
+        """At least one; each has `metadata["row"]`. Blocks; raises RequestError for what makes the row malformed."""
         ...
 
     def sequences(self, item: Any) -> list[str]:

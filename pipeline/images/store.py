@@ -65,7 +65,7 @@ class ImageStore:
         `image.info["sha256"]` is the digest of the bytes it was decoded from.
         Raises RequestError, and EngineError if no decoder can be started.
         """
-        ref = _normal(ref)
+        ref = normal_ref(ref)
         if self._closed:
             raise RequestError(f"{describe(ref)}: the image store is closed")
         flight, joined = self._flights.get(ref), True
@@ -106,7 +106,7 @@ class ImageStore:
         kept = self._cache.get(ref.sha256) if ref.sha256 else None
         if kept is not None:
             return kept, False
-        found, complaint = await self._find(ref, where)
+        found, complaint = await asyncio.to_thread(find_file, self._roots, ref, where)
         key: Hashable = ref.sha256 or found or ref.url
         if (kept := self._cache.get(key)) is not None:
             return kept, False
@@ -116,18 +116,6 @@ class ImageStore:
         self._cache.put(key, image)
         self.fetched += 1
         return image, True
-
-    async def _find(self, ref: ImageRef, where: str) -> tuple[Found | None, str]:
-        """The file the reference means, or None (and why its path doesn't apply) if its URL is to be used."""
-        if ref.path is None and ref.url is not None:
-            return None, ""
-        names = (ref.path,) if ref.path is not None else (str(ref.sha256), f"sha256/{ref.sha256}")
-        try:
-            return await asyncio.to_thread(self._roots.find, where, *names), ""
-        except RequestError as error:
-            if ref.url is None:
-                raise
-            return None, f" (its path could not be used: {str(error).removeprefix(f'{where}: ')})"
 
     async def _bytes(self, ref: ImageRef, found: Found | None, complaint: str, where: str) -> bytes:
         if found is not None:
@@ -144,7 +132,7 @@ class ImageStore:
         return image
 
 
-def _normal(ref: ImageRef) -> ImageRef:
+def normal_ref(ref: ImageRef) -> ImageRef:
     """Empty parts become None, the digest gets its canonical form. Raises RequestError when nothing is left."""
     ref = msgspec.structs.replace(ref, path=ref.path or None, url=ref.url or None, sha256=ref.sha256 or None)
     if ref.sha256 is not None:
@@ -152,6 +140,22 @@ def _normal(ref: ImageRef) -> ImageRef:
     if ref.path is None and ref.url is None:
         raise RequestError("image without a source: give a path, a url or a sha256")
     return ref
+
+
+def find_file(roots: Roots, ref: ImageRef, where: str) -> tuple[Found | None, str]:
+    """The file a normal reference means, or None (and why its path doesn't apply) if its URL is to be used.
+
+    Blocks; raises RequestError.
+    """
+    if ref.path is None and ref.url is not None:
+        return None, ""
+    names = (ref.path,) if ref.path is not None else (str(ref.sha256), f"sha256/{ref.sha256}")
+    try:
+        return roots.find(where, *names), ""
+    except RequestError as error:
+        if ref.url is None:
+            raise
+        return None, f" (its path could not be used: {str(error).removeprefix(f'{where}: ')})"
 
 
 def _note_error(flight: _Flight) -> None:

@@ -2,7 +2,7 @@
 
 The request is stored with the open rollout so that a restart can post it again; it contains no addresses or keys.
 Images are named in its messages, by URL or by the digest of a picture in `images.store`, where the gateway finds it;
-the producer puts those there that the row names by path or digest.
+the producer puts those there that the row names by path or digest. A row with an image that can't be read is malformed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import DataError, RequestError
+from sluice.pipeline.config.types import Config, ImagesConfig
+from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
-from sluice.pipeline.images.store import check_digest, describe, normal_digest
+from sluice.pipeline.images.store import check_digest, describe, find_file, normal_ref
+from sluice.pipeline.images.urls import UrlFetcher
 from sluice.pipeline.images.writer import ImageWriter, images_of_run
 from sluice.pipeline.prompts.admission import IMAGE_KINDS, media_kind
 from sluice.pipeline.queue import Credit, Outcome, rollout_group_for
@@ -32,11 +33,12 @@ class RolloutIntake:
 
     def __init__(self, role: Role, rollouts: Rollouts, dispatcher: Dispatcher) -> None:
         self._role, self._rollouts, self._dispatcher = role, rollouts, dispatcher
+        self._writer = ImageWriter.of(role.config)
         self.chunk = role.config.producer.group_size  # one row's
 
     def items(self, row: Row, epoch: int) -> list[RolloutHead]:
         """The group of one row."""
-        return heads_of(self._role.config, row, epoch)
+        return heads_of(self._role.config, row, epoch, self._writer)
 
     def sequences(self, item: RolloutHead) -> list[str]:
         """Its first part, which every rollout has."""
@@ -82,13 +84,13 @@ async def rollout_intake(role: Role, url: str) -> AsyncGenerator[RolloutIntake]:
             dispatcher.leave()
 
 
-def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
-    """The members of a row's group, in index order. Blocks; raises DataError for an image that can't be read."""
+def heads_of(config: Config, row: Row, epoch: int, writer: ImageWriter) -> list[RolloutHead]:
+    """The members of a row's group, in index order.
+
+    Blocks, not on an event loop; raises RequestError for an image that can't be read, StoreError.
+    """
     name, n = identity(row), config.producer.group_size
-    try:
-        messages = _with_images(config, row)
-    except RequestError as error:
-        raise DataError(f"row {name[:80]}: {error}") from error
+    messages = _with_images(config, writer, row)
     group = rollout_group_for(config.run, name, epoch, config.sampling, n)
     metadata = {**row.metadata, "row": name[:256], "epoch": epoch}
     return [
@@ -106,9 +108,9 @@ def heads_of(config: Config, row: Row, epoch: int) -> list[RolloutHead]:
     ]
 
 
-def _with_images(config: Config, row: Row) -> list[Message]:
+def _with_images(config: Config, writer: ImageWriter, row: Row) -> list[Message]:
     """The row's messages, with each image part naming its image. Raises RequestError, StoreError."""
-    urls = [_url(config, ref) for ref in row.image_refs()]
+    urls = [_url(config, writer, ref) for ref in row.image_refs()]
     if not urls:
         return row.messages
     left = iter(urls)
@@ -124,21 +126,35 @@ def _with_images(config: Config, row: Row) -> list[Message]:
     ]
 
 
-def _url(config: Config, ref: ImageRef) -> str:
-    """Its URL, or the digest of its bytes, which are then in the store. Raises RequestError, StoreError."""
-    where, writer = describe(ref), ImageWriter.of(config)
-    digest = normal_digest(ref.sha256, where) if ref.sha256 else None
-    if ref.path is None and ref.url is not None and digest is None:
-        return ref.url
-    if digest is not None and writer.has(digest):
-        return f"sha256:{digest}"
-    if ref.path is None and digest is None:
-        raise RequestError(f"{where}: has no source")
+def _url(config: Config, writer: ImageWriter, ref: ImageRef) -> str:
+    """Its URL, or the digest of its bytes, which are then in the store. Raises RequestError, StoreError.
+
+    A URL with a digest is fetched: nobody behind the protocol would compare them.
+    """
+    ref, where = normal_ref(ref), describe(ref)
+    if ref.sha256 is not None and writer.has(ref.sha256):
+        return f"sha256:{ref.sha256}"
     roots = Roots(images_of_run(config).roots)
-    names = (ref.path,) if ref.path is not None else (str(digest), f"sha256/{digest}")
-    data = roots.read(roots.find(where, *names), int(config.images.max_mb * 2**20), where)
-    check_digest(data, digest, where)
+    found, complaint = find_file(roots, ref, where)
+    if found is not None:
+        data = roots.read(found, int(config.images.max_mb * 2**20), where)
+    elif ref.sha256 is None:
+        return str(ref.url)
+    else:
+        try:
+            data = asyncio.run(_fetch(config.images, str(ref.url), where))
+        except RequestError as error:
+            raise RequestError(f"{error}{complaint}") from error
+    check_digest(data, ref.sha256, where)
     return f"sha256:{writer.put(data, where)}"
+
+
+async def _fetch(limits: ImagesConfig, url: str, where: str) -> bytes:
+    fetcher = UrlFetcher(limits)
+    try:
+        return await fetcher.fetch(url, where)
+    finally:
+        await fetcher.close()
 
 
 def _request(config: Config, rollout_id: str, messages: list[Message], metadata: dict[str, Any]) -> dict[str, Any]:

@@ -8,19 +8,26 @@ import json
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
-from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, RolloutConfig
+from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, ImagesConfig, RolloutConfig
 from sluice.pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
+from sluice.pipeline.images.writer import StoreError, images_directory
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
 from sluice.producers.submit import produce
 from tests.far_side import Body, FarSide, answer
+from tests.image_site import Site, site
+from tests.pictures import png
 from tests.roles import eventually, run_config
+
+__all__ = ["site"]
 
 KEYS = {"SLUICE_ROLLOUT_API_KEY": "server-secret", "SLUICE_GATEWAY_API_KEY": "gateway-secret"}
 MakeConfig = Callable[..., Awaitable[Config]]
@@ -96,6 +103,70 @@ async def test_every_member_of_every_group_is_asked_for_once_and_counted(
         "logprobs": True,
     }
     assert (one["tokenizer_name"], one["max_turns"], one["max_tokens_total"]) == ("policy", 10, 8192)
+
+
+def show(config: Config, tmp_path: Path, *images: str, on_malformed: str = "skip") -> Config:
+    """The run with a row for each image, which are files below tmp_path."""
+    content = [{"type": "image"}, {"type": "text", "text": "?"}]
+    rows = [{"messages": [{"role": "user", "content": content}], "images": [name], "id": name} for name in images]
+    Path(config.data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return msgspec.structs.replace(
+        config,
+        images=ImagesConfig(roots=(str(tmp_path),)),
+        data=msgspec.structs.replace(config.data, on_malformed=on_malformed),
+    )
+
+
+async def test_a_row_whose_image_cannot_be_read_is_malformed_and_the_others_are_asked_for(
+    make_config: MakeConfig, far: FarSide, state: Look, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    config = show(await make_config(), tmp_path, "a.png", "gone.png", "a.png?")
+    (tmp_path / "a.png?").write_bytes(png("blue"))
+    await asyncio.wait_for(produce(config), 20)
+    now = await state()
+    assert (now.committed, now.malformed_rows, now.exhausted) == (2, 1, True)
+    assert [body["metadata"]["row"] for body in far.posted] == ['"a.png"', '"a.png?"']
+
+
+async def test_a_row_whose_image_cannot_be_read_stops_a_run_that_skips_none_and_is_named(
+    make_config: MakeConfig, state: Look, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    config = show(await make_config(), tmp_path, "a.png", "gone.png", on_malformed="stop")
+    cause = await cause_of(config)
+    assert isinstance(cause, DataError)
+    assert str(cause).startswith(f"{config.data.path}: row 2: image 'gone.png': no such file")
+    assert (await state()).enqueued == 1
+
+
+async def test_a_full_image_store_stops_a_run_though_it_skips_malformed_rows(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    config = show(await make_config(), tmp_path, "a.png")
+    config = msgspec.structs.replace(config, images=msgspec.structs.replace(config.images, store_mb=1))
+    (images_directory(config) / "sha256").mkdir(parents=True)
+    (images_directory(config) / "sha256" / ("0" * 64)).write_bytes(bytes(1 << 20))
+    cause = await cause_of(config)
+    assert isinstance(cause, StoreError)
+    assert "images.store_mb" in str(cause)
+
+
+async def test_the_event_loop_runs_while_the_image_of_a_row_is_fetched(
+    make_config: MakeConfig, state: Look, tmp_path: Path, site: Site
+) -> None:
+    """The site is served by the loop of the producer."""
+    site.routes["/a.png"] = png()
+    config = show(await make_config(), tmp_path, "")
+    [row] = map(json.loads, Path(config.data.path).read_text().splitlines())
+    image = {"path": "gone.png", "url": site.url("/a.png"), "sha256": sha256(png()).hexdigest()}
+    Path(config.data.path).write_text(json.dumps({**row, "images": [image]}))
+    images = ImagesConfig(roots=(str(tmp_path),), hosts=(f"127.0.0.1:{site.port}",))
+    config = msgspec.structs.replace(config, images=images)
+    await asyncio.wait_for(produce(config), 20)
+    assert (await state()).committed == 1
+    assert site.asked["/a.png"] == 1
 
 
 async def test_keys_travel_in_headers_and_are_stored_and_logged_nowhere(

@@ -219,16 +219,17 @@ async def _ask(gateway: Gateway, data: bytes) -> None:
 def test_rows_with_images_become_rollouts_that_name_them(config: Config, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(FIRST)
     config = msgspec.structs.replace(config, images=ImagesConfig(roots=(str(tmp_path),)))
-    stored = ImageWriter.of(config).put(SECOND, "here")
+    writer = ImageWriter.of(config)
+    stored = writer.put(SECOND, "here")
     content = [{"type": "image"}, {"type": "text", "text": "?"}, {"type": "image"}, {"type": "image"}]
     url = "http://images.example/c.png"
     images: list[str | RowImage] = ["a.png", RowImage(sha256=stored), url]
-    [head] = heads_of(config, Row(messages=[{"role": "user", "content": content}], images=images), 0)
+    [head] = heads_of(config, Row(messages=[{"role": "user", "content": content}], images=images), 0, writer)
     digest = sha256(FIRST).hexdigest()
     assert head.request["messages"][0]["content"] == [
         shown(f"sha256:{digest}"), {"type": "text", "text": "?"}, shown(f"sha256:{stored}"), shown(url)
     ]  # fmt: skip
-    assert ImageWriter.of(config).has(digest)
+    assert writer.has(digest)
     assert [ref for ref in Row(messages=[{"role": "user", "content": content}], images=images).image_refs()] == [
         ImageRef(path="a.png"), ImageRef(sha256=stored), ImageRef(url=url)
     ]  # fmt: skip
