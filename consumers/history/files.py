@@ -2,8 +2,9 @@
 
 - `num` grows with every new sequence (job) of a file, so sorting by it sorts by time and needs no index.
 - `sequences` is narrow for fast scans; `details` holds what pages show, with whole messages compressed.
-- The sequences of a job are found by the unique `seq_id`, which begins with "<job_id>:". Ids are hashes: an index over
-  them is the dearest to write, for each new entry rewrites a page.
+- The sequences of a job are found by the unique `seq_id`: "<job_id>:…", or for a rollout that no producer announced
+  "<job_id>" and "<job_id>/…". Ids are hashes: an index over them is the dearest to write, for each new entry rewrites a
+  page.
 - A file with another schema is refused with DataError; one that is still being created counts as empty.
 """
 

@@ -157,9 +157,9 @@ def conditions(wanted: SequenceFilter) -> tuple[str, list[Any]]:
     # A job is found by `seq_id`; the other two need a full scan, which takes several times as long through an index.
     plus = "+" if wanted.job_id or wanted.version is not None or wanted.search else ""
     if wanted.job_id:
-        nums = "select num from sequences where seq_id >= ? and seq_id < ?"  # all ids that begin with "<job_id>:"
-        text = f"{text} and sequences.num in ({nums}) and job_id = ?"
-        args += [f"{wanted.job_id}:", f"{wanted.job_id};", wanted.job_id]
+        ids = "seq_id = ? or seq_id >= ? and seq_id < ? or seq_id >= ? and seq_id < ?"  # "id", "id/…", "id:…"
+        text = f"{text} and sequences.num in (select num from sequences where {ids}) and job_id = ?"
+        args += [wanted.job_id + end for end in ("", "/", "0", ":", ";", "")]
     for name in ("state", "finish_reason", "worker", "task"):
         if value := getattr(wanted, name):
             text, args = f"{text} and {plus}{name} = ?", [*args, value]

@@ -27,6 +27,7 @@ from sluice.pipeline.images.processor import (
     load_processor,
     pixel_budget,
 )
+from sluice.pipeline.images.store import BYTES_PER_PIXEL
 from sluice.workers.engine.contracts import SequenceRequest
 from sluice.workers.model_files import has_vision
 
@@ -108,8 +109,8 @@ class ProcessedPrompts:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._making: dict[_Key, asyncio.Task[Any]] = {}
-        # With the images, whose identity is part of the key.
-        self._made: OrderedDict[_Key, tuple[Any, int, tuple[Any, ...]]] = OrderedDict()
+        # With the images whose identity is part of the key.
+        self._made: OrderedDict[_Key, tuple[Any, int, list[Any]]] = OrderedDict()
         self.processed = 0
 
     async def of(self, request: SequenceRequest, process: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -131,8 +132,9 @@ class ProcessedPrompts:
         finally:
             del self._making[key]
         self.processed += len(images)
-        num_bytes = _num_bytes(prompt)
-        self._made[key] = prompt, num_bytes, images
+        kept = [image for image in images if not image.info.get("sha256")]
+        num_bytes = _num_bytes(prompt) + sum(BYTES_PER_PIXEL * image.width * image.height for image in kept)
+        self._made[key] = prompt, num_bytes, kept
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
             _, (_, dropped, _) = self._made.popitem(last=False)
@@ -143,7 +145,12 @@ class ProcessedPrompts:
 def _num_bytes(prompt: Any) -> int:
     """Of the processor's tensors."""
     items = [item for some in prompt.get("mm_kwargs", {}).values() for item in some if item is not None]
-    return sum(getattr(element.data, "nbytes", 0) for item in items for element in item.values())
+    return sum(_leaf_bytes(element.data) for item in items for element in item.values())
+
+
+def _leaf_bytes(data: Any) -> int:
+    """Of one tensor, or of all in a nested list."""
+    return sum(map(_leaf_bytes, data)) if isinstance(data, list | tuple) else getattr(data, "nbytes", 0)
 
 
 def _has_vision(model: ModelConfig) -> bool:

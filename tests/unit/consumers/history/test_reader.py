@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from sluice.consumers.history.reader import HistoryReader
+from sluice.consumers.history.reader import HistoryReader, conditions
 from sluice.consumers.history.recorder import TrainedStore
 from sluice.consumers.history.records import SequenceFilter, Trained
 from sluice.pipeline.errors import DataError
-from sluice.pipeline.wire.messages import DeadLetter
+from sluice.pipeline.wire.messages import DeadLetter, RolloutHead
 from sluice.pipeline.wire.tokens import FloatArray, Runs
 from tests.factories import sequence_result, training_sample
 from tests.finished import Finished, FinishedJob, job, row, store, whole
@@ -81,6 +84,25 @@ def test_a_job_has_its_counts_and_its_events(reader: HistoryReader) -> None:
     assert (found.task, found.enqueued_at, found.at) == ("t", 0.5, 1.0)
     assert [(event.kind, event.worker) for event in found.events] == [("enqueued", ""), ("claimed", "w1")]
     assert reader.job("none") is None
+
+
+def test_a_rollout_that_no_producer_announced_is_found_by_its_job(tmp_path: Path) -> None:
+    writer, head = store(tmp_path), RolloutHead.alone("a", "t")
+    parts = [msgspec.structs.replace(row(head.group_id), seq_id=seq_id) for seq_id in ("a", "a/1", "a/2")]
+    neighbours = [job(job_id, row(job_id)) for job_id in ("a0", "a9", "a/1", "aa", "A")]
+    writer.record([job(head.group_id, *parts), *neighbours])
+    reader = HistoryReader(tmp_path)
+    assert ids(reader, job_id="a") == ["a/2", "a/1", "a"]
+    assert ids(reader, job_id="a", worker="w", search="/") == ["a/2", "a/1"]
+
+
+def test_the_sequences_of_a_job_are_found_without_a_scan(tmp_path: Path) -> None:
+    store(tmp_path).close()
+    where, args = conditions(SequenceFilter(job_id="a", worker="w"))
+    with closing(sqlite3.connect(tmp_path / "consumer-0.sqlite")) as db:
+        plan = [step[3] for step in db.execute(f"explain query plan select num from sequences where true{where}", args)]
+    assert any("seq_id" in step for step in plan)
+    assert not [step for step in plan if step.startswith("SCAN")]
 
 
 def test_a_sequence_comes_back_whole_with_what_the_trainer_did(tmp_path: Path) -> None:
