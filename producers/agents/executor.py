@@ -53,6 +53,7 @@ class Execution:
         self.until = 0.0  # the deadline, on the clock of time.monotonic()
         self._state, self._metrics = state, RolloutMetrics()
         self._session: RolloutSession | None = None
+        self._final_messages: list[dict[str, Any]] = []
         self._waits_for, self._is_over = "a free slot", False
         self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
 
@@ -87,7 +88,7 @@ class Execution:
         await self._bounded(line.start(), deadline_s)
         try:
             self.is_running, self.until = True, time.monotonic() + deadline_s
-            reason = await self._bounded(self._rollout(), deadline_s)
+            reason = await self._bounded(self._whole_rollout(), deadline_s)
             if self._ended.done():  # at the same moment
                 raise RolloutError("internal_error", self._ended.result()[0])
             return reason
@@ -110,6 +111,13 @@ class Execution:
         raise RolloutError(
             "timeout", f"no end within {seconds:g} s (rollout_server.deadline_s), waiting for {self._waits_for}"
         )
+
+    async def _whole_rollout(self) -> FinishReason:
+        reason = await self._rollout()
+        assert self._session is not None, "a rollout ends in its session"
+        self._waits_for = "the digests of its images"
+        self._final_messages = await asyncio.to_thread(with_digests, self._session.messages)
+        return reason
 
     async def _rollout(self) -> FinishReason:
         request = self.request
@@ -185,7 +193,7 @@ class Execution:
         calls, began = [call.model_dump(mode="json") for call in message.tool_calls or ()], time.monotonic()
         self._waits_for = "tools: " + ", ".join(call["function"]["name"] for call in calls)[:200]
         try:
-            session.messages.extend(await tools.run(calls))
+            session.messages.extend(await tools.run(calls, session.messages))
         finally:
             took_s = time.monotonic() - began
             self._metrics.tool_latency_ms += 1000 * took_s
@@ -194,11 +202,10 @@ class Execution:
             self._state.counters.tool_calls.inc(len(calls))
 
     def _completed(self, reason: FinishReason) -> RolloutResponse:
-        assert self._session is not None, "a rollout completes in its session"
         return self._answer(
             RolloutStatus.COMPLETED,
             finish_reason=reason,
-            final_messages=[ChatMessage.model_validate(one) for one in with_digests(self._session.messages)],
+            final_messages=[ChatMessage.model_validate(one) for one in self._final_messages],
         )
 
     def _failed(self, error: RolloutError) -> RolloutResponse:

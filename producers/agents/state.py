@@ -68,7 +68,7 @@ async def app_state(config: Config, retries: Retries | None = None) -> AsyncGene
                 hosts,
                 http,
                 tokenizers,
-                load_tools(settings, config.images),
+                load_tools(settings, config.images, config.gateway.max_body_mb),
                 line,
                 Counters(line),
                 retries or Retries(),

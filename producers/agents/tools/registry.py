@@ -6,6 +6,7 @@
   raises may hold a secret: only a ToolError's words are the model's, all else is the log's.
 - A result is bounded, and always text that can be encoded, or such texts and images. An image that is too large, or
   none, makes the call a failed one.
+- So do images beyond those that the trainer takes in one conversation, because it refuses the whole next call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from sluice.pipeline.config.types import ImagesConfig, RolloutServerConfig
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, RequestError
 from sluice.pipeline.logs import get_logger
+from sluice.pipeline.prompts.admission import MAX_PARTS, image_parts, image_url
 from sluice.pipeline.user_modules import load_object
 from sluice.pipeline.wire.codec import lone_surrogate, too_deep
 from sluice.producers.agents.tools.calculator import calculator
@@ -27,15 +29,23 @@ from sluice.producers.agents.tools.image import ToolImage
 MAX_RESULT_CHARS = 262_144
 MAX_CALLS = 32
 _MAX_REASON_CHARS = 2_000
+_BODY_MB = 16.0  # of a trainer that says nothing else
+_IMAGE_SHARE = 7 / 8  # of a body; the rest is for texts and tools
 
 
 class ToolBox:
-    """Tools by name. Raises ConfigError where two have one name."""
+    """Tools by name; `body_mb` is the largest request of the trainer. Raises ConfigError where two have one name."""
 
     def __init__(
-        self, tools: Iterable[Tool], timeout_s: float, max_calls: int = MAX_CALLS, images: ImagesConfig | None = None
+        self,
+        tools: Iterable[Tool],
+        timeout_s: float,
+        max_calls: int = MAX_CALLS,
+        images: ImagesConfig | None = None,
+        body_mb: float = _BODY_MB,
     ) -> None:
         self._timeout_s, self._max_calls, self._images = timeout_s, max_calls, images or ImagesConfig()
+        self._body_mb = body_mb
         self._tools: dict[str, Tool] = {}
         for one in tools:
             if self._tools.setdefault(one.name, one) is not one:
@@ -49,18 +59,23 @@ class ToolBox:
 
     def plus(self, tools: Iterable[Tool], prefix: str) -> ToolBox:
         """These and those; a name that is taken gets the prefix, then a number."""
-        made = ToolBox((), self._timeout_s, self._max_calls, self._images)
+        made = ToolBox((), self._timeout_s, self._max_calls, self._images, self._body_mb)
         made._tools = dict(self._tools)
         for one in tools:
             names = (one.name, f"{prefix}_{one.name}", *(f"{prefix}_{one.name}_{at}" for at in range(2, 1000)))
             made._tools[next(name for name in names if name not in made._tools)] = one
         return made
 
-    async def run(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """One tool message per call {id, function: {name, arguments}}, in their order. Raises nothing of a tool's."""
+    async def run(
+        self, calls: Sequence[Mapping[str, Any]], conversation: Sequence[Mapping[str, Any]] = ()
+    ) -> list[dict[str, Any]]:
+        """One tool message per call {id, function: {name, arguments}}, in their order. Raises nothing of a tool's.
+
+        The images of the `conversation` so far count toward the limit of the answers' images.
+        """
         taken, refused = calls[: self._max_calls], calls[self._max_calls :]
         tasks = [asyncio.create_task(self._message(call), name=f"tool {_name(call)[:80]}") for call in taken]
-        answers = list(await asyncio.gather(*tasks))
+        answers = self._within_conversation(calls, await asyncio.gather(*tasks), conversation)
         text = f"Error: not run: {len(calls)} calls in one turn, the limit is {self._max_calls}; ask for it again"
         return answers + [_answer(call, text) for call in refused]
 
@@ -81,14 +96,45 @@ class ToolBox:
             text = f"Error: {name} failed; correct the arguments, or try another way"
         return _answer(call, text)
 
+    def _within_conversation(
+        self,
+        calls: Sequence[Mapping[str, Any]],
+        answers: Sequence[dict[str, Any]],
+        conversation: Sequence[Mapping[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """The answers, in order; one with images for which there is no room is an error."""
+        most, most_chars = self._images.max_per_prompt, int(self._body_mb * 2**20 * _IMAGE_SHARE)
+        count, chars = _images_of(conversation)
+        kept: list[dict[str, Any]] = []
+        for call, answer in zip(calls, answers, strict=False):
+            own, own_chars = _images_of([answer])
+            why = None
+            if own and count + own > most:
+                why = f"would have {count + own}, the limit is {most}; go on without more"
+            elif own and chars + own_chars > most_chars:
+                total = (chars + own_chars) >> 10
+                why = f"would have {total} KiB of them in base64, the limit is {most_chars >> 10}; ask for smaller ones"
+            if why is None:
+                count, chars = count + own, chars + own_chars
+            else:
+                answer = _answer(
+                    call, f"Error: {_name(call)} returned images that aren't shown: the conversation {why}"
+                )
+            kept.append(answer)
+        return kept
+
     async def _parts(self, name: str, result: Sequence[str | ToolImage]) -> list[dict[str, Any]]:
         """The parts of a message. Raises ToolError for an image that can't be shown."""
         if (count := sum(isinstance(one, ToolImage) for one in result)) > self._images.max_per_prompt:
             raise ToolError(f"{name} returned {count} images, at most {self._images.max_per_prompt} are shown")
+        if len(result) > MAX_PARTS:
+            raise ToolError(f"{name} returned {len(result)} texts and images, at most {MAX_PARTS} are shown")
         parts: list[dict[str, Any]] = []
+        chars = MAX_RESULT_CHARS  # of all texts together
         for one in result:
             if isinstance(one, str):
-                parts.append({"type": "text", "text": _bounded(one)})
+                parts.append({"type": "text", "text": _bounded(one, chars)})
+                chars = max(0, chars - len(one))
                 continue
             try:
                 parts.append(await asyncio.to_thread(one.part, self._images, f"an image of {name}"))
@@ -114,15 +160,15 @@ class ToolBox:
             raise ToolError(message) from error
 
 
-def load_tools(config: RolloutServerConfig, images: ImagesConfig | None = None) -> ToolBox:
-    """The tools that `rollout_server.tools` names; `images` bounds what they show. Raises ConfigError."""
+def load_tools(config: RolloutServerConfig, images: ImagesConfig | None = None, body_mb: float = _BODY_MB) -> ToolBox:
+    """The tools that `rollout_server.tools` names; `images` and `body_mb` bound what they show. Raises ConfigError."""
     found: list[Tool] = []
     for name in config.tools:
         found += calculator(config.tool_latency_ms) if name == "calculator" else _imported(name)
     for one in found:
         if isinstance(one, FunctionTool):
             one.limit_threads(config.tool_threads)
-    return ToolBox(found, config.tool_timeout_s, config.max_tool_calls, images)
+    return ToolBox(found, config.tool_timeout_s, config.max_tool_calls, images, body_mb)
 
 
 def _imported(name: str) -> list[Tool]:
@@ -138,6 +184,12 @@ def _imported(name: str) -> list[Tool]:
 
 def _name(call: Mapping[str, Any]) -> str:
     return str((call.get("function") or {}).get("name", ""))
+
+
+def _images_of(messages: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """How many images the messages have, and the length of their URLs, which hold the bytes."""
+    parts = image_parts(messages)
+    return len(parts), sum(len(url) for part in parts if isinstance(url := image_url(part), str))
 
 
 def _answer(call: Mapping[str, Any], content: str | list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,7 +214,7 @@ def _object(arguments: Any) -> dict[str, Any]:
     return dict(arguments)
 
 
-def _bounded(text: str) -> str:
-    if len(text) > MAX_RESULT_CHARS:
-        text = f"{text[:MAX_RESULT_CHARS]}\n[cut: the first {MAX_RESULT_CHARS} of {len(text)} characters]"
+def _bounded(text: str, most: int = MAX_RESULT_CHARS) -> str:
+    if len(text) > most:
+        text = f"{text[:most]}\n[cut: the first {most} of {len(text)} characters]"
     return text.encode("utf-8", "replace").decode()
