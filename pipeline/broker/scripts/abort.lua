@@ -1,6 +1,6 @@
 -- needs: names
--- arq's Job.abort for jobs of ours that are under way; their worker, or any worker's next claim, ends them (cancel.lua).
--- ARGV id …  Returns how many of them were under way.
+-- arq's Job.abort for jobs of ours in progress; their worker, or any worker's next claim, ends them (cancel.lua).
+-- ARGV id …  Returns how many of them were in progress.
 local now, asked = now_ms(), 0
 for i = FIRST, #ARGV do
   local id = ARGV[i]

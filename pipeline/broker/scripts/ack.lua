@@ -1,11 +1,11 @@
 -- needs: owns drop
--- The trainer's ack, after its checkpoint is durable; counts each batch once however often it is repeated.
--- Samples that the trainer dropped are not trained, and no part of a batch any more. Where a version came out of the
--- others, it stands for fewer samples (`thinned`), or each drop would let decoding run further ahead for good.
+-- The trainer's ack, after its checkpoint is durable; counts each batch once, even if repeated.
+-- Samples that the trainer dropped aren't trained, and no longer belong to a batch. If the rest produced a version, it
+-- counts for fewer samples (`thinned`); otherwise each drop would let decoding run further ahead for good.
 -- KEYS batches counts owner dropped
--- ARGV nonce group stepped(1: trained, 0: all was dropped and no version comes of it)
+-- ARGV nonce group stepped(1: trained, 0: all were dropped, no version results)
 --      then per batch: stream_id samples num_drops, then per drop: reason letter
--- Returns the number of samples counted as trained, -1 when another trainer took over.
+-- Returns the number of samples counted as trained, -1 if another trainer took over.
 if not owns(KEYS[3], ARGV[1]) then return -1 end
 local trained, lost, bytes, i = 0, 0, 0, 4
 while i <= #ARGV do

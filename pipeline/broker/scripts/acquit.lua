@@ -1,4 +1,4 @@
--- A worker that comes late for a job is alive: the blame for it is taken back.
+-- A worker that reports late on a job is alive: the blame for it is withdrawn.
 
 local function acquit(id, owner)
   local kind = redis.call('HGET', state_of .. id, 'blames:' .. owner)

@@ -1,7 +1,7 @@
--- A job enters the queue: payload, state, place in the line.
+-- Put a job into the queue: payload, state, place in the line.
 
--- Returns the bytes that it holds until its end.
--- mailbox: '' = its results are to be trained on
+-- Returns the bytes it holds until it ends.
+-- mailbox: '' = its results are trained on
 local function admit(id, payload, n, score, at, expires, call, mailbox)
   redis.call('SET', payload_of .. id, payload)
   local fields = { 'n', n, 'score', score, 'at', at, 'bytes', #payload }
@@ -13,7 +13,7 @@ local function admit(id, payload, n, score, at, expires, call, mailbox)
   return #payload
 end
 
--- enqueued before, and still under way or ended a short while ago; nil for a new one
+-- whether it was enqueued before and is in progress or ended recently; nil for a new one
 local function known(id)
   if redis.call('EXISTS', answer_of .. id) == 1 then return 'done' end
   if redis.call('EXISTS', payload_of .. id, state_of .. id) > 0 then return 'duplicate' end

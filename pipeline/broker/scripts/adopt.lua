@@ -1,7 +1,7 @@
--- A job that arq's own enqueue_job put here has no state yet: make it, and count the job. It stands for one sequence
--- until the worker that claims it has read its payload (settle.lua): scripts cannot read msgpack with bytes in it.
+-- A job that arq's own enqueue_job put here has no state yet: create it, and count the job. It counts as one sequence
+-- until the worker that claims it has read its payload (settle.lua): scripts can't read msgpack that contains bytes.
 
--- There is nothing left of it but its place in the line: one sequence that nobody can do.
+-- Only its place in the line is left: one sequence that nobody can decode.
 local function adopt_empty(id)
   count('enqueued', 1)
   redis.call('HSET', state_of .. id, 'n', 1, 'call', '?')

@@ -1,10 +1,10 @@
--- A process takes part in its run if it agrees with the run's contract; then it is announced, in the same step. Where
--- nobody else takes part, it makes the contract, or changes it. Results are read by as many partitions as they were
--- written to. A process that has not beaten for a while, and has not said that it ended, may only have been without its
--- broker: who asks gives what it saw of such rows some beats ago (`still`), and they count as dead if nothing changed.
+-- A process joins its run if it agrees with the run's contract; then it is announced, in the same step. If nobody else
+-- has joined, it creates the contract, or changes it. Results are read from as many partitions as they were written to.
+-- A process without a recent heartbeat that hasn't reported its end may only have lost the broker: the caller passes
+-- what it saw of such rows some heartbeats ago (`still`), and they count as dead if nothing changed.
 -- KEYS contract processes rollouts
--- ARGV contract name row alive_ms results_of onlookers (roles, one after the other, in commas) still
--- Returns ok | {differs, contract, who takes part …} | {stale, contract, what was seen}
+-- ARGV contract name row alive_ms results_of onlookers (comma-separated roles) still
+-- Returns ok | {differs, contract, participants …} | {stale, contract, what was seen}
 --         | {unread, contract, what, how many}
 local stored, t = redis.call('GET', KEYS[1]), redis.call('TIME')
 
@@ -36,13 +36,13 @@ if stored and stored ~= ARGV[1] then
   if seen ~= ARGV[7] then return { 'stale', stored, seen } end
   local readable, old = pcall(cjson.decode, stored)
   local count = readable and type(old) == 'table' and tonumber(old['consumer.count']) or 0
-  if count > 65536 then count = 0 end -- no number of partitions
+  if count > 65536 then count = 0 end -- not a number of partitions
   if count ~= cjson.decode(ARGV[1])['consumer.count'] then
     for partition = 0, count - 1 do
       local unread = redis.call('XLEN', ARGV[5] .. partition)
       if unread > 0 then return { 'unread', stored, 'results wait in partition ' .. partition, unread } end
     end
-    -- An open rollout keeps the partition that it was opened with.
+    -- An open rollout keeps the partition it was opened with.
     local open = redis.call('ZCARD', KEYS[3])
     if open > 0 then return { 'unread', stored, 'rollouts are open', open } end
   end

@@ -1,13 +1,13 @@
--- A worker died over the jobs that it held, or its engine failed: which one was it?
--- - Who stored progress in that attempt is cleared: whatever ended the worker stands behind its last token.
--- - Who was held by two such workers is a suspect. Suspects run apart from all others, on any worker that is empty; at
---   most half as many of them together as at the last death. So they halve, and one of them runs alone in the end.
+-- A worker died while it held jobs, or its engine failed: which job caused it?
+-- - A job that stored progress in that attempt is cleared: what ended the worker came after its last token.
+-- - A job held by two such workers is a suspect. Suspects run apart from all others, on any empty worker, at most half
+--   as many together as at the last death. So their number halves until one runs alone.
 -- - Only a death over a job that ran alone counts against it; too many of those make it a dead letter.
--- - A worker that was told to end, or killed by its own supervisor, blames nobody; one that turns out to be alive takes
---   its blame back (acquit.lua).
+-- - A worker that was told to end, or killed by its own supervisor, blames no job; if one turns out to be alive, its
+--   blame is withdrawn (acquit.lua).
 local SHARED_DEATHS, MOST_TOGETHER = 2, 32
 
--- Waits in the line of the suspects. together: how many of them one worker may run, this one included.
+-- Put a job into the suspects' line. together: how many of them one worker may run, this one included.
 local function set_apart(id, score, together)
   redis.call('HSET', state_of .. id, 'alone', together)
   redis.call('ZADD', alone, score, id)
@@ -15,7 +15,7 @@ local function set_apart(id, score, together)
   ring()
 end
 
--- Back to its place in the line; later by delay_ms. together: false where it is no suspect.
+-- Put a job back in its place in the line, or delay_ms later. together: false if it is no suspect.
 local function requeue(id, score, together, now, delay_ms, log)
   redis.call('HDEL', state_of .. id, 'owner')
   redis.call('HSET', state_of .. id, 'log', log)
@@ -30,7 +30,7 @@ local function requeue(id, score, together, now, delay_ms, log)
   end
 end
 
--- The jobs that a worker holds.
+-- The jobs a worker holds.
 local function held_by(owner)
   local held = {}
   for _, id in ipairs(redis.call('ZRANGE', leases, 0, -1)) do
@@ -39,15 +39,15 @@ local function held_by(owner)
   return held
 end
 
--- The attempt came to nothing, and nobody is to blame.
+-- The attempt failed, and no job is to blame.
 local function hand_back(id, now, detail)
   local f = redis.call('HMGET', state_of .. id, 'alone', 'score', 'worker', 'attempt', 'log', 'since')
   count('redelivered', 1)
   requeue(id, f[2] or now, f[1], now, 0, logged(f[5], f[6], f[4], f[3], now, 'l', detail))
 end
 
--- suspect: the owner that may turn out to be alive, '' when it is known to have failed; held: how many jobs it held.
--- Returns true when the job is over.
+-- suspect: the owner that may turn out to be alive, '' if it is known to have failed; held: how many jobs it held.
+-- Returns true if the job has ended.
 local function blame(id, suspect, held, most, now, detail, traceback)
   local state = state_of .. id
   local f = redis.call('HMGET', state, 'alone', 'score', 'worker', 'attempt', 'log', 'since', 'together', 'moved')

@@ -1,9 +1,10 @@
 -- End every uncommitted sequence of a job, and the job.
--- dead: one row per sequence in the dead-letter stream, payload and log with the first. dropped: one in its own stream.
--- Each missing index leaves a tombstone in the result stream, so that its group completes; of a job with a mailbox its
--- caller is answered instead: dropped, it leaves the accounts as any call that was answered.
+-- dead: one row per sequence in the dead-letter stream, payload and log with the first. dropped: one row in its own
+-- stream.
+-- Each missing index leaves a tombstone in the result stream, so its group completes. If the job has a mailbox, its
+-- caller is answered instead; dropped, it leaves the counts like any call that was answered.
 -- how: {ending = 'dead' | 'dropped', reason, detail, traceback, worker, shown = the id in readable form,
---       log = with the attempt that ended it}. Returns the number of sequences.
+--       log = including the attempt that ended it}. Returns the number of sequences.
 local function bury(id, how)
   local state = state_of .. id
   local f = redis.call('HMGET', state, 'n', 'attempt', 'at', 'bytes', 'call', 'p', 'reply', 'log', 'owner', 'since',
@@ -45,7 +46,7 @@ local function bury(id, how)
     count(how.ending .. ':' .. how.reason, buried)
   end
   count('bytes', bytes)
-  local kept = shown ~= id and 0 or nil -- arq cannot read a key that is not UTF-8
+  local kept = shown ~= id and 0 or nil -- arq can't read a key that isn't UTF-8
   finish(id, n, f[6], answer(id, f[5], attempt, f[3] or now, now, false, { error = how.reason, message = how.detail }), kept)
   return buried
 end

@@ -1,5 +1,5 @@
--- arq's Job.abort: the id stands in arq's own set, which all queues of a server share.
--- Ends the named jobs that nobody else is at work on. Returns the ids of those that `owner` held, and the number of
+-- arq's Job.abort: the id is in arq's own set, which all queues of a server share.
+-- Ends the named jobs that no other worker is running. Returns the ids of those that `owner` held, and the number of
 -- others.
 local MOST, OLD_MS = 1000, 3600 * 1000
 
@@ -11,10 +11,10 @@ end
 local function cancel(owner, now)
   local held, unstarted = {}, 0
   if redis.call('ZCARD', aborts) == 0 then return held, 0 end
-  redis.call('ZREMRANGEBYSCORE', aborts, '-inf', now - OLD_MS) -- of jobs that nobody knows
+  redis.call('ZREMRANGEBYSCORE', aborts, '-inf', now - OLD_MS) -- of unknown jobs
   for _, id in ipairs(redis.call('ZREVRANGE', aborts, 0, MOST - 1)) do
     if redis.call('EXISTS', answer_of .. id) == 1 then
-      -- It came too late, and put the id back. One of another run is left to that run's workers.
+      -- The abort came too late and put the id back. An id of another run is left to that run's workers.
       if redis.call('ZREM', jobs, id) == 1 or ended_here(id) then redis.call('ZREM', aborts, id) end
     elseif redis.call('ZSCORE', jobs, id) then
       local holder = redis.call('HGET', state_of .. id, 'owner')

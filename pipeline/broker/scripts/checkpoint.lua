@@ -1,7 +1,7 @@
 -- needs: names reply acquit
--- Store what was decoded of running sequences so far, piece by piece, only by the attempt that holds the job.
--- What is stored is told to the job's caller in the same step, so that it only ever sees what a redelivery keeps.
--- A piece from offset 0 replaces what an earlier attempt had stored.
+-- Store the tokens that running sequences have so far, piece by piece; only the attempt that holds the job may.
+-- The job's caller is told of stored tokens in the same step, so it only ever sees what a redelivery keeps.
+-- A piece from offset 0 replaces what an earlier attempt stored.
 -- ARGV owner then per piece: id index attempt offset tokens piece delta('' = none)
 -- Returns per piece: ok | dup | gap | fenced
 local owner, out, bytes = ARGV[FIRST], {}, 0
@@ -24,7 +24,7 @@ for i = FIRST + 1, #ARGV, 7 do
     redis.call('HSET', state, 'p', 1, 'p:' .. index, reached)
     if reached > math.max(stored, far) then
       redis.call('HSET', state, 'moved', f[2]) -- see blame.lua
-    elseif stored > far then -- it begins anew
+    elseif stored > far then -- it starts again
       redis.call('HSET', state, 'far:' .. index, stored)
     end
     redis.call('HINCRBY', state, 'bytes', grown)

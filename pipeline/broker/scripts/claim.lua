@@ -1,12 +1,12 @@
 -- needs: names version log line adopt finish reply bury blame cancel watch
--- Take up to `capacity` sequences' worth of ready jobs: highest priority first, then in the order of their places.
--- A leased job stays in the queue, with its lease's end as score; one that ran out goes back to its old place first.
--- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (a repeat of the last call is given the same jobs)
---      version that the owner knows of, watch_ms (0: it does not look again by itself; see watch.lua)
--- Returns {jobs, cancelled ids of ours, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that were over,
+-- Claim ready jobs worth up to `capacity` sequences: highest priority first, then in the order of their places.
+-- A leased job stays in the queue, scored by the end of its lease; first, expired ones go back to their old places.
+-- ARGV owner worker lease_ms capacity max_deaths held_jobs call_number (repeating the last call returns the same jobs)
+--      version known to the owner, watch_ms (0: it doesn't look again by itself; see watch.lua)
+-- Returns {jobs, our cancelled ids, more_are_ready, finish_what_you_hold_first, latest version or '', jobs that ended,
 --          ms until it has to look again}
 -- Per job: {id, payload, attempt, enqueued_ms, ms to its deadline or '', alone, "i,j,…" committed, {index, progress, …},
---          foreign: its payload is still to be read (settle.lua), attempts that count for nothing}
+--          foreign: its payload must still be read (settle.lua), attempts that don't count}
 local owner, worker, lease = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local capacity, most = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4])
 local held, MOST_AT_ONCE = tonumber(ARGV[FIRST + 5]), 100
@@ -31,7 +31,7 @@ local function so_far(id, state, n, ndone, has_progress)
 end
 
 local function gone(id)
-  if redis.call('EXISTS', answer_of .. id) == 1 then -- arq's Job.abort came late and put it back
+  if redis.call('EXISTS', answer_of .. id) == 1 then -- arq's Job.abort came too late and put it back
     redis.call('ZREM', jobs, id)
     return
   end
@@ -57,7 +57,7 @@ local function give(id, content, attempt, f)
   given[#given + 1] = id
 end
 
--- No part of it but the id can be read or removed.
+-- Only its id can be read or removed.
 local function stray(id)
   adopt_empty(id)
   bury(id, { ending = 'dead', reason = 'malformed_id', detail = 'on a cluster the ids of this run begin with ' .. tag })
@@ -65,7 +65,7 @@ local function stray(id)
   return 0
 end
 
--- Returns the number of sequences that it brings; 0 when it cannot be had. together: of a suspect, how many it runs with.
+-- Returns the number of its sequences; 0 if it can't be claimed. together: how many a suspect runs with.
 local function take(id, together)
   if not in_reach(id) then return stray(id) end
   local content = payload(id)
@@ -91,9 +91,9 @@ local function take(id, together)
   return tonumber(f[2]) - tonumber(f[3] or 0)
 end
 
-local num_held_by = {} -- owner → jobs, of those whose leases ran out
+local num_held_by = {} -- owner → jobs whose leases expired
 
--- A lease that ran out: blamed on its owner, and back in the line.
+-- An expired lease: its owner is blamed, and the job goes back into the line.
 local function expire(id)
   local f = redis.call('HMGET', state_of .. id, 'owner', 'score', 'alone', 'attempt', 'log', 'since')
   if not f[1] then
@@ -110,7 +110,7 @@ end
 
 local some_apart = true
 
--- Whether the job can be taken now. arq's Job.abort moves the score of any job; its real place is known elsewhere.
+-- Whether the job can be taken now. arq's Job.abort moves the score of any job; its real place is stored elsewhere.
 local function is_free(id)
   local ends = redis.call('ZSCORE', leases, id)
   local place = ends or (some_apart and redis.call('ZSCORE', alone, id) and FAR_MS)
@@ -118,7 +118,7 @@ local function is_free(id)
   return not place
 end
 
--- What the last call gave, should its answer have been lost. Returns whether this is that call again.
+-- The last call's result, in case its answer was lost. Returns whether this is that call again.
 local function give_again()
   local last = redis.call('LRANGE', last_call, 0, -1)
   if last[1] ~= call then return false end
@@ -137,8 +137,8 @@ local function remember()
   redis.call('PEXPIRE', last_call, lease)
 end
 
--- Suspects run apart, so a worker that holds anything empties itself first; no more of them do than are needed.
--- Returns the answer, nil where the worker goes on with other jobs.
+-- Suspects run apart, so a worker that holds anything finishes it first; no more workers do so than are needed.
+-- Returns the answer, nil if the worker continues with other jobs.
 local function suspects()
   local waiting = redis.call('ZRANGEBYSCORE', alone, '-inf', PLACES, 'LIMIT', 0, MOST_AT_ONCE)
   if #waiting == 0 then return nil end
@@ -173,7 +173,7 @@ end
 
 local version = newest_version(latest)
 version = version >= 0 and tostring(version) or ''
-if version ~= ARGV[FIRST + 7] then ring() end -- who learns of a new one wakes the next that sleeps
+if version ~= ARGV[FIRST + 7] then ring() end -- a worker that learns of a new one wakes the next sleeping one
 local cancelled, ended = cancel(owner, now)
 over = over + ended
 

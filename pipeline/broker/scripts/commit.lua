@@ -1,8 +1,8 @@
 -- needs: names log finish reply acquit
--- Publish finished sequences, each once, only by the attempt that holds the job; finish jobs that are whole.
--- Those of a job with a mailbox answer its caller instead.
+-- Publish finished sequences, each once, only for the attempt that holds the job; finish jobs that are complete.
+-- If the job has a mailbox, they answer its caller instead.
 -- ARGV owner then per sequence: id index attempt tokens result kept_ms
--- kept_ms: '' for a sequence; else `result` is arq's result of a plain call, to be kept so long (see finish)
+-- kept_ms: '' for a sequence; else `result` is arq's result of a plain call, kept that long (see finish)
 -- Returns per sequence: ok | dup | fenced
 local owner, now = ARGV[FIRST], now_ms()
 local out, committed, called, replied, tokens, bytes = {}, 0, 0, 0, 0, 0

@@ -1,6 +1,6 @@
 -- How far enqueueing may run ahead. Needs version.lua; every key is an argument.
 
--- "epoch:row" is before another one
+-- whether one "epoch:row" is before another
 local function behind(cursor, other)
   local a, b = string.match(cursor, '^(-?%d+):(-?%d+)$')
   local c, d = string.match(other, '^(-?%d+):(-?%d+)$')
@@ -8,20 +8,20 @@ local function behind(cursor, other)
   return a and c and (a < c or (a == c and b < d))
 end
 
--- The stored position when the broker lost its newest part, and the source has to be read again from there; else nil.
--- before: the position that the caller knows to be stored, '' = none
+-- The stored position if the broker lost its newest part and the source must be read again from there; else nil.
+-- before: the position the caller knows to be stored, '' = none
 local function rewound(source, before)
   if before == '' then return nil end
   local stored = redis.call('HGET', source, 'cursor') or '-1:-1'
   if behind(stored, before) then return stored end
 end
 
--- What is in use now, and the limits (max_in_flight 0 = none); see admits.
+-- Current usage, and the limits (max_in_flight 0 = none); see admits.
 local function credit_of(counts, latest, max_in_flight, max_bytes, per_version, staleness)
   local c = redis.call('HMGET', counts, 'enqueued', 'trained', 'dead', 'dropped', 'bytes', 'thinned')
   local trained = tonumber(c[2] or 0)
-  -- Batches may run over samples_per_version (groups stay whole), or lose samples in the trainer: what was trained
-  -- counts as it is.
+  -- Batches may exceed samples_per_version (groups stay whole), or lose samples in the trainer: the number actually
+  -- trained counts.
   local so_far = math.max(math.max(0, newest_version(latest)) * per_version - tonumber(c[6] or 0), trained)
   return {
     max_in_flight = max_in_flight, max_bytes = max_bytes, ahead = (staleness + 1) * per_version + so_far,
@@ -30,7 +30,7 @@ local function credit_of(counts, latest, max_in_flight, max_bytes, per_version, 
   }
 end
 
--- Whether n more sequences of so many bytes fit. What is alone in the system always does, but for its staleness.
+-- Whether n more sequences with that many bytes fit. If nothing else is in the system they do, staleness permitting.
 local function admits(credit, n, bytes)
   if credit.max_in_flight <= 0 then return true end
   local used = credit.enqueued + credit.added + n - credit.lost
@@ -39,7 +39,7 @@ local function admits(credit, n, bytes)
   return credit.bytes + credit.added_bytes + bytes <= credit.max_bytes or in_flight - n <= 0
 end
 
--- They are in use from now on; the caller counts `added` and `added_bytes` at the end.
+-- From now on they are in use; the caller counts `added` and `added_bytes` at the end.
 local function take_credit(credit, n, bytes)
   credit.added, credit.added_bytes = credit.added + n, credit.added_bytes + bytes
 end

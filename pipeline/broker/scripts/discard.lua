@@ -1,7 +1,7 @@
 -- needs: names unbury
--- Dead letters of one job are thrown away; their bytes become credit.
+-- Discard dead letters of one job; their bytes become credit again.
 -- ARGV see unbury
--- Returns ok | gone (a row is not there any more, nothing was done)
+-- Returns ok | gone (a row no longer exists, nothing was done)
 local freed = unbury(FIRST)
 if not freed then return 'gone' end
 count('bytes', -freed)

@@ -4,7 +4,7 @@
 --      then per job: id payload n priority defer_ms deadline_ms(0 = none) cursor('' = none) call('' = decode)
 --      mailbox('' = none)
 -- Returns per job: enqueued | duplicate | done | over_credit; or {rewound, cursor}: the broker lost its newest part,
--- and the source has to be read again from there.
+-- and the source must be read again from there.
 local PER_JOB = 9
 local stored = rewound(source, ARGV[FIRST + 4])
 if stored then return { 'rewound', stored } end
@@ -13,7 +13,7 @@ local credit = credit_of(counts, latest, tonumber(ARGV[FIRST]), tonumber(ARGV[FI
   tonumber(ARGV[FIRST + 3]))
 local now, total = now_ms(), (#ARGV - FIRST - 4) / PER_JOB
 local out, full, cursor = {}, false, ''
-come_due(jobs, now) -- who came before them goes before them
+come_due(jobs, now) -- jobs that came earlier go first
 for k = 1, total do
   local i = FIRST + 5 + (k - 1) * PER_JOB
   local id, payload, n = ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
@@ -28,7 +28,7 @@ for k = 1, total do
     take_credit(credit, n, admit(id, payload, n, score, math.floor(now), expires, ARGV[i + 7], ARGV[i + 8]))
     outcome = 'enqueued'
   elseif outcome == 'duplicate' and ARGV[i + 8] ~= '' and redis.call('HEXISTS', state_of .. id, 'reply') == 1 then
-    redis.call('HSET', state_of .. id, 'reply', ARGV[i + 8]) -- who asks last is there
+    redis.call('HSET', state_of .. id, 'reply', ARGV[i + 8]) -- the latest caller is still waiting
   end
   if outcome ~= 'over_credit' and ARGV[i + 6] ~= '' then cursor = ARGV[i + 6] end
   out[k] = outcome

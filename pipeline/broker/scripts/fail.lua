@@ -1,5 +1,5 @@
 -- needs: names log finish reply bury acquit
--- A job that can never be done: end its uncommitted sequences.
+-- A job that can never succeed: end its uncommitted sequences.
 -- ARGV owner worker id attempt ending(dead | dropped) reason detail traceback shown (the id in readable form)
 -- Returns the number of sequences that ended, -1 if this attempt does not hold the job.
 local id = ARGV[FIRST + 2]

@@ -1,11 +1,11 @@
--- The end of a job: nothing of it is left but arq's result key, which keeps a repeat from being enqueued.
-local surely_empty = {} -- keys that a script has looked at, so that nothing is removed from them job by job
+-- End a job: only arq's result key is left, which keeps a repeat from being enqueued.
+local surely_empty = {} -- keys the script has checked, so nothing is removed from them job by job
 
 local function look_for_empty(...)
   for _, key in ipairs({ ... }) do surely_empty[key] = redis.call('ZCARD', key) == 0 end
 end
 
--- answer: arq's result, encoded; kept: milliseconds, 0 = not at all, -1 = for ever, nil = as the worker says
+-- answer: arq's result, encoded; kept: milliseconds, 0 = not at all, -1 = forever, nil = as the worker says
 local function finish(id, n, has_progress, answer, kept)
   if has_progress then
     for index = 0, n - 1 do redis.call('DEL', progress_of .. id .. ':' .. index) end

@@ -1,6 +1,6 @@
 -- needs: names
--- The caller has read the replies of a job: nothing is left of it, and its id may be enqueued again.
--- A job that is under way is left alone.
+-- The caller has read a job's replies: delete all of it, so its id may be enqueued again.
+-- A job in progress is left alone.
 -- ARGV id n
 local id = ARGV[FIRST]
 if redis.call('EXISTS', payload_of .. id, state_of .. id) > 0 then return 0 end

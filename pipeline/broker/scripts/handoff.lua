@@ -1,9 +1,9 @@
 -- needs: owns drop
--- A consumer's effect, whole or not at all: batch out, drops recorded, results acked and deleted.
+-- A consumer's effect, all or nothing: batch out, drops recorded, results acked and deleted.
 -- KEYS results batches counts owner dropped
 -- ARGV nonce group reader batch_id batch samples result_bytes num_results num_drops,
 --      the result ids, then per drop: reason letter
--- Returns ok | dup | fenced | lost: a result is not this reader's any more, nothing was done
+-- Returns ok | dup | fenced | lost: a result no longer belongs to this reader, nothing was done
 if not owns(KEYS[4], ARGV[1]) then return 'fenced' end
 if redis.call('HGET', KEYS[3], 'last:' .. KEYS[1]) == ARGV[4] then return 'dup' end
 local samples, results, drops = tonumber(ARGV[6]), tonumber(ARGV[8]), tonumber(ARGV[9])
@@ -11,7 +11,7 @@ for i = 10, 9 + results do
   local held = redis.call('XPENDING', KEYS[1], ARGV[2], ARGV[i], ARGV[i], 1)[1]
   if not held or held[2] ~= ARGV[3] then return 'lost' end
 end
--- First, as they free memory: a full broker lets a script go on that has written, and so it empties itself.
+-- First, because they free memory: once a script has written, a full broker lets it continue, so the broker empties.
 for i = 10, 9 + results do
   redis.call('XACK', KEYS[1], ARGV[2], ARGV[i])
   redis.call('XDEL', KEYS[1], ARGV[i])

@@ -1,16 +1,16 @@
--- Where a job stands in the line. A ready one has a place, given in the order of arrival, so that a clock that steps
--- back holds up nobody. Scores from TIMES on are times, in milliseconds: of leases, of delays, and of arq's own
--- enqueue_job. What comes due is given its place again, or its first one.
-local LANE = 1e12 -- places of one priority; whatever has a higher one goes before them
-local TIMES, PLACES = 1e12, '(1000000000000' -- a place is below it; any time since 2001 is not
+-- A job's place in the line. Ready jobs get places in the order of arrival, so a clock that steps back delays none.
+-- Scores from TIMES on are times in milliseconds: of leases, of delays, and of arq's own enqueue_job. A job that comes
+-- due gets its old place back, or its first one.
+local LANE = 1e12 -- places of one priority; all jobs with a higher one go first
+local TIMES, PLACES = 1e12, '(1000000000000' -- places are below it; any time since 2001 is above
 local DUE_AT_ONCE = 100
 
--- The next place. Behind 1, which arq's Job.abort gives to what it moves.
+-- The next place. After 1, the score that arq's Job.abort gives.
 local function place(priority)
   return redis.call('HINCRBY', counts, 'places', 1) + 1 - priority * LANE
 end
 
--- What is due leaves its time for its place. A lease that ran out is no delay: see expire in claim.lua.
+-- Move jobs that are due from their time to their place. An expired lease isn't a delay: see expire in claim.lua.
 local function come_due(line, now)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', line, TIMES, now, 'LIMIT', 0, DUE_AT_ONCE)) do
     if not redis.call('ZSCORE', leases, id) then

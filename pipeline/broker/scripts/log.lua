@@ -1,6 +1,6 @@
 -- What happened to a job, one line per event; pipeline/queue/live_jobs.py reads it. The job's state says when it was enqueued
--- and who holds it since when; `log` of it holds the attempts that came to nothing. All of it goes out with the entry
--- that ends the job: its last result, or its first tombstone and dead letter.
+-- and who has held it since when; its `log` holds the failed attempts. All of it goes out with the entry that ends the
+-- job: its last result, or its first tombstone and dead letter.
 local LOG_BYTES, NAME_BYTES, DETAIL_BYTES = 2000, 100, 300
 
 local function one_line(text, most)
@@ -13,7 +13,7 @@ local function event(ms, kind, attempt, worker, detail)
   return ms .. '\t' .. kind .. '\t' .. attempt .. '\t' .. worker .. '\t' .. detail .. '\n'
 end
 
--- The log with an attempt that is over now. The oldest lines go when it grows too long.
+-- The log plus an attempt that has just ended. The oldest lines are dropped when it gets too long.
 -- since: false if nobody held the job
 local function logged(log, since, attempt, worker, now, kind, detail)
   attempt, worker = attempt or 0, one_line(worker or '', NAME_BYTES)
@@ -23,7 +23,7 @@ local function logged(log, since, attempt, worker, now, kind, detail)
   return log
 end
 
--- at: false if that is not known
+-- at: false if unknown
 local function from_the_start(at, log)
   return (at and event(at, 'e', 0, '', '') or '') .. log
 end

@@ -1,7 +1,7 @@
 -- needs: owns version
--- Register a weight version: any number above the newest, and one digest per number for ever.
--- A number may be left out: workers pull the newest, and a trainer that goes on from an older checkpoint, or a broker
--- that lost its last seconds, leave gaps.
+-- Register a weight version: any number above the newest, and one digest per number forever.
+-- Gaps are allowed: workers pull the newest, and a trainer that resumes from an older checkpoint, or a broker that lost
+-- its last seconds, leaves some.
 -- KEYS versions latest owner   ARGV nonce version digest manifest retention
 -- Returns ok | fenced | conflict | order
 if not owns(KEYS[3], ARGV[1]) then return 'fenced' end

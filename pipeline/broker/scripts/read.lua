@@ -1,8 +1,8 @@
 -- needs: owns
--- The next entries for the one reader that plays the stream's role; a late one takes nothing from its successor.
--- First what it was given and never saw (the answer got lost), then new ones.
+-- The next entries for the one reader that has the stream's role; a late one takes nothing from its successor.
+-- First those it was given and never saw (the answer got lost), then new ones.
 -- KEYS stream [owner]   ARGV nonce group reader count last_seen
--- Returns {entries as {id, {field, value, ...}}, how many the group's readers hold by now}; -1 when another took over.
+-- Returns {entries as {id, {field, value, ...}}, how many the group's readers hold now}; -1 if another took over.
 if KEYS[2] and not owns(KEYS[2], ARGV[1]) then return -1 end
 local found = {}
 for _, from in ipairs({ ARGV[5], '>' }) do

@@ -1,7 +1,7 @@
 -- needs: names log finish reply bury blame watch
 -- A worker process is known to be dead: end its leases now.
 -- ARGV owner max_deaths killed(1: from outside, so no job is to blame)
--- Returns the number of jobs that it held.
+-- Returns the number of jobs it held.
 local owner, most, now = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), now_ms()
 local killed = ARGV[FIRST + 2] == '1' or redis.call('EXISTS', leaving(owner)) == 1
 local held = held_by(owner)

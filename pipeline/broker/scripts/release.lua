@@ -1,6 +1,6 @@
 -- needs: names log finish reply bury blame acquit
--- Hand jobs back: to their place in the line, or later by `delay_ms`. With `blame` (why) it counts as a death.
--- `excused`: its attempt does not count as a try.
+-- Hand jobs back to their place in the line, or `delay_ms` later. With `blame` (why) it counts as a death.
+-- `excused`: the attempt doesn't count as a try.
 -- ARGV owner delay_ms blame traceback max_deaths excused(0|1) then per job: id attempt
 -- Returns the number of jobs handed back.
 local owner, delay, why = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), ARGV[FIRST + 2]

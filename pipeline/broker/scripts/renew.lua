@@ -1,7 +1,7 @@
 -- needs: names log adopt finish reply bury cancel acquit
--- Extend the leases that this attempt still holds.
+-- Extend the leases this attempt still holds.
 -- ARGV owner lease_ms then per job: id attempt
--- Returns the ids that are lost, cancelled ones included.
+-- Returns the lost ids, including cancelled ones.
 local owner, lease, now = ARGV[FIRST], tonumber(ARGV[FIRST + 1]), now_ms()
 local lost = cancel(owner, now)
 for i = FIRST + 2, #ARGV, 2 do

@@ -1,10 +1,10 @@
 -- needs: names line admit unbury
--- Dead letters of one job go back to the queue as a new job. It counts as enqueued; credit does not hold it back.
--- The new id was never given out before, so that a repeat of this call knows itself.
--- ARGV id payload n priority deadline_ms(0 = none) call('' = decode, '?' = the worker will tell: settle.lua)
+-- Send dead letters of one job back to the queue as a new job. It counts as enqueued; credit doesn't hold it back.
+-- The new id has never been used, so a repeat of this call recognises itself.
+-- ARGV id payload n priority deadline_ms(0 = none) call('' = decode, '?' = the worker finds out: settle.lua)
 --      mailbox('' = none)
 --      then see unbury
--- Returns ok | gone (a row is not there any more, nothing was done) | taken (another job has this id)
+-- Returns ok | gone (a row no longer exists, nothing was done) | taken (another job has this id)
 local id, payload, n = ARGV[FIRST], ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2])
 local priority, deadline, call = tonumber(ARGV[FIRST + 3]), tonumber(ARGV[FIRST + 4]), ARGV[FIRST + 5]
 if known(id) then return dead_row(ARGV[FIRST + 8]) and 'taken' or 'ok' end

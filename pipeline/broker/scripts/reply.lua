@@ -1,8 +1,8 @@
--- Answers of jobs that were asked for by a caller ("reply" in the job's state names its mailbox).
--- The stored reply is the truth; the mailbox only says that there is one, so a word of it may get lost.
+-- Answers of jobs requested by a caller ("reply" in the job's state names its mailbox).
+-- The stored reply is authoritative; the mailbox only announces it, so an announcement may get lost.
 local REPLY_KEPT_MS, MAILBOX_MOST = 600 * 1000, 10000
 
--- A delta, or the name of a sequence that has ended. A key of another type under that name is no mailbox.
+-- A delta, or the name of a sequence that has ended. A key of another type under that name isn't a mailbox.
 local function tell(mailbox, word)
   local list = replies_of .. 'mailbox:' .. mailbox
   local length = redis.pcall('RPUSH', list, word)

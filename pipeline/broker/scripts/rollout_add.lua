@@ -1,5 +1,5 @@
 -- needs: rollout_names
--- One more turn of an open rollout, each key once.
+-- Add a turn to an open rollout, each key once.
 -- ARGV id key turn
 -- Returns {ok | dup | closed | unknown, the turn's place or -1}
 local id, key, turn = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]

@@ -1,11 +1,11 @@
--- The end of a rollout: nothing of it is left but a small hash, which answers whoever comes late.
+-- End a rollout: only a small hash is left, which answers late callers.
 
 -- f: its state, place (stream, g, i, n) and bytes, as HMGET gives them.
 local PLACE = { 'state', 'stream', 'g', 'i', 'n', 'bytes' }
 
 -- word: nil while the rollout is open
 local function look(id)
-  local f = redis.pcall('HMGET', rollout_of .. id, unpack(PLACE)) -- an error: it is no hash
+  local f = redis.pcall('HMGET', rollout_of .. id, unpack(PLACE)) -- an error: it isn't a hash
   if f.err or not f[1] then return 'unknown' end
   return f[1] ~= 'open' and 'closed' or nil, f
 end
@@ -18,7 +18,7 @@ local function close(id, f)
   count('bytes', -(tonumber(f[6]) or 0))
 end
 
--- Its letter among the dropped ones, and a tombstone in the result stream, so that its group completes.
+-- Record its letter among the dropped ones, and a tombstone in the result stream, so its group completes.
 -- Returns ok | closed | unknown
 local function drop_rollout(id, reason, detail)
   local word, f = look(id)
@@ -28,7 +28,7 @@ local function drop_rollout(id, reason, detail)
     at = now_ms() / 1000,
   })
   drop(counts, dropped, reason, letter)
-  if f[2] and f[3] and f[4] and f[5] then -- of a damaged one nobody knows the place in its group
+  if f[2] and f[3] and f[4] and f[5] then -- a damaged one's place in its group is unknown
     redis.call('XADD', f[2], '*', 'd', letter, 'g', f[3], 'i', f[4], 'n', f[5])
     count('bytes', #letter)
   end

@@ -9,8 +9,8 @@ local credit = credit_of(counts, latest, tonumber(ARGV[FIRST]), tonumber(ARGV[FI
   tonumber(ARGV[FIRST + 3]))
 local until_ms, out, full, cursor = now_ms() + ttl_ms, {}, false, ''
 
--- open | closed | false. The broker may have lost what a producer had opened, and a call of its agent came first and
--- opened a group of one: an open one is given its place in the group, a closed one has left that place empty.
+-- open | closed | false. The broker may have lost what a producer opened, and then a call of its agent opened a group
+-- of one first: an open one gets its place in the group, a closed one has left that place empty.
 local function known(id, head, i)
   local rollout = rollout_of .. id
   local f = redis.call('HMGET', rollout, 'state', 'g')

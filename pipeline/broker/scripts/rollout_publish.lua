@@ -1,8 +1,8 @@
 -- needs: rollout_names rollout_end
--- A rollout's trajectories go into the result stream of its group, all of them, once. Their tokens were counted when
+-- Publish a rollout's trajectories to the result stream of its group, all of them, once. Their tokens were counted when
 -- its decode jobs were answered.
--- ARGV id turns(how many the trajectories were made of) then per trajectory: result
--- Returns ok | closed | unknown | changed (it has another number of turns by now, nothing was done)
+-- ARGV id turns(how many the trajectories are made of) then per trajectory: result
+-- Returns ok | closed | unknown | changed (its number of turns differs by now, nothing was done)
 local id, parts, bytes = ARGV[FIRST], #ARGV - FIRST - 1, 0
 local word, f = look(id)
 if word then return word end

@@ -1,10 +1,10 @@
 -- needs: rollout_names drop rollout_end
--- Drop the rollouts that nobody called for so long, the oldest first.
+-- Drop rollouts that nobody has called for too long, oldest first.
 -- ARGV most detail
 -- Returns how many were dropped.
 local ended = 0
 for _, id in ipairs(redis.call('ZRANGE', open, '-inf', now_ms(), 'BYSCORE', 'LIMIT', 0, ARGV[FIRST])) do
   if drop_rollout(id, 'abandoned', ARGV[FIRST + 1]) == 'ok' then ended = ended + 1 end
-  redis.call('ZREM', open, id) -- also where the broker lost its state
+  redis.call('ZREM', open, id) -- even if the broker lost its state
 end
 return ended

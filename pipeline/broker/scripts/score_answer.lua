@@ -1,6 +1,6 @@
--- Answers to score jobs. A job leaves the stream with its first answer; later ones are those of a repeat.
+-- Answer score jobs. A job leaves the stream with its first answer; later ones come from repeats.
 -- KEYS stream, then per answer: its list   ARGV group keep_ms then per answer: entry_id message ('' = nobody waits)
--- Returns the number of answers that were put out.
+-- Returns the number of answers sent.
 local put = 0
 for i = 2, #KEYS do
   local id, message = ARGV[2 * i - 1], ARGV[2 * i]

@@ -1,4 +1,4 @@
--- Put score jobs out. A repeat puts them out twice: they are scored twice, and one answer is taken.
+-- Enqueue score jobs. A repeat enqueues them twice: they are scored twice, and one answer is used.
 -- KEYS stream   ARGV job...
 -- Returns their entry ids.
 local ids = {}

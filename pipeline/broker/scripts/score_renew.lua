@@ -1,4 +1,4 @@
--- Set how long a scorer has been silent about the jobs that it holds: 0 keeps them, a whole lease gives them away.
+-- Set how long a scorer has been silent about the jobs it holds: 0 keeps them, a whole lease gives them up.
 -- KEYS stream   ARGV group scorer idle_ms entry_id...
 -- Returns how many it still holds.
 local held = 0

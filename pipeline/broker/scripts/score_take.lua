@@ -1,7 +1,7 @@
--- Score jobs for one scorer: first those of scorers that were silent for a lease, then new ones.
--- The group is made here, so a broker that lost it is told again.
+-- Score jobs for one scorer: first those of scorers that have been silent for a lease, then new ones.
+-- The group is created here, so a broker that lost it gets it back.
 -- KEYS stream   ARGV group scorer count lease_ms
--- Returns {ms of now, {entry id, how often it was given out before, {field, value, ...}}, ...}.
+-- Returns {now in ms, {entry id, how often it was delivered before, {field, value, ...}}, ...}.
 local t = redis.call('TIME')
 redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')
 local found = { tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000) }
@@ -10,7 +10,7 @@ for _, row in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[4], '
   local entry = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], ARGV[4], row[1])[1]
   if entry and entry[2] then
     found[#found + 1] = { entry[1], row[4], entry[2] }
-  else -- deleted: nobody waits for it any more
+  else -- deleted: nobody waits for it now
     redis.call('XACK', KEYS[1], ARGV[1], row[1])
   end
 end

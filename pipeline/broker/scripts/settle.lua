@@ -1,7 +1,7 @@
 -- needs: names log finish reply bury
--- What a worker read in the payload of a job that came without state.
+-- Store what a worker read in the payload of a job that came without state.
 -- ARGV owner then per job: id attempt n call('' = decode) enqueued_ms deadline_ms(0 = none) mailbox('' = none)
--- Returns per job: ok | expired (it is over) | fenced
+-- Returns per job: ok | expired (it has ended) | fenced
 local owner, now, out = ARGV[FIRST], now_ms(), {}
 for i = FIRST + 1, #ARGV, 7 do
   local id, n, call = ARGV[i], tonumber(ARGV[i + 2]), ARGV[i + 3]

@@ -1,6 +1,6 @@
 -- needs: names watch
--- A worker was told to end: another one looks for what rings no bell, and if it is killed before it has handed back
--- what it holds, no job is to blame.
+-- A worker was told to end: another one watches for what rings no bell, and if this one is killed before it has handed
+-- back its jobs, no job is to blame.
 -- ARGV owner leaving_ms(0: it holds nothing)
 local owner = ARGV[FIRST]
 stand_down(owner)

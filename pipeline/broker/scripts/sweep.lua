@@ -1,14 +1,14 @@
 -- needs: names log finish reply bury
--- Jobs that have state and no place in the line: a worker that is not ours took them out and knows nothing of their
--- state. Whoever comes first looks through some of the server's keys, from where the last look ended.
+-- End jobs that have state and no place in the line: a worker that isn't ours removed them and doesn't know their
+-- state. The first caller looks through some of the server's keys, from where the last look ended.
 -- ARGV every_ms keys_at_once pattern
--- Returns {sequences that were ended, 1 when the look came to the end of the keys}
+-- Returns {sequences ended, 1 if the look reached the end of the keys}
 local now, ended = now_ms(), 0
 if not redis.call('SET', sweep .. ':turn', 1, 'NX', 'PX', ARGV[FIRST]) then return { 0, 0 } end
 local found = redis.call('SCAN', redis.call('GET', sweep) or '0', 'MATCH', ARGV[FIRST + 2], 'COUNT', ARGV[FIRST + 1])
 for _, key in ipairs(found[2]) do
   local id = string.sub(key, #state_of + 1)
-  -- One whose lease still runs is in the hands of a worker of ours, which can commit it.
+  -- If its lease is still valid, one of our workers has it and can commit it.
   if not redis.call('ZSCORE', jobs, id) and tonumber(redis.call('ZSCORE', leases, id) or 0) <= now then
     ended = ended + bury(id, {
       ending = 'dead', reason = 'taken_by_foreign_worker',

@@ -1,17 +1,17 @@
--- Rows leave the dead letters: all that are named, or none.
--- A job's rows stand one after the other, its payload with the first. If that one leaves and others stay, these are put
--- in anew (an entry cannot be changed), the payload with the first of them.
+-- Remove rows from the dead letters: all that are named, or none.
+-- A job's rows follow one another, its payload with the first. If that one leaves and others stay, those are added
+-- again (an entry can't be changed), the payload with the first of them.
 
 local function dead_row(entry_id)
   local entry = redis.call('XRANGE', dead, entry_id, entry_id, 'COUNT', 1)[1]
   if not entry then return nil end
-  local row = { d = '', g = '', i = '0', n = '0', p = '', l = '' } -- of a damaged one some are missing
+  local row = { d = '', g = '', i = '0', n = '0', p = '', l = '' } -- a damaged one lacks some
   for i = 1, #entry[2], 2 do row[entry[2][i]] = entry[2][i + 1] end
   return row
 end
 
 -- ARGV[at] is how many leave; then their entry ids, then those of the job's others if its payload leaves.
--- Returns the bytes that are freed, nil if a row is gone.
+-- Returns the bytes freed, nil if a row is gone.
 local function unbury(at)
   local num_leaving, freed, payload, log, staying = tonumber(ARGV[at]), 0, '', '', {}
   for i = at + 1, #ARGV do

@@ -1,12 +1,12 @@
--- What rings no bell (jobs of arq's own enqueue_job, deferred ones, leases that ran out) is looked for by one worker
--- with room, at its full rate; the idle others look when its claim to that would run out. An idle one is preferred:
--- the claim of a busy one is marked, and taken over.
+-- One worker with room watches, at its full rate, for what rings no bell (jobs of arq's own enqueue_job, deferred
+-- ones, expired leases); idle others look when its claim to that would expire. An idle one is preferred: a busy
+-- one's claim is marked, and taken over.
 local BUSY = 'busy:'
 
--- A key that is there while a worker that was told to end may still hold jobs.
+-- A key that exists while a worker that was told to end may still hold jobs.
 local function leaving(owner) return claims_of .. owner .. ':leaving' end
 
--- Somebody else is to look: this worker has no room, or is gone.
+-- Another worker should look: this one has no room, or is gone.
 local function stand_down(owner)
   local watching = redis.call('GET', watch)
   if watching == owner or watching == BUSY .. owner then
@@ -16,7 +16,7 @@ local function stand_down(owner)
   if not watching then ring() end
 end
 
--- Milliseconds until this worker has to look again; 0: at its usual rate.
+-- Milliseconds until this worker must look again; 0: at its usual rate.
 local function look_again(owner, is_busy, claim_ms)
   local watching = redis.call('GET', watch)
   local mine = watching == owner or watching == BUSY .. owner

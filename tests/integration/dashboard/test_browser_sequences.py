@@ -44,7 +44,7 @@ def test_the_list_follows_the_filter_and_so_does_the_address(browser: Browser, s
         expect(page).to_have_url(re.compile(r"/sequences\?search=row-3$"))
         expect(page.get_by_label("Part of an id")).to_be_focused()
         page.get_by_label("State").select_option("dead")
-        expect(page.locator("#found .empty")).to_contain_text("No finished sequence meets all of these")
+        expect(page.locator("#found .empty")).to_contain_text("No finished sequence matches all of these")
         expect(page).to_have_url(re.compile("state=dead"))
         page.reload()
         expect(page.get_by_label("Part of an id")).to_have_value("row-3")

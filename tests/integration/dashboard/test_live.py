@@ -101,8 +101,8 @@ async def test_a_broker_that_is_away_is_said_and_nothing_hangs(site: Site) -> No
         await monitor.refresh()
         assert monitor.number == 1
         for path, status, words in (
-            ("/", 200, "The broker does not answer, and nothing was seen of the run yet."),
-            ("/workers", 200, "start them all with"),
+            ("/", 200, "The broker does not answer, and nothing is known about the run yet."),
+            ("/workers", 200, "Start all of them with"),
             ("/config", 200, "worker.max_batch"),
             ("/weights", 503, "sluice doctor"),
             ("/health", 503, "the broker does not answer"),

@@ -131,7 +131,7 @@ def test_letters_are_filtered_by_reason_and_job(site: Site) -> None:
     one = get(site, "/dead-letters?" + urlencode({"job": site.job_id("too-long"), "reason": "invalid_request"})).text
     assert "too-long:0" in one
     assert "junk" not in one
-    assert "None fits" in get(site, "/dead-letters?reason=stale").text
+    assert "None matches" in get(site, "/dead-letters?reason=stale").text
 
 
 @pytest.mark.parametrize(

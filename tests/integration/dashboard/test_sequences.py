@@ -265,7 +265,7 @@ async def test_jobs_in_the_queue_above_those_that_are_over(shelf: Shelf) -> None
     assert "waits" not in over
     assert "/sequences?worker=w-1" in await text_of(browser, "/jobs?worker=w-1")
     payload = await text_of(browser, address("jobs", run, "waits-7"))
-    assert "waits for a worker" in payload
+    assert "waiting for a worker" in payload
     assert "&lt;script&gt;" in payload
     assert "at most 8 tokens" in payload
     await text_of(browser, address("jobs", run, "nobody"), 404)
