@@ -7,7 +7,7 @@
   (sluice.pipeline.prompts.turn_tokens).
 - If earlier ones were changed or removed, no token can be called new: the call is refused.
 - An image is one placeholder in the local rendering, and many tokens in the trainer's prompt. So a call that adds one
-  sends no mask, and of a prompt with images only the known part is compared.
+  sends no mask, and only the known part of its prompt is compared.
 - Every reply says which prompt it saw. It must be the known ids plus the added ones, or the local rendering (a trainer
   that re-tokenises); anything else is drift: an error, or counted and accepted.
 """
@@ -97,16 +97,17 @@ class RolloutSession:
     def _prepared(self, messages: list[Message]) -> PreparedCall:
         if not self._sent:
             prompt = self._renderer.prompt(messages)
-            return PreparedCall(messages, prompt, num_tokens=len(prompt), first=True)
+            expected = None if image_parts(messages) else prompt
+            return PreparedCall(messages, prompt, num_tokens=len(prompt), expected=expected, first=True)
         if messages[: len(self._sent)] == self._sent:
             try:
                 added = self._renderer.added(messages, at=len(self._sent) - 1, known=self._rendered)
             except TemplateDrift as error:
                 return self._without_suffix(messages, error)
             new_images = len(image_parts(messages[len(self._sent) :]))
-            num_tokens = len(self._known) + len(added.token_ids)
             prompt = [*self._rendered, *added.token_ids]
-            return PreparedCall(messages, prompt, num_tokens=num_tokens, added=added, has_mask=not new_images)
+            expected = None if new_images else [*self._known, *added.token_ids]
+            return self._next_call(messages, prompt, added, expected=expected, has_mask=not new_images)
         change = self._by_length(self._renderer.prompt(messages))
         raise RolloutError(
             "mask_error", f"earlier messages were changed ({len(change)} tokens longer now); only append to them"
@@ -118,28 +119,36 @@ class RolloutSession:
             raise RolloutError("mask_error", str(error)) from error
         self.num_drifts += 1
         whole = self._renderer.prompt(messages)
-        return PreparedCall(messages, whole, num_tokens=len(whole), added=Added(self._by_length(whole)))
+        expected = None if image_parts(messages) else whole
+        has_mask = not image_parts(messages[len(self._sent) :])
+        return self._next_call(messages, whole, Added(self._by_length(whole)), expected=expected, has_mask=has_mask)
+
+    def _next_call(
+        self, messages: list[Message], prompt: list[int], added: Added, *, expected: list[int] | None, has_mask: bool
+    ) -> PreparedCall:
+        num_tokens = len(self._known) + len(added.token_ids)
+        return PreparedCall(messages, prompt, num_tokens=num_tokens, expected=expected, added=added, has_mask=has_mask)
 
     def _by_length(self, whole: list[int]) -> list[int]:
-        """Tokens beyond `last_len`. Raises RolloutError if the context became shorter."""
-        if len(whole) < self.last_len:
-            raise RolloutError(
-                "mask_error", f"{TRUNCATED}: {len(whole)} tokens now, {self.last_len} after the last reply"
-            )
-        return whole[self.last_len :]
+        """Tokens of a rendering beyond the last reply. Raises RolloutError if the context became shorter."""
+        before = len(self._rendered)  # not last_len, which counts images as they were expanded
+        if len(whole) < before:
+            raise RolloutError("mask_error", f"{TRUNCATED}: {len(whole)} tokens now, {before} after the last reply")
+        return whole[before:]
 
     async def _check(self, call: PreparedCall, seen: list[int]) -> None:
-        if seen == call.token_ids or (call.num_images and seen[: len(self._known)] == self._known):
+        if seen == call.expected or (call.expected is None and seen[: len(self._known)] == self._known):
             return
         if call.resynced and seen == await self._tokenizers.render(lambda: self._renderer.prompt(call.messages)):
             return
         self.num_drifts += 1
         if self._drift == "error":
-            at = next((at for at, (a, b) in enumerate(zip(seen, call.token_ids, strict=False)) if a != b), None)
-            at = min(len(seen), len(call.token_ids)) if at is None else at
+            ours = call.token_ids if call.expected is None else call.expected
+            at = next((at for at, (a, b) in enumerate(zip(seen, ours, strict=False)) if a != b), None)
+            at = min(len(seen), len(ours)) if at is None else at
             raise RolloutError(
                 "mask_error",
-                f"template drift: the trainer's prompt has {len(seen)} tokens, ours {len(call.token_ids)}, and they "
+                f"template drift: the trainer's prompt has {len(seen)} tokens, ours {len(ours)}, and they "
                 f"differ from token {at} on; use the same chat template and tools on both sides, or "
                 "rollout_server.template_drift=warn for a trainer that is not ours",
             )
@@ -149,6 +158,7 @@ class PreparedCall:
     """The messages of a call, its expected prompt ids, and which of them are new.
 
     Each image is one token in `token_ids`; `num_tokens` counts those of earlier calls as they were expanded.
+    `expected` is the whole prompt as the trainer reports it; None: an image's tokens aren't known here.
     """
 
     def __init__(
@@ -157,11 +167,13 @@ class PreparedCall:
         token_ids: list[int],
         *,
         num_tokens: int,
+        expected: list[int] | None,
         added: Added | None = None,
         first: bool = False,
         has_mask: bool = True,
     ) -> None:
         self.messages, self.token_ids, self.num_tokens = messages, token_ids, num_tokens
+        self.expected = expected
         self.num_images = len(image_parts(messages))
         new = 0 if first or added is None or not has_mask else len(added.token_ids)
         self.response_mask = [0] * new or None

@@ -258,3 +258,40 @@ async def test_images_of_earlier_turns_stay_expanded_and_a_new_one_sends_no_mask
         assert rollout.session.last_len == len(rollout.known)
         with pytest.raises(RolloutError, match="template drift"):
             await rollout.turn(answer, sampled, [*rollout.known[:-1], 1, *call.token_ids[-added:]])
+
+
+async def test_a_turn_of_text_after_an_image_is_compared_in_whole() -> None:
+    renderer = seeing()
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    sampled = renderer.tokenizer("a" + END, add_special_tokens=False)["input_ids"]
+    async with chat([{"role": "user", "content": [shown]}], renderer) as rollout:
+        call = await rollout.session.prepare()
+        await rollout.turn({"role": "assistant", "content": "a"}, sampled, expanded(renderer, call.token_ids))
+        rollout.session.messages.append({"role": "user", "content": "c"})
+        call = await rollout.session.prepare()
+        prompt = [*rollout.known, *call.token_ids[-len(call.response_mask) :]]
+        with pytest.raises(RolloutError, match=f"prompt has {len(prompt)} tokens, ours {len(prompt)}, .* token"):
+            await rollout.turn({"role": "assistant", "content": "a"}, sampled, [*prompt[:-1], 1])
+        await rollout.turn({"role": "assistant", "content": "a"}, sampled, prompt)
+        assert rollout.session.num_drifts == 1
+
+
+async def test_drift_after_an_image_counts_it_as_the_template_does() -> None:
+    """The template drops the first turn's end once others follow, so only lengths tell what is new."""
+    renderer = seeing()
+    renderer.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}<|image_pad|>{% endif %}"
+        "{{ 'z' if loop.last and m.role == 'assistant' else '' }}{% endfor %}{{ messages | length }}"
+    )
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    sampled = renderer.tokenizer("a", add_special_tokens=False)["input_ids"]
+    async with chat([{"role": "user", "content": [shown]}], renderer, drift="warn") as rollout:
+        call = await rollout.session.prepare()
+        first = await rollout.turn({"role": "assistant", "content": "a"}, sampled, expanded(renderer, call.token_ids))
+        rollout.session.messages.append({"role": "user", "content": "bcdefgh"})
+        call = await rollout.session.prepare()
+        added = len(call.token_ids) - len(first.token_ids) - len(sampled)
+        assert call.response_mask == [0] * added
+        assert added > 0
+        assert call.num_tokens == len(rollout.known) + added
+        assert rollout.session.num_drifts == 1
