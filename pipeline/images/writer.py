@@ -60,13 +60,17 @@ class ImageWriter:
         """Whether a picture with this digest (64 hexadecimal digits) was written. Blocks."""
         return (self._folder / digest).is_file()
 
+    def digest(self, data: bytes, where: str) -> str:
+        """What `put` would answer; nothing is written. Raises RequestError, which begins with `where`."""
+        check_encoded(data, self._limits, where)
+        return sha256(data).hexdigest()
+
     def put(self, data: bytes, where: str) -> str:
         """Its digest; on return it is on disk. Blocks.
 
         Raises RequestError, which begins with `where`, for what is no accepted picture; StoreError.
         """
-        check_encoded(data, self._limits, where)
-        digest = sha256(data).hexdigest()
+        digest = self.digest(data, where)
         path = self._folder / digest
         with self._lock:
             try:

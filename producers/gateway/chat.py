@@ -26,11 +26,11 @@ from sluice.pipeline.prompts.turn_tokens import Renderer
 from sluice.pipeline.queue.rollouts import Rollout, RolloutHead, Rollouts, Turn
 from sluice.pipeline.thread_pool import ThreadPool
 from sluice.pipeline.wire.keys import tagged
-from sluice.pipeline.wire.messages import DecodeJob, ImageRef, Message, SamplingParams, SequenceResult, TokenDelta
+from sluice.pipeline.wire.messages import DecodeJob, Message, SamplingParams, SequenceResult, TokenDelta
 from sluice.pipeline.wire.tokens import TokenArray
 from sluice.producers.gateway.completion import Answer
 from sluice.producers.gateway.decoding import Decoding
-from sluice.producers.gateway.images import RequestImages
+from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.metrics import Metrics
 from sluice.producers.gateway.refusals import Refusal, closed, unknown
 from sluice.producers.gateway.requests import ChatRequest
@@ -76,30 +76,27 @@ class Chat:
     async def events(self, request: ChatRequest, sampling: SamplingParams) -> AsyncGenerator[TokenDelta | Answer]:
         """Tokens as they arrive, if the request streams, then the answer. Raises Refusal, SluiceError, RedisError."""
         until = time.monotonic() + self._config.gateway.request_timeout_s
-        messages, images = await self._images.of_messages(request.plain_messages())
+        taken = await self._images.of_messages(request.plain_messages(), until)
         if request.rollout_id is None:
-            flow = self._plain(request, messages, images, sampling, until)
+            flow = self._plain(request, taken, sampling, until)
         else:
-            flow = self._turn(request, request.rollout_id, messages, images, sampling, until)
+            flow = self._turn(request, request.rollout_id, taken, sampling, until)
         async with aclosing(flow) as events:
             async for event in events:
                 if request.stream or isinstance(event, Answer):
                     yield event
 
     async def _plain(
-        self,
-        request: ChatRequest,
-        messages: list[Message],
-        images: list[ImageRef],
-        sampling: SamplingParams,
-        until: float,
+        self, request: ChatRequest, taken: Taken, sampling: SamplingParams, until: float
     ) -> AsyncGenerator[TokenDelta | Answer]:
         name = secrets.token_hex(12)
+        images = taken.refs
         if images and not (request.tools or request.response_mask):  # a worker has the processor's own template
-            prompt: dict[str, Any] = {"messages": messages, "images": images}
+            prompt: dict[str, Any] = {"messages": taken.messages, "images": images}
         else:
-            plan = await self._plan([], request, messages, images, sampling, until)
+            plan = await self._plan([], request, taken, sampling, until)
             prompt = {"prompt_token_ids": TokenArray(plan.prompt_token_ids), "images": images}
+        await self._images.store(taken, until)
         job = self._job(request, f"chat-{name}", sampling, n=request.count, **prompt)
         results: list[SequenceResult] = []
         async with aclosing(self._decoding.events(job, until)) as events:
@@ -117,8 +114,7 @@ class Chat:
         self,
         request: ChatRequest,
         rollout_id: str,
-        messages: list[Message],
-        images: list[ImageRef],
+        taken: Taken,
         sampling: SamplingParams,
         until: float,
     ) -> AsyncGenerator[TokenDelta | Answer]:
@@ -127,11 +123,12 @@ class Chat:
             raise closed(rollout_id)
         if rollout is not None and len(rollout.turns) >= MAX_TURNS:
             raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, which is the limit; finish it")
-        plan = await self._plan(rollout.turns if rollout else [], request, messages, images, sampling, until)
+        plan = await self._plan(rollout.turns if rollout else [], request, taken, sampling, until)
+        await self._images.store(taken, until)
         if rollout is None:  # only now: a refused call opens nothing
             rollout = await self._open(rollout_id)
             if rollout.turns:
-                plan = await self._plan(rollout.turns, request, messages, images, sampling, until)
+                plan = await self._plan(rollout.turns, request, taken, sampling, until)
         if (stored := _place_of(rollout.turns, plan.key)) is not None:
             yield _answer(request, rollout.turns, stored, resynced=plan.added.resynced)
             return
@@ -188,8 +185,7 @@ class Chat:
         self,
         turns: Sequence[Turn],
         request: ChatRequest,
-        messages: list[Message],
-        images: list[ImageRef],
+        taken: Taken,
         sampling: SamplingParams,
         until: float,
     ) -> Plan:
@@ -197,12 +193,12 @@ class Chat:
         plan = partial(
             plan_turn,
             turns,
-            messages,
+            taken.messages,
             request.tools or [],
             sampling=sampling,
             renderer=self._renderer,
             response_mask=request.response_mask,
-            images=images,
+            images=taken.refs,
         )
         left = max(0.0, until - time.monotonic())
         try:

@@ -4,6 +4,7 @@
                ├─ data:…       within images.max_mb ─▶ images.store ───▶ ImageRef(sha256=…)
                └─ sha256:…     in images.store already ────────────────▶ ImageRef(sha256=…)
 
+- Taking and storing are two steps: what is refused for another reason, such as a closed rollout, leaves no picture.
 - All parts are counted and looked at before anything is decoded, and base64 is decoded beside the event loop. Pixels
   are never decoded here: a worker does that, in a process of its own.
 - Messages travel with the digest in the place of the bytes. So a later turn, which sends the bytes again, has the same
@@ -13,11 +14,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import binascii
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DeadlineExceeded, RequestError
@@ -33,14 +36,24 @@ from sluice.producers.gateway.refusals import Refusal
 _DATA_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,40}(;[a-z0-9=_.-]{1,40}){0,4};base64", re.IGNORECASE)
 _LONGEST_HEAD = 256
 _WRITERS, _WRITE_S = 4, 60.0
-_TAKEN = "an image must be an http or https URL, or data:image/…;base64,…"
+_Made = TypeVar("_Made")
+_TAKEN = "an image must be an http or https URL, data:image/…;base64,…, or sha256:… of a picture in images.store"
+
+
+class Taken(NamedTuple):
+    """The images of a request."""
+
+    messages: list[Message]  # as they travel: each image part is its reference alone
+    refs: list[ImageRef]  # in the order of the parts
+    pictures: list[tuple[str, bytes]]  # where, and what came as bytes: to be stored before a job refers to it
 
 
 class RequestImages:
     """Takes the images of requests into one run's store; close it."""
 
-    def __init__(self, config: Config, writer: ImageWriter | None = None) -> None:
-        self._limits, self._writer = config.images, writer or ImageWriter.of(config)
+    def __init__(self, config: Config, *, model_takes_images: bool = True) -> None:
+        self._limits, self._writer = config.images, ImageWriter.of(config)
+        self._model_takes_images = model_takes_images
         self._hosts = AllowedHosts(config.images.hosts, "images.hosts")
         self._pool = ThreadPool("images", _WRITERS)
 
@@ -48,37 +61,53 @@ class RequestImages:
         """Start no more work."""
         self._pool.close()
 
-    async def of_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[ImageRef]]:
-        """The messages as they travel, and the images of their parts. Raises Refusal."""
+    async def of_messages(self, messages: Sequence[Message], until: float) -> Taken:
+        """Those of the messages' parts; by `until` on the monotonic clock. Nothing is stored. Raises Refusal."""
         places = _parts(messages)
         given = [(where, image_url(part)) for _, _, where, part in places]
-        refs = await self._stored(given, self._all_checked(given))
-        return _with_references(messages, places, refs), refs
+        return await self._taken(messages, places, given, self._all_checked(given), until)
 
-    async def of_list(
-        self, messages: Sequence[Message], urls: Sequence[str], where: str
-    ) -> tuple[list[Message], list[ImageRef]]:
+    async def of_list(self, messages: Sequence[Message], urls: Sequence[str], where: str, until: float) -> Taken:
         """The same for images that come beside the messages: what their parts name doesn't count. Raises Refusal."""
         given = [(f"{where}.{at}", url) for at, url in enumerate(urls)]
         checked, places = self._all_checked(given), _parts(messages)
         if len(places) != len(urls):
             message = f"{where}: {len(urls)} images, and the messages have {len(places)} image parts; give as many"
             raise Refusal(400, message, where)
-        refs = await self._stored(given, checked)
-        return _with_references(messages, places, refs), refs
+        return await self._taken(messages, places, given, checked, until)
+
+    async def store(self, taken: Taken, until: float) -> None:
+        """Write the pictures; jobs may refer to them then. Raises Refusal."""
+        for where, data in taken.pictures:
+            await self._run(partial(self._writer.put, data, where), where, until)
+
+    async def _taken(
+        self,
+        messages: Sequence[Message],
+        places: Sequence[_Place],
+        given: Sequence[tuple[str, object]],
+        checked: Sequence[ImageRef | str],
+        until: float,
+    ) -> Taken:
+        refs: list[ImageRef] = []
+        pictures: list[tuple[str, bytes]] = []
+        for one, (where, _) in zip(checked, given, strict=True):
+            if isinstance(one, str):
+                digest, data = await self._run(partial(self._decoded, one, where), where, until)
+                pictures.append((where, data))
+                one = ImageRef(sha256=digest)
+            refs.append(one)
+        return Taken(_with_references(messages, places, refs), refs, pictures)
 
     def _all_checked(self, given: Sequence[tuple[str, object]]) -> list[ImageRef | str]:
         most = self._limits.max_per_prompt
         if len(given) > most:
             where = given[most][0]
             raise Refusal(400, f"{where}: {len(given)} images; at most {most} are taken (images.max_per_prompt)", where)
+        if given and not self._model_takes_images:
+            where = given[0][0]
+            raise Refusal(400, f"{where}: an image, and this model takes none; take it out", where)
         return [self._checked(url, where) for where, url in given]
-
-    async def _stored(self, given: Sequence[tuple[str, object]], checked: Sequence[ImageRef | str]) -> list[ImageRef]:
-        return [
-            one if isinstance(one, ImageRef) else await self._write(one, where)
-            for one, (where, _) in zip(checked, given, strict=True)
-        ]
 
     def _checked(self, url: object, where: str) -> ImageRef | str:
         """A reference, or the base64 of a data URL that is not too long. Raises Refusal."""
@@ -90,7 +119,7 @@ class RequestImages:
             except RequestError as error:
                 raise Refusal(400, str(error), where) from error
             return ImageRef(url=url)
-        if isinstance(url, str) and url.startswith("sha256:"):
+        if isinstance(url, str) and url.lower().startswith("sha256:"):
             return self._known(url, where)
         raise Refusal(400, f"{where}: {_TAKEN}; files are not accepted", where)
 
@@ -115,23 +144,31 @@ class RequestImages:
             raise Refusal(400, f"{where}: no picture with this digest is in images.store; send its bytes", where)
         return ImageRef(sha256=digest)
 
-    async def _write(self, encoded: str, where: str) -> ImageRef:
+    async def _run(self, work: Callable[[], _Made], where: str, until: float) -> _Made:
+        """Raises Refusal."""
+        left_s = until - time.monotonic()
         try:
-            work = partial(self._store, encoded, where)
-            return ImageRef(sha256=await self._pool.run(work, timeout_s=_WRITE_S, what="storing the picture"))
+            if left_s <= 0:
+                raise TimeoutError
+            async with asyncio.timeout(left_s):
+                return await self._pool.run(work, timeout_s=min(left_s, _WRITE_S), what="storing the picture")
         except StoreError as error:
             raise Refusal(507, f"{where}: {error}", where, final=True) from error
+        except TimeoutError as error:
+            message = f"{where}: no time was left to store the picture (gateway.request_timeout_s)"
+            raise Refusal(504, message, where) from error
         except DeadlineExceeded as error:
             raise Refusal(503, f"{where}: {error}; look at the disk of images.store", where) from error
         except RequestError as error:
             raise Refusal(400, str(error), where) from error
 
-    def _store(self, encoded: str, where: str) -> str:
+    def _decoded(self, encoded: str, where: str) -> tuple[str, bytes]:
+        """The digest and the bytes of a picture."""
         try:
             data = binascii.a2b_base64(encoded, strict_mode=True)
         except ValueError as error:  # binascii.Error is one; so is text beyond ASCII
             raise RequestError(f"{where}: the data URL holds no base64 ({error})") from error
-        return self._writer.put(data, where)
+        return self._writer.digest(data, where), data
 
 
 _Place = tuple[int, int, str, dict[str, Any]]  # message, part, both as a path, the part

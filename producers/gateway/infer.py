@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from sluice.pipeline.wire.keys import tagged
 from sluice.pipeline.wire.messages import MAX_GROUP, DecodeJob, Message, SamplingParams, SequenceResult
 from sluice.producers.gateway.completion import chat_completion, repeat_terminate_triggered
 from sluice.producers.gateway.decoding import Decoding
-from sluice.producers.gateway.images import RequestImages
+from sluice.producers.gateway.images import RequestImages, Taken
 from sluice.producers.gateway.refusals import Refusal
 
 _NEUTRAL: dict[str, Any] = {
@@ -167,7 +168,11 @@ class Inference:
             sampling = options.sampling(self._config.sampling)
         except MessageError as error:
             raise Refusal(400, str(error), "request_config") from error
-        jobs = [await self._job(place, one, sampling, options.n) for place, one in enumerate(call.infer_requests)]
+        until = time.monotonic() + self._config.gateway.request_timeout_s
+        taken = [await self._taken(place, one, until) for place, one in enumerate(call.infer_requests)]
+        for one in taken:  # only once nothing of the call is refused
+            await self._images.store(one, until)
+        jobs = [self._job(one, sampling, options.n) for one in taken]
         tasks = [asyncio.create_task(self._results(job)) for job in jobs]
         try:
             answers = await asyncio.gather(*tasks)
@@ -178,20 +183,24 @@ class Inference:
         model, logprobs = self._config.gateway.model_name, options.logprobs
         return [envelope(result, model=model, logprobs=logprobs) for results in answers for result in results]
 
-    async def _job(self, place: int, request: InferRequest, sampling: SamplingParams, n: int) -> DecodeJob:
+    async def _taken(self, place: int, request: InferRequest, until: float) -> Taken:
+        """Raises Refusal."""
         where = f"infer_requests.{place}"
         if request.images:
-            messages, images = await self._images.of_list(request.messages, request.images, f"{where}.images")
+            taken = await self._images.of_list(request.messages, request.images, f"{where}.images", until)
         else:
-            messages, images = await self._images.of_messages(request.messages)
-        if len(images) > 1:
-            raise Refusal(400, f"{where}: {len(images)} images; one is supported", f"{where}.images")
+            taken = await self._images.of_messages(request.messages, until)
+        if len(taken.refs) > 1:
+            raise Refusal(400, f"{where}: {len(taken.refs)} images; one is supported", f"{where}.images")
+        return taken
+
+    def _job(self, taken: Taken, sampling: SamplingParams, n: int) -> DecodeJob:
         return DecodeJob(
             run=self._config.run,
             job_id=tagged(self._config.run, f"infer-{secrets.token_hex(12)}"),
             n=n,
-            messages=messages,
-            images=images,
+            messages=taken.messages,
+            images=taken.refs,
             sampling=sampling,
             deadline_s=self._config.gateway.request_timeout_s,
             reply_to=self._name,

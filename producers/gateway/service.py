@@ -73,7 +73,7 @@ def make_service(
     rollouts = Rollouts(client, keys, partitions=partitions, ttl_s=gateway.rollout_ttl_s)
     parts: dict[str, Any] = {"decoding": decoding, "rollouts": rollouts, "metrics": metrics}
     parser = load_tool_parser(gateway.tool_parser)
-    images = RequestImages(config)
+    images = RequestImages(config, model_takes_images=bool(renderer.placeholders))
     chat = Chat(config, replies.name, renderer=renderer, parser=parser, images=images, **parts)
     return Service(
         config=config,

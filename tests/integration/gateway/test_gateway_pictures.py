@@ -200,6 +200,20 @@ async def test_hostile_pictures_are_refused_before_anything_is_stored_or_asked(
     assert await client.zcard(keys.jobs) == 0
 
 
+async def test_a_call_that_is_refused_for_another_reason_leaves_no_picture(config: Config) -> None:
+    rollout, mask = {"rollout_id": "r"}, {"response_mask": [0]}
+    async with serving(config, None) as gateway:
+        for path, body, words in (
+            ("/v1/chat/completions", {"messages": [asks(FIRST)], **mask}, "mask_error"),
+            ("/v1/chat/completions", {"messages": [asks(FIRST)], **rollout, **mask}, "mask_error"),
+            ("/v1/chat/completions", {"messages": [asks(FIRST, "a.png")]}, "sha256:"),
+            ("/infer/", {"infer_requests": [{"messages": [asks(FIRST)]}, {"messages": [asks(b"<html>")]}]}, "accepted"),
+        ):
+            status, answer = await gateway.post(path, body)
+            assert (status, words in answer["error"]["message"]) == (400, True), answer
+    assert not images_directory(config).exists()
+
+
 async def test_large_data_urls_do_not_hold_up_other_calls(config: Config) -> None:
     noise = encoded(picture(500, 600, 3), "BMP")
     async with serving(config, None) as gateway:

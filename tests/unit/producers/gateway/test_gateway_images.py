@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.prompts.admission import Limits, admit_request
-from sluice.pipeline.wire.messages import ImageRef
+from sluice.pipeline.wire.messages import ImageRef, Message
 from sluice.producers.gateway.images import RequestImages
 from sluice.producers.gateway.refusals import Refusal
 from tests.pictures import huge_png, png, progressive_jpeg
@@ -47,12 +48,51 @@ def images(config: Config) -> Iterator[RequestImages]:
     found.close()
 
 
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+async def stored(images: RequestImages, messages: list[dict[str, Any]]) -> tuple[list[Message], list[ImageRef]]:
+    taken = await images.of_messages(messages, soon())
+    await images.store(taken, soon())
+    return taken.messages, taken.refs
+
+
+async def test_what_is_taken_is_not_stored_before_it_is_asked_for(images: RequestImages, tmp_path: Path) -> None:
+    taken = await images.of_messages(parts(shown(data_url(png()))), soon())
+    assert taken.refs == [ImageRef(sha256=DIGEST)]
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_model_without_vision_gets_no_picture(config: Config, tmp_path: Path) -> None:
+    images = RequestImages(config, model_takes_images=False)
+    assert (await images.of_messages(parts(), soon())).refs == []
+    for url in (data_url(png()), CAT):
+        with pytest.raises(Refusal, match="this model takes none") as refused:
+            await images.of_messages(parts(shown(url)), soon())
+        assert (refused.value.status, refused.value.path) == (400, "messages.0.content.1")
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_picture_takes_no_longer_than_its_call_may(images: RequestImages, tmp_path: Path) -> None:
+    taken = await images.of_messages(parts(shown(data_url(png()))), soon())
+    with pytest.raises(Refusal, match=r"gateway\.request_timeout_s") as refused:
+        await images.store(taken, time.monotonic() - 1)
+    assert refused.value.status == 504
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_digest_may_be_written_in_capitals(images: RequestImages) -> None:
+    await stored(images, parts(shown(data_url(png()))))
+    assert (await stored(images, parts(shown(f"SHA256:{DIGEST.upper()}"))))[1] == [ImageRef(sha256=DIGEST)]
+
+
 async def test_images_keep_the_order_of_their_parts_and_bytes_become_digests(
     images: RequestImages, tmp_path: Path
 ) -> None:
     given = [*parts(shown(data_url(png())), shown(CAT)), {"role": "assistant", "content": None}]
     given += parts({"type": "image_url", "image_url": data_url(png("blue"))})
-    messages, refs = await images.of_messages(given)
+    messages, refs = await stored(images, given)
     blue = sha256(png("blue")).hexdigest()
     assert refs == [ImageRef(sha256=DIGEST), ImageRef(url=CAT), ImageRef(sha256=blue)]
     assert [message["content"] for message in messages] == [
@@ -61,20 +101,20 @@ async def test_images_keep_the_order_of_their_parts_and_bytes_become_digests(
         [{"type": "text", "text": "what is it?"}, shown(f"sha256:{blue}")],
     ]
     assert (tmp_path / "r/images/sha256" / DIGEST).read_bytes() == png()
-    assert await images.of_messages(messages) == (messages, refs), "what was stored is named by its digest"
+    assert await stored(images, messages) == (messages, refs), "what was stored is named by its digest"
 
 
 async def test_messages_without_images_stay_as_they_are(images: RequestImages, tmp_path: Path) -> None:
     given = [{"role": "user", "content": "text"}, *parts()]
-    assert await images.of_messages(given) == (given, [])
+    assert await stored(images, given) == (given, [])
     assert not list(tmp_path.iterdir())
 
 
 async def test_images_beside_the_messages_belong_to_their_parts(images: RequestImages) -> None:
-    messages, refs = await images.of_list(parts({"type": "image"}), [data_url(png())], "images")
+    messages, refs = (await images.of_list(parts({"type": "image"}), [data_url(png())], "images", soon()))[:2]
     assert (messages, refs) == (parts(shown(f"sha256:{DIGEST}")), [ImageRef(sha256=DIGEST)])
     with pytest.raises(Refusal, match="1 images, and the messages have 0 image parts"):
-        await images.of_list(parts(), [CAT], "images")
+        await images.of_list(parts(), [CAT], "images", soon())
 
 
 BAD = (
@@ -112,7 +152,7 @@ async def test_what_is_no_image_of_a_request_is_refused_with_its_place(
     images: RequestImages, tmp_path: Path, part: Any, status: int, words: str
 ) -> None:
     with pytest.raises(Refusal, match=words) as refused:
-        await images.of_messages(parts(part))
+        await stored(images, parts(part))
     assert (refused.value.status, refused.value.path) == (status, "messages.0.content.1")
     assert len(str(refused.value)) < 400, "it never repeats what was sent"
     assert not list(tmp_path.rglob("sha256/*"))
@@ -120,30 +160,30 @@ async def test_what_is_no_image_of_a_request_is_refused_with_its_place(
 
 async def test_one_bad_part_stores_none_of_the_others(images: RequestImages, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="not a listed host"):
-        await images.of_messages(parts(shown(data_url(png())), shown("http://other.example/a.png")))
+        await stored(images, parts(shown(data_url(png())), shown("http://other.example/a.png")))
     assert not list(tmp_path.iterdir())
 
 
 async def test_too_many_images_are_refused_before_any_is_looked_at(images: RequestImages, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"4 images; at most 3 are taken \(images.max_per_prompt\)") as refused:
-        await images.of_messages(parts(*[shown(data_url(png()))] * 4))
+        await stored(images, parts(*[shown(data_url(png()))] * 4))
     assert (refused.value.status, refused.value.path) == (400, "messages.0.content.4")
     assert not list(tmp_path.iterdir())
 
 
 async def test_a_full_store_is_no_answer_to_ask_again_for(images: RequestImages) -> None:
-    await images.of_messages(parts(shown(data_url(png() + bytes(900 << 10)))))
+    await stored(images, parts(shown(data_url(png() + bytes(900 << 10)))))
     with pytest.raises(Refusal, match=r"images\.store_mb") as refused:
-        await images.of_messages(parts(shown(data_url(png("blue") + bytes(900 << 10)))))
+        await stored(images, parts(shown(data_url(png("blue") + bytes(900 << 10)))))
     assert (refused.value.status, refused.value.headers) == (507, {"x-should-retry": "false"})
     assert refused.value.body()["error"]["code"] == "insufficient_storage"
 
 
 async def test_a_bomb_is_stored_and_never_decoded_here(images: RequestImages) -> None:
-    _, refs = await images.of_messages(parts(shown(data_url(huge_png()))))
+    _, refs = await stored(images, parts(shown(data_url(huge_png()))))
     assert refs == [ImageRef(sha256=sha256(huge_png()).hexdigest())]
     slow = progressive_jpeg(side=600, num_bytes=1 << 19)
-    assert (await images.of_messages(parts(shown(data_url(slow, "image/jpeg")))))[1]
+    assert (await stored(images, parts(shown(data_url(slow, "image/jpeg")))))[1]
 
 
 def test_a_data_url_is_no_text_of_the_prompt_and_images_are_counted_at_the_door() -> None:
