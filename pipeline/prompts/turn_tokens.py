@@ -55,14 +55,24 @@ class Renderer:
 
         Raises TemplateDrift if the template has no such suffix, RequestError if it rejects the messages, ModelError.
         """
+        self._check_known(known, messages[: at + 1])
         whole = self._rendered(messages)
         if whole[: len(known)] == list(known):
             added = Added(whole[len(known) :])
         else:
             terminated = known[-1] in self.terminators if known else False
             added = Added(self._suffix(whole, messages, at, terminated), resynced=True)
-        self._check(added.token_ids, messages[at + 1 :])  # a sampled one is the policy's own
+        self._check(added.token_ids, messages[at + 1 :])
         return added
+
+    def _check_known(self, known: Sequence[int], messages: Sequence[Message]) -> None:
+        """Raise RequestError if the policy has sampled a placeholder: no engine can expand a prompt that holds it."""
+        held = [token for token in known if token in self.placeholders]
+        if len(held) > len(image_parts(messages)):
+            raise RequestError(
+                f"the model itself wrote an image placeholder ({self.placeholders[held[-1]]}) in an earlier turn, so "
+                "no turn can follow; finish the rollout"
+            )
 
     def _check(self, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
         """Raise RequestError unless the ids have one placeholder for each image part of these messages."""

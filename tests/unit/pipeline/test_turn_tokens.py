@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.pipeline.errors import RequestError
 from sluice.pipeline.prompts.turn_tokens import Renderer, TemplateDrift
 from tests.tiny_models import build_tokenizer
 
@@ -106,3 +108,13 @@ def test_a_template_that_writes_the_past_anew_is_refused() -> None:
     ours = renderer("{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(TemplateDrift, match="message 1"):
         ours.added([USER, assistant("a"), tool("b")], at=1, known=[1, 2, 3])
+
+
+@pytest.mark.parametrize("images", [0, 1])
+def test_after_a_sampled_placeholder_no_turn_can_follow_and_the_reason_is_named(images: int) -> None:
+    pad = 5
+    ours = replace(renderer(PLAIN), placeholders={pad: "<|image_pad|>"})
+    asked = {"role": "user", "content": [{"type": "image"}]} if images else USER
+    known = [1, *[pad] * images, 2, pad, 3]
+    with pytest.raises(RequestError, match=r"the model itself wrote an image placeholder .* finish the rollout"):
+        ours.added([asked, assistant("a"), tool("b")], at=1, known=known)
