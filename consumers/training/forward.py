@@ -349,9 +349,9 @@ class TrainerForward:
             if vision is None:
                 continue
             at = (place.row, slice(place.start, place.start + place.length))
-            given: dict[str, Any] = {name: self._placed(values) for name, values in joined_tensors([vision]).items()}
-            given["mm_token_type_ids"] = self._placed(packed.token_types[at][None])
-            given = {name: value for name, value in given.items() if name in known}
+            arrays = vision.tensors | {"mm_token_type_ids": packed.token_types[at][None]}
+            # Only what is needed: the pixels would be read from disk and copied to the device once more.
+            given = {name: self._placed(np.array(values)) for name, values in arrays.items() if name in known}
             planes[(slice(1, 4), *at)] = self._rope_index(ids[at][None], **given)[0][:, 0]
         return planes
 

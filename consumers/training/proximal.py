@@ -109,7 +109,7 @@ def plan(sample: TrainingSample, version: int, options: PolicyConfig) -> Plan:
 def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
     """One per version that has to score tokens of this sample; positions count from the end of the prompt."""
     sample, start = plan.sample, plan.sample.prompt_len
-    wanted = plan.versions + 1
+    wanted, sampled = plan.versions + 1, Runs.of((plan.versions[start:] >= 0).tolist())
     return [
         ScoreJob(
             run=run,
@@ -117,6 +117,7 @@ def score_jobs(plan: Plan, run: str) -> list[ScoreJob]:
             prompt_token_ids=TokenArray(sample.token_ids[:start]),
             token_ids=TokenArray(sample.token_ids[start:]),
             images=sample.images,
+            sampled=sampled,
             positions=TokenArray((np.flatnonzero(plan.ask & (wanted == version)) - start).tolist()),
             version=version,
             temperature=sample.temperature,

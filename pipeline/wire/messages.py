@@ -204,11 +204,15 @@ class ScoreJob(Wire, frozen=True, kw_only=True, tag="score_job"):
     prompt_token_ids: TokenArray
     token_ids: TokenArray
     positions: TokenArray  # indices into token_ids
+    sampled: Runs = Runs()  # of token_ids: 1 where the policy wrote it, under any version; empty: at positions
     images: list[ImageRef] = []  # in the order of their placeholders in both, with the digests the worker stamped
     version: int
     temperature: float = 1.0  # of the scores
     reply_to: str = ""  # the asking trainer's nonce
     expires_at: float = 0.0  # Unix time after which the answer is no longer needed; 0 = never
+
+    def __post_init__(self) -> None:
+        check_lengths(self.seq_id, len(self.token_ids), optional=True, sampled=self.sampled)
 
 
 class ScoreResult(Wire, frozen=True, kw_only=True, tag="score_result"):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from msgspec.structs import replace
 
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig, ModelConfig, PolicyConfig, ScorerConfig
@@ -23,7 +24,7 @@ from sluice.pipeline.weights.registry import WeightsRegistry
 from sluice.pipeline.weights.versions import retire, write_version
 from sluice.pipeline.wire.keys import SCORE_GROUP, Keys
 from sluice.pipeline.wire.messages import ImageRef, ScoreJob, ScoreResult, WeightVersion
-from sluice.pipeline.wire.tokens import TokenArray
+from sluice.pipeline.wire.tokens import Runs, TokenArray
 from sluice.workers.model_files import load_tokenizer
 from sluice.workers.scorer.model import VersionedModel
 from sluice.workers.scorer.scorer import Scorer, serve_scores
@@ -238,6 +239,9 @@ async def test_prompts_with_images_are_scored_like_text(
         refs = [ImageRef(path=path, sha256="0" * 64 if name == "changed" else None) for path in paths]
         fields = {"prompt_token_ids": TokenArray(expanded), "images": refs, "positions": TokenArray(range(len(tokens)))}
         jobs.append(job(name, 1, token_ids=TokenArray(tokens), **fields))
+    # Of a sequence of two versions, of which the other one wrote the first tokens.
+    rest, sampled = TokenArray(range(5, len(tokens))), Runs.of([1] * len(tokens))
+    jobs.append(replace(jobs[0], seq_id="rest", positions=rest, sampled=sampled))
     model = VersionedModel(run_with)
     published = Run(client, run_with, [source, source], [plain.model, plain.model])
     await published.publish(1)
@@ -248,6 +252,8 @@ async def test_prompts_with_images_are_scored_like_text(
         expected = plain.logprobs(prompt, [pictures(3)[int(path[0])] for path in paths], tokens)
         assert answers[name].error == ""
         torch.testing.assert_close(torch.tensor(list(answers[name].logprobs)), expected, atol=1e-4, rtol=0)
+    assert answers["rest"].error == ""
+    assert list(answers["rest"].logprobs) == pytest.approx(list(answers["one"].logprobs)[5:], abs=1e-4)
     assert "asks for 000000" in answers["changed"].error
     assert "9.png" in answers["gone"].error
     assert "left in the prompt after its 1 images" in answers["other"].error

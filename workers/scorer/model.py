@@ -123,6 +123,7 @@ class VersionedModel:
         start, low, high = len(job.prompt_token_ids), min(job.positions), max(job.positions)
         ids = [*job.prompt_token_ids, *job.token_ids]
         written = {start + position for position in job.positions}
+        written.update(start + at for at, by_policy in enumerate(job.sampled) if by_policy)
         # A token that the policy wrote is no placeholder, whatever it is.
         looked = [_WRITTEN if at in written else token for at, token in enumerate(ids)]
         inputs = self._model.vision.match(looked, images).to_last_image()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -14,12 +17,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from sluice.bench.truth.architectures import ARCHITECTURES, WINDOW, save
 from sluice.bench.truth.check import TOLERANCE, table
 from sluice.consumers.training.forward import Layout, TrainerForward
+from sluice.consumers.training.images import joined_tensors
 from sluice.consumers.training.model import load_policy, random_rates
 from sluice.consumers.training.step import TrainStep
 from sluice.pipeline.config.types import ModelConfig, TrainerConfig
 from sluice.pipeline.errors import ModelError
 from sluice.pipeline.wire.messages import TrainingSample
 from tests.faulty_models import save_faulty
+from tests.seen_samples import image_files, processor_of, seeing_config, seen_sample, taken
+from tests.tiny_vlms import save_tiny_qwen_vl
 from tests.trainers import random_sample
 
 ENGINE_PAGE = Path(__file__).parents[3] / "docs/engine.md"
@@ -170,3 +176,32 @@ def test_dropout_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
     kept = load_policy(directory, ModelConfig(path=str(directory), device="cpu"), dropout=True).train()
     assert not torch.equal(kept(input_ids=ids).logits, kept(input_ids=ids).logits)  # type: ignore[operator]
     assert forward(kept).prove().layout is Layout.packed  # proved without it
+
+
+class Noting(dict[str, np.ndarray]):
+    """Tensors that note which of them are read."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
+        super().__init__(tensors)
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self.read.append(name)
+        return super().__getitem__(name)
+
+
+def test_positions_are_found_without_the_pixels(tmp_path: Path) -> None:
+    source = save_tiny_qwen_vl(tmp_path / "qwen")
+    config = seeing_config(source, tmp_path / "scans")
+    refs, processor = image_files(tmp_path / "scans", 2), processor_of(config)
+    shown = [seen_sample(f"s{at}", config, processor, refs[: at + 1]) for at in range(2)]
+    images = taken(config, tmp_path / "pixels", shown)
+    trained = TrainerForward(policy(source), pad_id=256, row_tokens=1024, micro_batch_tokens=2048, images=images)
+    assert trained.prove().layout is Layout.packed
+    [packed] = trained.micro_batches(shown)
+    noting = {at: Noting(inputs.tensors) for at, inputs in packed.vision.items()}
+    seen = {at: replace(inputs, tensors=noting[at]) for at, inputs in packed.vision.items()}
+    joined_tensors(list(seen.values()))
+    once = [tensors.read.count("pixel_values") for tensors in noting.values()]
+    trained.logits(replace(packed, vision=seen))
+    assert [tensors.read.count("pixel_values") for tensors in noting.values()] == [2 * count for count in once]

@@ -97,6 +97,13 @@ def test_each_version_has_a_job_of_its_own() -> None:
     assert {(job.run, job.seq_id) for job in jobs} == {("r", "s:0")}
 
 
+def test_every_job_tells_which_tokens_the_policy_wrote() -> None:
+    sample = rollout([0, -1, 1, 4, 0], mask=[1, 0, 1, 1, 0], prompt=2)
+    jobs = score_jobs(plan(sample, 4, MASK), "r")
+    assert [list(job.positions) for job in jobs] == [[0], [2]]
+    assert [job.sampled.expand() for job in jobs] == [[1, 0, 1, 1, 1]] * 2
+
+
 def test_tool_tokens_between_turns_have_no_part() -> None:
     sample = rollout([0, -1, -1, 1, 2], mask=[1, 0, 0, 1, 1])
     proximal, versions, mask = arrays(filled(sample, 2))
