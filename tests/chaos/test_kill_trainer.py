@@ -120,4 +120,4 @@ def assert_it_gave_up(trainer: Process) -> None:
         return
     assert trainer.wait(60) == 1, trainer.tail()
     assert "another" in trainer.text()
-    assert "this one" in trainer.text()
+    assert "took over this role" in trainer.text()

@@ -34,6 +34,7 @@ ELSEWHERE = (
     Rule(r" --backend vllm ", "parsed", "20 s for a start; tests/contract run generation with vLLM"),
     Rule(r"^sluice bench ", "parsed", "minutes"),
     Rule(r"^sluice demo", "parsed", "minutes"),
+    Rule(r"^sluice audit \.sluice/demo/", "parsed", "of a demo's run; other pages audit one that is there"),
     Rule(r"^sluice run -c configs/agents.yaml ", "dry run", "run on docs/remote-rollouts.md", "README.md"),
     Rule(r"trainer.external=true|examples/custom_trainer.py", "example", "tests/e2e/test_custom_trainer.py runs both"),
     Rule(r"tool_server_url=", "dry run", "needs an MCP server, which tests/integration/rollout has"),

@@ -38,7 +38,7 @@ def test_a_hung_worker_loses_its_jobs_and_the_culprit_is_buried(make_stack: Make
     assert (now.dead, now.reasons) == (1, {"dead:worker_deaths": 1}), stack.report(now)
     assert sorted(stack.trained()) == sorted(stack.expected(good))
     hangs = command.text().count(f"code={EngineError.exit_code}")
-    assert len(holders) == hangs
+    assert len(holders) >= hangs  # a lease of 2 s may also expire where the machine is busy
     assert SHARED + SOLO <= hangs <= SHARED + HALVINGS + SOLO, f"{hangs} ended themselves as hung\n{command.tail()}"
     stack.assert_streams_empty()
     wait_gone(stack.mark)
