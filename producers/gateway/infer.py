@@ -187,12 +187,8 @@ class Inference:
         """Raises Refusal."""
         where = f"infer_requests.{place}"
         if request.images:
-            taken = await self._images.of_list(request.messages, request.images, f"{where}.images", until)
-        else:
-            taken = await self._images.of_messages(request.messages, until)
-        if len(taken.refs) > 1:
-            raise Refusal(400, f"{where}: {len(taken.refs)} images; one is supported", f"{where}.images")
-        return taken
+            return await self._images.of_list(request.messages, request.images, f"{where}.images", until)
+        return await self._images.of_messages(request.messages, until)
 
     def _job(self, taken: Taken, sampling: SamplingParams, n: int) -> DecodeJob:
         return DecodeJob(

@@ -80,11 +80,13 @@ async def test_a_data_url_is_the_same_question_as_its_file(
         assert answer["prompt_token_ids"] == again["prompt_token_ids"]
         assert answer["token_ids"] == again["token_ids"]
         assert (answer["prompt_token_ids"], answer["token_ids"]) != (other["prompt_token_ids"], other["token_ids"])
-        prompt = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]}
-        call = {"infer_requests": [{**prompt, "images": [shown(FIRST)["image_url"]["url"]]}]}
-        status, [envelope] = await gateway.post("/infer/", call | {"request_config": {"max_tokens": 4}})
-        assert status == 200
-        assert envelope["response"]["token_ids"]
+        parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what is it?"}]
+        urls = [shown(data)["image_url"]["url"] for data in (FIRST, SECOND)]
+        listed = {"messages": [{"role": "user", "content": parts}], "images": urls}
+        call = {"infer_requests": [listed, {"messages": [asks(FIRST, SECOND)]}]}
+        status, envelopes = await gateway.post("/infer/", call | {"request_config": {"max_tokens": 4}})
+        assert status == 200, envelopes
+        assert [one["response"]["prompt_token_ids"] for one in envelopes] == [answer["prompt_token_ids"]] * 2
 
 
 async def test_images_of_several_turns_are_context_of_one_sequence(
