@@ -1,4 +1,4 @@
-"""The rollout server: the agent loop and its tools; the model is a callback away.
+"""The rollout server: the agent loop and its tools; the model is called over HTTP.
 
 ```
 POST /rollout, /v1/rollout/init ─▶ Runs (one per rollout_id) ─▶ Line ─▶ Execution ─▶ RolloutResponse
@@ -14,8 +14,8 @@ POST /rollout, /v1/rollout/init ─▶ Runs (one per rollout_id) ─▶ Line ─
 
 | waits for | at most | then |
 |---|---|---|
-| a place to run | rollout_server.deadline_s | ERROR timeout |
-| the whole rollout | rollout_server.deadline_s | ERROR timeout, naming what it waited for |
-| one call of the trainer | rollout_server.http_client_timeout_s | ERROR timeout |
-| the end to be told (finish, completed) | what is left of the deadline, or a few seconds | counted and logged |
+| a free slot | rollout_server.deadline_s | ERROR timeout |
+| the whole rollout | rollout_server.deadline_s | ERROR timeout; the message names what it waited for |
+| one call to the trainer | rollout_server.http_client_timeout_s | ERROR timeout |
+| reporting the end (finish, completed) | the rest of the deadline, or a few seconds | counted and logged |
 """

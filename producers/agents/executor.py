@@ -1,9 +1,9 @@
-"""One rollout from its place in the queue to its answer.
+"""One rollout, from the queue to its answer.
 
 - The loop: call the model, append its message, run the tools it asks for, append their results, repeat.
-- Every failure is an answer: ERROR with a category. No exception leaves `run`, except its own cancellation.
+- Every failure is an answer: ERROR with a category. `run` raises nothing but its own cancellation.
 - Waits are bounded (see the package) and named: if one times out, the answer says what it waited for.
-- At the end the trainer is told (`finish`), in either protocol; only then is the answer returned.
+- At the end the trainer is told (`finish`), in both protocols; the answer is returned after that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Execution:
         return True
 
     async def run(self) -> RolloutResponse:
-        """The answer."""
+        """Run it to its answer."""
         began, final_status = time.monotonic(), "ERROR"
         try:
             answer, final_status = self._completed(await self._in_line()), "COMPLETED"
@@ -73,14 +73,14 @@ class Execution:
             answer = self._failed(error)
             if self._ended.done():
                 final_status = self._ended.result()[1]
-        except Exception as error:  # a bug of ours is an answer too
+        except Exception as error:  # our own bugs are answers too
             get_logger().exception("rollout failed", rollout=self.request.rollout_id)
             answer = self._failed(RolloutError("internal_error", f"internal error ({type(error).__name__})"))
         self._is_over = True
         answer.metrics.total_latency_ms = 1000 * (time.monotonic() - began)
         await self._tell(final_status, answer)
         self._state.counters.ended(answer)
-        self._session = None  # only the answer is kept for repeats
+        self._session = None  # repeats need only the answer
         return answer
 
     async def _in_line(self) -> FinishReason:
@@ -89,14 +89,14 @@ class Execution:
         try:
             self.is_running, self.until = True, time.monotonic() + deadline_s
             reason = await self._bounded(self._whole_rollout(), deadline_s)
-            if self._ended.done():  # at the same moment
+            if self._ended.done():  # in the same moment
                 raise RolloutError("internal_error", self._ended.result()[0])
             return reason
         finally:
             line.end()
 
     async def _bounded(self, work: Coroutine[Any, Any, Made], seconds: float) -> Made:
-        """The work's result, unless it is ended or times out. Raises RolloutError."""
+        """The result of the work. Raises RolloutError if the rollout is ended or it times out."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task, self._ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The routes of the rollout server, with what its OpenAPI page says of them."""
+"""The routes of the rollout server, and their texts on its OpenAPI page."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _ROLLOUT_ID = Path(description="As in the request; may contain slashes.", exampl
 
 
 class Capacity(Schema):
-    """The most rollouts at a time."""
+    """The maximum number of rollouts at a time."""
 
     running: int
     waiting: int
 
 
 class Health(Schema):
-    """Whether rollouts are taken."""
+    """Whether rollouts are accepted."""
 
     status: Literal["healthy", "draining"]
     service: str = "rollout-server"
@@ -96,9 +96,9 @@ def _add_rollouts(router: APIRouter, state: AppState, runs: Runs) -> None:
         responses=_REFUSED,
     )
     async def rollout(request: _Rollout) -> Response:
-        """A repeat of the same request joins the rollout, or is given the first answer; nothing runs twice.
+        """A repeat of the same request joins the rollout, or gets the first answer; nothing runs twice.
 
-        A rollout that fails is answered 200 too: `status` is ERROR, `error_message` says why.
+        A failed rollout is answered with 200 too: `status` is ERROR, and `error_message` says why.
         """
         admit(request)
         body = await asyncio.shield(runs.start(request, "sync").body)
@@ -115,7 +115,7 @@ def _add_rollouts(router: APIRouter, state: AppState, runs: Runs) -> None:
     async def init(request: _Rollout) -> InitResponse:
         """The answer, a `RolloutResponse`, goes to `{server_url}/v1/rollout/completed`: at least once, always the same.
 
-        It is sent with `callback_api_key` as the bearer key, also where the rollout failed.
+        It is sent with `callback_api_key` as the bearer key, even if the rollout failed.
         """
         admit(request)
         return InitResponse(rollout_id=runs.start(request, "async").rollout_id, tools=state.tools.schemas())
@@ -130,7 +130,7 @@ def _add_by_id(router: APIRouter, runs: Runs) -> None:
         responses=_ID_REFUSED,
     )
     async def cancel(request: CancelRequest) -> StatusResponse:
-        """Its answer is an error then; a rollout that has its answer keeps it."""
+        """Its answer is then an error; a rollout that has already been answered keeps its answer."""
         return StatusResponse(rollout_id=request.rollout_id, status=runs.cancel(request.rollout_id))
 
     @router.get(
@@ -153,7 +153,7 @@ def _add_looks(router: APIRouter, state: AppState, runs: Runs) -> None:
         response_description="The state of this process.",
     )
     async def health() -> Health:
-        """Free for everybody, also where a key is set."""
+        """Needs no key, even if one is set."""
         line = state.line
         return Health(
             status="draining" if runs.is_draining else "healthy",
@@ -171,7 +171,7 @@ def _add_looks(router: APIRouter, state: AppState, runs: Runs) -> None:
         responses=_KEY,
     )
     async def tools() -> ToolsResponse:
-        """OpenAI function schemas. Those of a request's own `tool_server_url` are not among them."""
+        """OpenAI function schemas. Tools of a request's own `tool_server_url` aren't included."""
         return ToolsResponse(tools=state.tools.schemas())
 
     @router.get(
@@ -183,5 +183,5 @@ def _add_looks(router: APIRouter, state: AppState, runs: Runs) -> None:
         responses=_KEY,
     )
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """In Prometheus' text format."""
         return Response(state.counters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

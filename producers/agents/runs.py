@@ -2,13 +2,13 @@
 
     (no such id) ── start ──▶ queued ──▶ running ──▶ success | failure | cancelled ── keep_answers_s ──▶ (forgotten)
 
-- The same id with another body, or by the other protocol, is a conflict; the callback key isn't compared.
-- Answers are kept for `keep_answers_s`, the newest `keep_answers` of them, or fewer large ones; a running
-  rollout is never forgotten.
-- The asynchronous protocol's answer is called back at least once, with the same bytes every time, also when the rollout
-  failed; tried again after transport errors, 5xx and 429 until the rollout's deadline, any other refusal is final. What
-  could not be delivered is counted and logged; a repeated request of the same id delivers it again.
-- A rollout outlives the request that asked for it. All of them end with this registry.
+- The same id with a different body or protocol is a conflict; the callback key isn't compared.
+- Answers are kept for `keep_answers_s`: the newest `keep_answers`, or fewer if they are large. Running rollouts are
+  never forgotten.
+- In the asynchronous protocol the answer is delivered at least once, always with the same bytes, even if the rollout
+  failed. Transport errors, 5xx and 429 are retried until the rollout's deadline; any other refusal is final. Failed
+  deliveries are counted and logged; repeating the request delivers the answer again.
+- A rollout outlives the request that started it. All rollouts end with this registry.
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Where it is."""
         if self.is_cancelled:
             return RunState.CANCELLED
         return self.ended or (RunState.RUNNING if self.execution.is_running else RunState.QUEUED)
 
     def hand_back(self) -> None:
-        """Stops unfinished: the caller may ask again, because the trainer's side keeps its turns."""
-        self.body.add_done_callback(lambda body: body.cancelled() or body.exception())  # maybe nobody waits any more
+        """Stop unfinished: the caller may ask again, because the trainer keeps its turns."""
+        self.body.add_done_callback(lambda body: body.cancelled() or body.exception())  # maybe nobody is waiting
         self.body.set_exception(Draining())
         if self.task is not None:
             self.task.cancel()
@@ -78,7 +77,7 @@ class Runs:
         self.is_draining = False
 
     def start(self, request: RolloutRequest, protocol: Protocol) -> Run:
-        """The rollout of this id, begun now or before. Raises Conflict, Draining, LineFull."""
+        """The rollout with this id, started now or earlier. Raises Conflict, Draining, LineFull."""
         self._forget()
         if run := self._find(request.rollout_id):
             if run.fingerprint != _fingerprint(request, protocol):
@@ -94,7 +93,7 @@ class Runs:
         return run
 
     def shown(self, rollout_id: str) -> RunState:
-        """Where the rollout of this id is."""
+        """The state of the rollout with this id."""
         self._forget()
         run = self._find(rollout_id)
         return RunState.UNKNOWN if run is None else run.state
@@ -107,8 +106,8 @@ class Runs:
         return self.shown(rollout_id)
 
     async def drain(self, grace_s: float, ending_s: float) -> None:
-        """Accept no new rollouts; give running ones `grace_s`. Then waiting callers are told to ask again, and callers
-        that get a callback are told it was an error, with `ending_s` for that.
+        """Accept no new rollouts; give running ones `grace_s`. Then tell waiting callers to ask again, and callers that
+        get a callback that it was an error, within `ending_s`.
         """
         self.is_draining = True
         if tasks := self._unfinished():
@@ -121,7 +120,7 @@ class Runs:
             await asyncio.wait(tasks, timeout=ending_s)
 
     def end(self) -> None:
-        """Cancel what is still running."""
+        """Cancel all running rollouts."""
         for task in self._unfinished():
             task.cancel()
 
@@ -151,7 +150,7 @@ class Runs:
         )
 
     def _forget(self) -> None:
-        """Drop answers that are too old, or too many."""
+        """Drop answers that are too old or too many."""
         settings, oldest = self._state.settings, time.monotonic() - self._state.settings.keep_answers_s
         while self._answered:
             run = next(iter(self._answered.values()))
@@ -179,13 +178,13 @@ def _fingerprint(request: RolloutRequest, protocol: Protocol) -> bytes:
 
 
 def answer_body(answer: RolloutResponse) -> bytes:
-    """The JSON of an answer; its messages are as they came."""
+    """The JSON of an answer; its messages are unchanged."""
     body = answer.model_dump(mode="json", exclude={"final_messages"})
     return strict_json.encode(body | {"final_messages": [message.plain() for message in answer.final_messages]})
 
 
 async def deliver(trainer: Trainer, rollout_id: str, body: bytes, state: AppState, *, until: float) -> bool:
-    """Whether the trainer has it."""
+    """Deliver the answer; returns whether the trainer has it."""
     try:
         await trainer.completed(body, until=max(until, time.monotonic() + state.retries.ending_s))
     except RolloutError as error:

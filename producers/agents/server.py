@@ -1,7 +1,7 @@
-"""The rollout server's process, and its ASGI application.
+"""The rollout server's process and its ASGI application.
 
 - A signal starts the drain: /health says so, new rollouts are refused, and running ones get most of
-  `up.stop_grace_s`. They are then handed back, or ended as errors if the caller is called back; then the server closes.
+  `up.stop_grace_s`. The rest are handed back, or end as errors if their caller gets a callback; then the server closes.
 - Errors have OpenAI's form; a rollout that fails is an answer, not an error.
 """
 
@@ -42,7 +42,7 @@ _CLOSE_S = 2.0
 
 
 async def serve_rollouts(config: Config, index: int = 0) -> int | None:
-    """Serve until a signal; returns its number."""
+    """Serve until a signal; returns the signal's number."""
     name = default_name("rollout-server")
     logs.configure(name)
     drain, caught = asyncio.Event(), list[int]()
@@ -68,7 +68,7 @@ async def serve_until(
     retries: Retries | None = None,
     on_ready: Callable[[int], object] | None = None,
 ) -> None:
-    """Serve until `drain` is set and all work is done. Port 0 takes a free one, which is passed to `on_ready`."""
+    """Serve until `drain` is set and all work is done. Port 0 picks a free one, passed to `on_ready`."""
     settings, grace_s = config.rollout_server, config.up.stop_grace_s
 
     def ready(actual: int) -> None:
@@ -110,7 +110,7 @@ _TAGS = [
 
 
 def build_app(state: AppState, runs: Runs, *, key: str | None = None) -> FastAPI:
-    """The application; `key` is the bearer key callers must send, None: no key needed."""
+    """The application; `key` is the bearer key callers must send (None: no key)."""
     app = FastAPI(
         title="Sluice rollout server",
         version=__version__,
@@ -129,7 +129,7 @@ def build_app(state: AppState, runs: Runs, *, key: str | None = None) -> FastAPI
     app.add_middleware(JsonOnly)
     names = state.settings.names
     app.add_middleware(HostGate, names=names, setting="rollout_server.names", has_key=key is not None)
-    # the outermost: the last one added
+    # the last one added is the outermost
     app.add_middleware(BearerAuth, key=key, open_paths=(*OPEN_PATHS, *api_page.OPEN_PATHS))
     return app
 

@@ -3,12 +3,12 @@
     known: |── prompt ──|── reply ──|    next call: |── known ──|── added: response_mask 0 ──|── reply ──| …
 
 - `last_len` is the reply's own len(prompt_token_ids) + len(token_ids); appending messages never moves it.
-- If messages were only appended, the added tokens follow the same rule that the gateway uses
+- If messages were only appended, the added tokens follow the same rule as in the gateway
   (sluice.pipeline.prompts.turn_tokens).
-- If earlier ones were changed or removed, no token can be called new: the call is refused.
+- If earlier messages were changed or removed, no tokens can be identified as new: the call is refused.
 - An image is one placeholder in the local rendering, and many tokens in the trainer's prompt. So a call that adds one
   sends no mask, and only the known part of its prompt is compared.
-- Every reply says which prompt it saw. It must be the known ids plus the added ones, or the local rendering (a trainer
+- Every reply reports its prompt, which must be the known ids plus the added ones, or the local rendering (a trainer
   that re-tokenises); anything else is drift: an error, or counted and accepted.
 """
 
@@ -56,7 +56,7 @@ class RolloutSession:
         self._rollout_id, self._tools, self._drift = rollout_id, list(tools), drift
         self._renderer, self._tokenizers, self._trainer = renderer, tokenizers, trainer
         self._known: list[int] = []
-        self._rendered: list[int] = []  # the same with one placeholder for each image
+        self._rendered: list[int] = []  # `_known` with one placeholder per image
         self._sent: list[Message] = []  # the messages of `_known`, including the reply
 
     async def prepare(self) -> PreparedCall:
@@ -114,7 +114,7 @@ class RolloutSession:
         )
 
     def _without_suffix(self, messages: list[Message], error: TemplateDrift) -> PreparedCall:
-        """Drift before the call: the template gives no suffix; for a trainer that isn't ours, the lengths do."""
+        """Drift before the call: the template gives no suffix; for a trainer that isn't ours, lengths decide."""
         if self._drift == "error":
             raise RolloutError("mask_error", str(error)) from error
         self.num_drifts += 1
@@ -157,7 +157,7 @@ class RolloutSession:
 class PreparedCall:
     """The messages of a call, its expected prompt ids, and which of them are new.
 
-    Each image is one token in `token_ids`; `num_tokens` counts those of earlier calls as they were expanded.
+    Each image is one token in `token_ids`; `num_tokens` counts images of earlier calls as expanded.
     `expected` is the whole prompt as the trainer reports it; None: an image's tokens aren't known here.
     """
 

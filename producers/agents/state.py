@@ -38,12 +38,12 @@ class AppState:
 
     @property
     def max_bytes(self) -> int:
-        """Of a body, in either direction."""
+        """Limit of a body, in either direction."""
         return int(self.settings.max_body_mb * 2**20)
 
 
 def named_hosts(config: Config) -> list[str]:
-    """The run's gateways and tool server as entries of a list of hosts: no other port of this host."""
+    """The run's gateways and tool server as host list entries with ports: no other port of this host is allowed."""
     gateway, rollout = config.gateway, config.rollout
     ports = range(gateway.port, gateway.port + max(1, gateway.count))
     found = [f"{name}:{port}" for name in _LOCAL for port in ports if port]
@@ -60,7 +60,7 @@ async def app_state(config: Config, retries: Retries | None = None) -> AsyncGene
     hosts = AllowedHosts([*settings.hosts, *named_hosts(config)], "rollout_server.hosts")
     line = Line(settings.max_concurrent_rollouts, settings.max_waiting_rollouts)
     tokenizers = Tokenizers.of(config)
-    pool = 2 * settings.max_concurrent_rollouts  # running ones, plus those reporting how they ended
+    pool = 2 * settings.max_concurrent_rollouts  # running rollouts, plus those reporting their end
     async with guarded_session(hosts, timeout_s=settings.http_client_timeout_s, pool=pool) as http:
         try:
             yield AppState(
@@ -85,7 +85,7 @@ class LineFull(Exception):
 
 
 class Line:
-    """A place in it is taken with `join`, and given back with `leave`."""
+    """The queue of rollouts: `join` takes a place, `leave` gives it back."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.max_running, self.max_waiting = max_running, max_waiting
@@ -94,7 +94,7 @@ class Line:
 
     @property
     def waiting(self) -> int:
-        """Rollouts that do not run yet."""
+        """Rollouts that haven't started."""
         return self.in_hand - self.running
 
     def join(self) -> None:
@@ -108,12 +108,12 @@ class Line:
         self.in_hand -= 1
 
     async def start(self) -> None:
-        """Wait until it is this one's turn; `end` follows."""
+        """Wait for a free slot; pair with `end`."""
         await self._turns.acquire()
         self.running += 1
 
     def end(self) -> None:
-        """Let the next one run."""
+        """Free the slot for the next one."""
         self.running -= 1
         self._turns.release()
 
@@ -139,11 +139,11 @@ class Counters:
         gauge("sluice_rollouts_waiting", to).set_function(lambda: line.waiting)
 
     def ended(self, answer: RolloutResponse) -> None:
-        """One rollout has its answer."""
+        """Count one answered rollout."""
         category = answer.extra_fields.get("error_category", "")
         self._rollouts.labels(answer.status.value, answer.finish_reason or "", category).inc()
         self._duration.labels(answer.status.value).observe(answer.metrics.total_latency_ms / 1000)
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """In Prometheus' text format."""
         return page(self.telemetry.registry)

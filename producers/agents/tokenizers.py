@@ -1,9 +1,9 @@
-"""Tokenizers by the names callers give; only listed names, least recently used evicted first.
+"""Tokenizers by the names callers give; only listed names; the least recently used are evicted first.
 
 - One load at a time in the process, and one per name: concurrent callers wait for it and share it.
 - Loads and renderings run off the event loop, so the server keeps answering; a failure or hang there, even a Rust
   panic, affects only one rollout.
-- Code that comes with a tokenizer runs only where the operator allows it, and then no caller chooses the revision.
+- A tokenizer's own code runs only if the operator allows it, and then callers can't choose the revision.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Tokenizers:
 
     @classmethod
     def of(cls, config: Config) -> Tokenizers:
-        """Those of the configuration: the listed ones, or the policy's own."""
+        """The configured tokenizers, or the policy's own."""
         server = config.rollout_server
         return cls(
             server.tokenizers or {"policy": config.model.path},
@@ -111,7 +111,7 @@ class Tokenizers:
         source = self._names[name]
         if revision is not None and Path(source).is_dir():
             raise RolloutError("tokenizer_error", f"tokenizer {name!r} is a directory; remove tokenizer_revision")
-        if revision is not None and self._trust:  # anyone can propose one at the hub, and its code would run
+        if revision is not None and self._trust:  # anyone can propose a revision on the hub, and its code would run
             raise RolloutError("tokenizer_error", "this server runs tokenizer code; remove tokenizer_revision")
         return source
 

@@ -1,10 +1,10 @@
 """The trainer's HTTP side, as one rollout sees it.
 
-- Retried: transport errors, 5xx and 429 (after its Retry-After), with growing pauses. No other answer is, nor one with
-  `x-should-retry: false`, which OpenAI's clients also honour.
-- Never beyond the deadline, nor beyond `patience_s` of consecutive failures; a full trainer (429) isn't a failure. A
-  callback is retried until the deadline, because nobody would ask for it.
-- The bearer key is only in the header: no log line, error or repr contains it, whatever the trainer answers.
+- Transport errors, 5xx and 429 (after its Retry-After) are retried with growing pauses; other answers aren't, nor any
+  with `x-should-retry: false`, which OpenAI's clients also honour.
+- Retries stop at the deadline, or after `patience_s` of consecutive failures; a full trainer (429) isn't a failure.
+  Callbacks are retried until the deadline, because nobody would request them again.
+- The bearer key appears only in the header: no log line, error or repr contains it, whatever the trainer answers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sluice.producers.http.schemas import (
     RolloutRequest,
 )
 
-_EXCERPT = 300  # characters of a trainer's own words in an error
+_EXCERPT = 300  # characters of a trainer's answer quoted in an error
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Retries:
 
     first_s: float = 0.2
     most_s: float = 5.0
-    patience_s: float = 60.0  # failures in a row; longer than a trainer takes to be started again
-    ending_s: float = 5.0  # for saying how a rollout ended, when nothing is left of its deadline
+    patience_s: float = 60.0  # of consecutive failures; longer than a trainer takes to restart
+    ending_s: float = 5.0  # for reporting a rollout's end after its deadline
 
 
 class Trainer(Protocol):
-    """What a rollout asks of its trainer; `until` on the clock of time.monotonic()."""
+    """What a rollout needs from its trainer; `until` is on the time.monotonic() clock."""
 
     async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
         """The model's next turn. Raises RolloutError."""
         ...
 
     async def finish(self, final_status: str, *, until: float) -> bool:
-        """Close the rollout; False where it knows no such thing. Raises RolloutError."""
+        """Close the rollout; False if the trainer has no such route. Raises RolloutError."""
         ...
 
     async def completed(self, body: bytes, *, until: float) -> None:
@@ -67,7 +67,7 @@ class Trainer(Protocol):
 
 
 class TrainerClient:
-    """Calls of one rollout; `until` on the clock of time.monotonic()."""
+    """Calls of one rollout; `until` is on the time.monotonic() clock."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class TrainerClient:
             raise RolloutError("validation_error", f"the trainer's reply is not JSON: {error}") from error
 
     async def finish(self, final_status: str, *, until: float) -> bool:
-        """Close the rollout at the trainer; False where it knows no such thing. Raises RolloutError."""
+        """Close the rollout at the trainer; False if it has no such route. Raises RolloutError."""
         path = f"/v1/rollout/{_segment(self._rollout_id)}/finish"
         try:
             await self._post(path, strict_json.encode({"final_status": final_status}), until)
@@ -145,7 +145,7 @@ class TrainerClient:
                 if 200 <= response.status < 300:
                     return answer
                 raise self._refusal(path, response, answer)
-        except TimeoutError as error:  # before OSError, which it is
+        except TimeoutError as error:  # a subclass of OSError, so first
             raise RolloutError("timeout", f"{path}: the trainer did not answer in time") from error
         except RequestError as error:
             raise RolloutError("validation_error", f"{path}: {self._safe(str(error))}") from error
@@ -168,7 +168,7 @@ class TrainerClient:
         return _Again(error, retry_after_s(response.headers.get("Retry-After")))
 
     def _safe(self, text: str) -> str:
-        """A peer's words, without the key that it may have repeated."""
+        """The peer's text, without the key in case it repeats it."""
         return (text if self._key is None else text.replace(self._key, "***"))[:_EXCERPT]
 
 
@@ -181,7 +181,7 @@ class _Again(Exception):
 
 
 def retry_after_s(value: str | None) -> float:
-    """Seconds of a Retry-After header, as a number or a date; 0 for none, or one that cannot be read."""
+    """Seconds of a Retry-After header, as a number or a date; 0 if it is missing or invalid."""
     if value is None:
         return 0.0
     if value.strip().isascii() and value.strip().isdigit():
@@ -195,5 +195,5 @@ def retry_after_s(value: str | None) -> float:
 
 
 def _segment(rollout_id: str) -> str:
-    """One path segment that no server takes for a way up."""
+    """As one path segment that no server resolves as `..`."""
     return quote(rollout_id, safe="").replace(".", "%2E") if set(rollout_id) == {"."} else quote(rollout_id, safe="")

@@ -1,6 +1,6 @@
-"""`sluice rollout try`: a model and its tools on your own terminal, with the real agent loop and an in-process model.
+"""`sluice rollout try`: a model and its tools in your terminal, with the real agent loop and an in-process model.
 
-- Turns, masks and tool calls are made by the gateway's own code, so what is seen here is what training would see.
+- The gateway's own code makes turns, masks and tool calls, so training would see the same.
 - A rollout lives as long as its LocalTrainer; nothing is stored or published.
 """
 
@@ -47,7 +47,7 @@ GROUP = "sluice.engines"
 
 @dataclass(frozen=True, slots=True)
 class TryOptions:
-    """Of the whole conversation."""
+    """Options of the whole conversation."""
 
     system: str | None = None
     temperature: float = 1.0
@@ -57,10 +57,10 @@ class TryOptions:
 
 
 class Trial:
-    """A loaded model and a conversation, for the length of a `with` block; not inside a running event loop."""
+    """A loaded model and a conversation, as a `with` block; not inside a running event loop."""
 
     def __init__(self, config: Config, options: TryOptions, console: Console | None = None) -> None:
-        own = msgspec.structs.replace(config.rollout_server, tokenizers={})  # the model's
+        own = msgspec.structs.replace(config.rollout_server, tokenizers={})  # the model's own
         self._config, self._options = msgspec.structs.replace(config, rollout_server=own), options
         self._view = View(console or Console())
         self._renderer: Renderer = load_policy_tokenizer(config.model)
@@ -83,11 +83,11 @@ class Trial:
         self._close()
 
     def say(self, text: str) -> bool:
-        """One message, and the rollout that it starts; whether it completed. A failed one changes nothing."""
+        """Send one message and run its rollout; returns whether it completed. A failed one changes nothing."""
         return self._runner.run(self._say(text))
 
     def converse(self) -> None:
-        """Lines of standard input until it ends."""
+        """Say each line of standard input until it ends."""
         self._view.note("/help lists the commands; Ctrl-D exits")
         while True:
             try:
@@ -126,7 +126,7 @@ class Trial:
             request = RolloutRequest.model_validate(
                 {
                     "rollout_id": f"try-{secrets.token_hex(8)}",
-                    "server_url": "http://in.this.process",  # never asked
+                    "server_url": "http://in.this.process",  # never called
                     "messages": messages,
                     "sampling_params": {"temperature": options.temperature, "max_tokens": options.max_tokens},
                     "tokenizer_name": "policy",
@@ -165,7 +165,7 @@ class Trial:
 
 
 def _shows(renderer: Renderer, tools: Sequence[dict[str, Any]]) -> bool:
-    """Whether the tools are in what the model reads."""
+    """Whether the rendered prompt contains the tools."""
     said: list[Message] = [{"role": "user", "content": "?"}]
     told, untold = (replace(renderer, options=replace(renderer.options, tools=one)) for one in (tools, ()))
     return not tools or told.prompt(said) != untold.prompt(said)
@@ -180,7 +180,7 @@ def _open_engine() -> Any:
 
 
 class Engine(Protocol):
-    """What `sluice.engines` give."""
+    """What `sluice.engines` provide."""
 
     async def decode(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> SequenceResult:
         """One sequence. Raises SluiceError."""
@@ -188,7 +188,7 @@ class Engine(Protocol):
 
 
 class LocalTrainer:
-    """One rollout; `on_turn` is shown each turn as it comes: the call, its tokens, its answer."""
+    """One rollout; `on_turn` is given each turn as it ends: the call, its tokens, its answer."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class LocalTrainer:
 
     async def complete(self, call: CompletionsRequest, *, until: float) -> CompletionsResponse:
         """The model's next turn. Raises RolloutError."""
-        del until  # whoever runs the rollout ends it
+        del until  # the caller enforces it
         try:
             sampling = SamplingParams(
                 temperature=call.temperature,
@@ -259,7 +259,7 @@ class View:
         self._console = console
 
     def added(self, messages: Sequence[Message], plan: Plan, mask: Sequence[int] | None) -> None:
-        """What a call adds: the prompt, or tool results."""
+        """Show what a call adds: the prompt, or tool results."""
         if plan.parent < 0:
             self._line(f"prompt: {len(plan.added.token_ids)} tokens, {len(messages)} messages", "dim")
             return
@@ -269,7 +269,7 @@ class View:
         self._line(f"added: {len(plan.added.token_ids)} tokens, response_mask {len(mask or ())} x 0{resync}", "dim")
 
     def turn(self, number: int, reply: CompletionsResponse) -> None:
-        """One reply."""
+        """Show one reply."""
         choice = reply.choices[0]
         body = Text(_plain(choice.message.content or ""))
         for call in choice.message.tool_calls or ():
@@ -278,7 +278,7 @@ class View:
         self._console.print(Panel(body, title=f"turn {number}", subtitle=counts, title_align="left"))
 
     def end(self, answer: RolloutResponse) -> None:
-        """How the rollout ended."""
+        """Show how the rollout ended."""
         metrics = answer.metrics
         self._line(
             f"{answer.status}: {answer.finish_reason}; {metrics.num_llm_calls} turns, {metrics.num_tool_calls} tool "
@@ -290,7 +290,7 @@ class View:
             self._line(f"{answer.extra_fields.get('error_category')}: {_plain(answer.error_message)}", "red")
 
     def tools(self, schemas: Sequence[dict[str, Any]]) -> None:
-        """Names, parameters and descriptions."""
+        """Show names, parameters and descriptions."""
         for one in schemas:
             function = one["function"]
             names = ", ".join(function.get("parameters", {}).get("properties", {}))
@@ -299,7 +299,7 @@ class View:
             self._line("no tools; name some in rollout_server.tools")
 
     def tokens(self, turns: Sequence[Turn], tokenizer: Any) -> None:
-        """Ids and pieces of a rollout: the prompt, then what was added (mask 0) and sampled (mask 1)."""
+        """Show ids and text of a rollout's tokens: the prompt, then the added (mask 0) and sampled ones (mask 1)."""
         for turn in turns:
             self._segment("prompt" if turn.parent < 0 else "added, mask 0", turn.added_token_ids, tokenizer, "dim")
             self._segment("sampled, mask 1", turn.result.token_ids, tokenizer, "bold")
@@ -307,7 +307,7 @@ class View:
             self._line("no tokens yet; send a message first")
 
     def note(self, text: str) -> None:
-        """One line of ours."""
+        """Show a line that isn't the model's."""
         self._line(text, "dim")
 
     def _segment(self, name: str, token_ids: Sequence[int], tokenizer: Any, style: str) -> None:

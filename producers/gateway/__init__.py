@@ -1,4 +1,4 @@
-"""The gateway: OpenAI-style completions over the decode queue, and rollouts that keep their tokens as sampled.
+"""The gateway: OpenAI-style completions over the decode queue, and rollouts that keep the tokens as sampled.
 
 ```
 POST /v1/chat/completions ─ requests ─▶ chat ─ turns ─▶ DecodeJob ─▶ workers ─▶ decoding ─▶ completion | stream
@@ -12,10 +12,10 @@ POST /infer/ {infer_requests, request_config} ─▶ infer ─▶ [Envelope]
 |-------------------------|------------------------------------------------------------------------------|
 | server, routes, service | the process and its ASGI application, its routes, their shared parts         |
 | openapi                 | examples and answers of the routes, for the page at /docs                    |
-| requests, refusals      | which requests are accepted, and what the others are told                    |
+| requests, refusals      | which requests are accepted, and the errors for the others                   |
 | chat, infer, decoding   | a call from request to answer                                                |
 | turns, trajectory       | messages to turns, turns to training sequences                               |
 | tool_calls              | text to tool calls (pure)                                                    |
-| completion, stream      | results in OpenAI's form, whole or in events                                 |
+| completion, stream      | results in OpenAI's format, whole or as events                               |
 | metrics                 | counts and durations of requests                                             |
 """

@@ -2,9 +2,9 @@
 
     request ─ plan_turn ─▶ DecodeJob(reply_to) ─ Decoding ─▶ deltas, result ─ Rollouts.add ─▶ Answer
 
-- A rollout's turn is stored before it is answered; every repeat gets the stored one.
-- Prompts are rendered off the event loop, several at once: a long one takes seconds, which count toward the time a
-  call may take.
+- A rollout's turn is stored before it is answered; repeats get the stored turn.
+- Prompts are rendered off the event loop, several at once; a long one takes seconds, which count toward the call's
+  time limit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Chat:
         self._rendering.close()
 
     def check(self, request: ChatRequest) -> SamplingParams:
-        """Checks that need no work. Raises Refusal."""
+        """Check what is cheap to check. Raises Refusal."""
         known = ("default", self._config.gateway.model_name)
         if request.model not in known:
             raise Refusal(404, f"model {request.model!r:.80} is not served; it may be {' or '.join(known)}", "model")
@@ -91,7 +91,7 @@ class Chat:
     ) -> AsyncGenerator[TokenDelta | Answer]:
         name = secrets.token_hex(12)
         images = taken.refs
-        if images and not (request.tools or request.response_mask):  # a worker has the processor's own template
+        if images and not (request.tools or request.response_mask):  # workers apply the processor's own template
             prompt: dict[str, Any] = {"messages": taken.messages, "images": images}
         else:
             plan = await self._plan([], request, taken, sampling, until)
@@ -125,7 +125,7 @@ class Chat:
             raise Refusal(400, f"the rollout has {len(rollout.turns)} turns, which is the limit; finish it")
         plan = await self._plan(rollout.turns if rollout else [], request, taken, sampling, until)
         await self._images.store(taken, until)
-        if rollout is None:  # only now: a refused call opens nothing
+        if rollout is None:  # only now, so a refused call opens nothing
             rollout = await self._open(rollout_id)
             if rollout.turns:
                 plan = await self._plan(rollout.turns, request, taken, sampling, until)
@@ -156,7 +156,7 @@ class Chat:
         yield _answer(request, turns, place, resynced=plan.added.resynced)
 
     async def _open(self, rollout_id: str) -> Rollout:
-        """For a caller without an opened rollout. Raises Refusal if it was closed in the meantime."""
+        """Open the rollout for a caller that hasn't. Raises Refusal if it was closed in the meantime."""
         head = RolloutHead.alone(rollout_id, task=self._config.rollout_matching.task)
         self._metrics.rollouts.labels("opened").inc((await self._rollouts.open([head])) == ["enqueued"])
         return await self._load(rollout_id)
@@ -168,7 +168,7 @@ class Chat:
         return rollout
 
     async def _add(self, rollout: Rollout, turn: Turn, plan: Plan) -> tuple[Sequence[Turn], int]:
-        """Turns of the rollout, and the place among them of this one, or of another of its key. Raises Refusal."""
+        """The rollout's turns, and the index of this one, or of a stored one with the same key. Raises Refusal."""
         rollout_id = rollout.head.rollout_id
         word, place = await self._rollouts.add(rollout_id, turn)
         if word == "unknown":
@@ -189,7 +189,7 @@ class Chat:
         sampling: SamplingParams,
         until: float,
     ) -> Plan:
-        """Raises Refusal, RequestError, ModelError."""
+        """Plan the next turn. Raises Refusal, RequestError, ModelError."""
         plan = partial(
             plan_turn,
             turns,

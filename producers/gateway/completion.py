@@ -1,7 +1,7 @@
-"""A result as an OpenAI chat completion, with what OpenAI has no word for as extra fields.
+"""A result as an OpenAI chat completion, with extra fields for what OpenAI doesn't cover.
 
-- `finish_reason` is one that OpenAI's clients know: `stop` for a natural end and for one that the repeat guard forced
-  (an end-of-sequence token is there), `length` for all that was cut short.
+- `finish_reason` is one that OpenAI's clients know: `stop` for a natural end and for one forced by the repeat guard
+  (there is an end-of-sequence token), `length` for everything cut short.
 - Every choice carries `repeat_terminate_triggered` 0|1 and `token_ids`; the completion carries `prompt_token_ids`, and
   `token_ids` and `logprobs` (natural logs, raw, one each) of its first choice.
 - The flag comes from the worker; it is never inferred from the ending or the text.
@@ -27,7 +27,7 @@ _FINISH: dict[FinishReason, str] = {
 
 
 def repeat_terminate_triggered(result: SequenceResult) -> Literal[0, 1]:
-    """The explicit signal. Raises MessageError if flag and ending contradict each other."""
+    """The worker's flag. Raises MessageError if flag and ending contradict each other."""
     flag = result.triggers.get("repeat_terminate", 0)
     if flag not in (0, 1) or bool(flag) != (result.finish_reason == "repeat_terminated"):
         raise MessageError(
@@ -45,11 +45,11 @@ def chat_completion(
     created: int | None = None,
     messages: Sequence[Message] | None = None,
 ) -> dict[str, Any]:
-    """One completion with a choice for each result, all of one prompt; plain values.
+    """One completion with a choice for each result, all for one prompt; plain values.
 
-    `created` is in Unix seconds (None: now). `logprobs`: of each choice too; tokens are named `token_id:<id>`.
-    `messages`: what each choice says (None: its text).
-    Raises MessageError for no results, or one that is an error and no answer.
+    `created` is in Unix seconds (None: now). `logprobs`: add them to each choice; tokens are named `token_id:<id>`.
+    `messages`: the message of each choice (None: its text).
+    Raises MessageError if there are no results, or one is an error without an answer.
     """
     if not results:
         raise MessageError("a chat completion needs at least one result")
@@ -73,13 +73,13 @@ def chat_completion(
 
 
 def usage(results: Sequence[SequenceResult]) -> dict[str, int]:
-    """Tokens of one prompt and its answers."""
+    """Token counts of one prompt and its answers."""
     prompt, new = len(results[0].prompt_token_ids), sum(len(result.token_ids) for result in results)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def fingerprint(result: SequenceResult) -> str:
-    """Which weights sampled it: `v3`, or `v3-4` if new ones were loaded meanwhile."""
+    """Which weights sampled it: `v3`, or `v3-4` if newer ones were loaded meanwhile."""
     versions = [version for version in result.versions if version >= 0]
     if not versions:
         return ""
@@ -107,7 +107,7 @@ def _choice(index: int, result: SequenceResult, message: Message, logprobs: bool
 
 
 def openai_logprobs(result: SequenceResult) -> dict[str, Any]:
-    """As OpenAI writes them."""
+    """In OpenAI's format."""
     pairs = zip(result.token_ids, result.logprobs, strict=True)
     return {
         "content": [
@@ -143,7 +143,7 @@ class Chunks:
         return {**self._head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
 
     def last(self, answer: Answer, *, logprobs: bool) -> Iterator[dict[str, Any]]:
-        """How each choice ended, with its ids; the answer's own fields are in the first one's."""
+        """How each choice ended, with its ids; the first one also has the answer's own fields."""
         whole = answer.completion(logprobs=logprobs)
         for choice in whole["choices"]:
             kept = {key: value for key, value in choice.items() if key != "message"}
@@ -154,10 +154,10 @@ class Chunks:
             yield chunk
 
     def usage(self, answer: Answer) -> dict[str, Any]:
-        """Of all choices."""
+        """Token counts of all choices."""
         return {**self._head, "choices": [], "usage": usage(answer.results)}
 
 
 def tool_call_deltas(message: Message) -> list[dict[str, Any]]:
-    """A message's calls in streaming form: numbered."""
+    """A message's calls in streaming format: numbered."""
     return [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])]

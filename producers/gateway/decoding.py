@@ -4,9 +4,9 @@
 |--------------------------|------------------------------------------------------|
 | the next tokens, the end | a worker; `gateway.request_timeout_s` (504 names it) |
 
-- A separate task cancels abandoned jobs, so a caller's end waits for nothing.
+- A separate task cancels abandoned jobs, so a caller that leaves waits for nothing.
 - Calls with the same job id wait for the same job, or get its answer. A job that was cancelled or timed out before
-  its caller was shown anything is enqueued again.
+  its caller saw anything is enqueued again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Decoding:
             await self._cancel(self._given_up.get_nowait())
 
     async def _cancel(self, job_id: str) -> None:
-        if self._waiting[job_id]:  # somebody asked for it again
+        if self._waiting[job_id]:  # it was requested again
             return
         try:
             await self._queue.cancel([job_id])
@@ -65,9 +65,9 @@ class Decoding:
             get_logger().warning("an abandoned job keeps running until its deadline", job=job_id, error=str(error))
 
     async def events(self, job: DecodeJob, until: float | None = None) -> AsyncGenerator[Event]:
-        """Tokens as they come, and each sequence's result, up to `until` on the monotonic clock (None: the whole time).
+        """Tokens as they arrive, and each sequence's result, until `until` (monotonic clock; None: the time limit).
 
-        Raises Refusal, BrokerError. Close it to stop listening.
+        Raises Refusal, BrokerError. Close the generator to stop listening.
         """
         until = until or time.monotonic() + self._timeout_s
         for _ in range(_MOST_TRIES):
@@ -82,7 +82,7 @@ class Decoding:
         raise Refusal(503, f"the sequence was cancelled {_MOST_TRIES} times before it started; try again later")
 
     async def forget(self, job: DecodeJob) -> None:
-        """The answer is stored elsewhere, or no longer needed."""
+        """Delete the answer: it is stored elsewhere, or no longer needed."""
         await self._replies.forget(job.job_id, job.n)
 
     async def _try(self, job: DecodeJob, expected: Expected, until: float) -> AsyncGenerator[Event]:
@@ -106,7 +106,7 @@ class Decoding:
 
     @contextlib.contextmanager
     def _asked(self, job: DecodeJob) -> Iterator[Expected]:
-        """Listened for; given up by the last that leaves before its end."""
+        """Listen for the job; if the last listener leaves before its end, it is abandoned."""
         over = False
         self._waiting[job.job_id] += 1
         try:

@@ -1,15 +1,15 @@
-"""The images of a request: checked, stored by digest where they come as bytes, and named in the order of the parts.
+"""The images of a request: checked, stored by digest if sent as bytes, and listed in the order of the parts.
 
     image_url ─┬─ http(s)://…  of a host in images.hosts ──────────────▶ ImageRef(url=…), which a worker fetches
                ├─ data:…       within images.max_mb ─▶ images.store ───▶ ImageRef(sha256=…)
                └─ sha256:…     in images.store already ────────────────▶ ImageRef(sha256=…)
 
 - Taking and storing are two steps: what is refused for another reason, such as a closed rollout, leaves no picture.
-- All parts are counted and looked at before anything is decoded, and base64 is decoded beside the event loop. Pixels
-  are never decoded here: a worker does that, in a process of its own.
-- Messages travel with the digest in the place of the bytes. So a later turn, which sends the bytes again, has the same
-  history, and the queue carries none.
-- The worker fetches URLs and checks host and address again; checking here tells the caller at once.
+- All parts are counted and checked before anything is decoded, and base64 is decoded off the event loop. Pixels are
+  never decoded here: a worker does that, in a separate process.
+- In messages the digest replaces the bytes. So a later turn, which sends the bytes again, has the same history, and the
+  queue carries no bytes.
+- The worker fetches URLs and checks host and address again; checking here tells the caller immediately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Taken(NamedTuple):
 
 
 class RequestImages:
-    """Takes the images of requests into one run's store; close it."""
+    """Puts the images of requests into one run's store; must be closed."""
 
     def __init__(self, config: Config, *, model_takes_images: bool = True) -> None:
         self._limits, self._writer = config.images, ImageWriter.of(config)
@@ -68,7 +68,7 @@ class RequestImages:
         return await self._taken(messages, places, given, self._all_checked(given), until)
 
     async def of_list(self, messages: Sequence[Message], urls: Sequence[str], where: str, until: float) -> Taken:
-        """The same for images that come beside the messages: what their parts name doesn't count. Raises Refusal."""
+        """The same for images sent beside the messages: those named in their parts are ignored. Raises Refusal."""
         given = [(f"{where}.{at}", url) for at, url in enumerate(urls)]
         checked, places = self._all_checked(given), _parts(messages)
         if len(places) != len(urls):
@@ -166,7 +166,7 @@ class RequestImages:
         """The digest and the bytes of a picture."""
         try:
             data = binascii.a2b_base64(encoded, strict_mode=True)
-        except ValueError as error:  # binascii.Error is one; so is text beyond ASCII
+        except ValueError as error:  # binascii.Error is a ValueError; non-ASCII text raises one too
             raise RequestError(f"{where}: the data URL holds no base64 ({error})") from error
         return self._writer.digest(data, where), data
 

@@ -1,9 +1,9 @@
 """`POST /infer/`: a batch of prompts with one set of options, and one envelope per output.
 
-- An envelope is additive: a client that reads only `response` keeps working, and finds `stop` there for a sequence
-  that the repeat guard ended; `coordexp.repeat_terminate_triggered` tells it apart.
-- Options that no worker here honours are refused unless they have their neutral value; none is silently dropped.
-- Options left out by a caller take the run's values.
+- Envelopes are additive: a client that reads only `response` keeps working, and finds `stop` there for a sequence
+  ended by the repeat guard; `coordexp.repeat_terminate_triggered` tells it apart.
+- Options that workers don't support are refused unless they have their neutral value; none is silently dropped.
+- Omitted options take the run's values.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _NEUTRAL: dict[str, Any] = {
 
 
 class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of a call; None: that of the run."""
+    """The options of a call; None: the run's value."""
 
     max_tokens: int | None = None
     temperature: float | None = None
-    top_k: int | None = None  # -1 and 0 are off
+    top_k: int | None = None  # -1 and 0 turn it off
     top_p: float | None = None
     repetition_penalty: float | None = None
     stop: list[str] | None = None
@@ -54,7 +54,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     n: int = 1
     logprobs: bool = False
     return_details: bool = False  # token ids are always returned
-    # Not honoured; taken with these values alone:
+    # Not supported; only these values are accepted:
     num_beams: int = 1
     stream: bool = False
     top_logprobs: int | None = None
@@ -72,7 +72,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"n must be in 1..{MAX_GROUP}, got {self.n}")
 
     def sampling(self, default: SamplingParams) -> SamplingParams:
-        """These options over those of the run. Raises MessageError for a value out of range."""
+        """These options over the run's. Raises MessageError for a value out of range."""
         given = {
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -89,7 +89,7 @@ class RequestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt; fields that are not listed are ignored."""
+    """One prompt; unknown fields are ignored."""
 
     messages: list[Message]
     images: list[str] = []
@@ -109,7 +109,7 @@ class InferCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The body of a call."""
 
     infer_requests: list[InferRequest]
-    request_config: RequestConfig | None = None  # None: every option is that of the run
+    request_config: RequestConfig | None = None  # None: all options are the run's
 
     @property
     def options(self) -> RequestConfig:
@@ -118,7 +118,7 @@ class InferCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CoordExp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chat completion has no word for."""
+    """What a chat completion has no field for."""
 
     repeat_terminate_triggered: Literal[0, 1]
 
@@ -131,7 +131,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_call(body: bytes, limits: Limits | None = None) -> InferCall:
-    """Raises MessageError with the path of what is wrong, RequestError for what costs too much."""
+    """Raises MessageError with the path of the error, RequestError for a body that costs too much."""
     try:
         admit_json(body, "the body")
         call = msgspec.json.decode(body, type=InferCall)
@@ -151,7 +151,7 @@ def envelope(result: SequenceResult, *, model: str, logprobs: bool = False, crea
 
 
 def encode_envelopes(envelopes: Sequence[Envelope]) -> bytes:
-    """The body of the answer: a JSON array in the order of the outputs."""
+    """The body of the answer: a JSON array, in output order."""
     return msgspec.json.encode(envelopes)
 
 

@@ -11,7 +11,7 @@ from sluice.pipeline.telemetry import families
 
 
 class Metrics:
-    """In the registry of the process, so that its `metrics` address and the gateway's `/metrics` are one page."""
+    """Uses the process's registry, so its `metrics` address and the gateway's `/metrics` serve the same page."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = to = registry or CollectorRegistry()

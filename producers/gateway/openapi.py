@@ -1,4 +1,4 @@
-"""What the OpenAPI document says beside the types: examples, answers that are no JSON object, errors."""
+"""What the OpenAPI document contains besides the types: examples, answers that aren't JSON objects, errors."""
 
 from __future__ import annotations
 
@@ -163,5 +163,5 @@ _ERRORS = {
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Those that a route may answer."""
+    """The error answers of a route."""
     return documented({status: _ERRORS[status] for status in statuses})

@@ -1,16 +1,16 @@
-"""What a caller is told if there is no answer.
+"""What a caller gets if there is no answer.
 
 | status | why                                                                   |
 |--------|-----------------------------------------------------------------------|
-| 400    | well-formed, and cannot be honoured; the message names the field      |
+| 400    | well-formed but not supported; the message names the field            |
 | 404    | no such model or rollout                                              |
 | 409    | the rollout is closed                                                 |
-| 422    | not the schema; `param` is the path                                   |
+| 422    | doesn't match the schema; `param` is the path                         |
 | 429    | too many requests in progress; try again after `Retry-After` seconds  |
-| 500    | the sequence died in the queue, or a fault of ours                    |
-| 503    | the broker is away                                                    |
-| 504    | no answer in time; the message names what was waited for              |
-| 507    | `images.store` takes no more pictures                                 |
+| 500    | the sequence died in the queue, or a bug of ours                      |
+| 503    | the broker doesn't answer                                             |
+| 504    | no answer in time; the message names what it waited for               |
+| 507    | `images.store` is full                                                |
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sluice.pipeline.http.errors import problem
 from sluice.pipeline.wire.messages import DeadLetter
 
 _THEIRS = ("invalid_request",)
-_MAY_PASS = (DeadlineExceeded, ResultsLost, LeaseLost)  # all other errors would repeat
+_MAY_PASS = (DeadlineExceeded, ResultsLost, LeaseLost)  # other errors would only repeat
 
 
 class Refusal(SluiceError):
@@ -49,13 +49,13 @@ class Refusal(SluiceError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come again, or never: OpenAI's clients ask again after 409 and 5xx unless they are told not to."""
+        """When to retry, or not to: OpenAI's clients retry after 409 and 5xx unless told not to."""
         if self._final:
             return {"x-should-retry": "false"}
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """In the form of OpenAI's API."""
+        """In OpenAI's format."""
         body = problem(self.status, str(self), self.path)
         if self.code is not None:
             body["error"]["code"] = self.code
@@ -82,7 +82,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def of_schema(problems: Sequence[Any]) -> Refusal:
-    """The first of what pydantic found, without the value that was sent."""
+    """The first of pydantic's errors, without the value that was sent."""
     first = problems[0]
     if first["type"] == "json_invalid":
         return Refusal(422, f"the body is not JSON: {first['ctx']['error']}")

@@ -1,7 +1,7 @@
-"""A chat request as sent, and the part of it the workers honour.
+"""A chat request as sent, and the part that workers support.
 
-- Fields left out or null take the run's own setting.
-- Harmless unknown fields are ignored; one that would change the answer is refused.
+- Omitted or null fields use the run's settings.
+- Harmless unknown fields are ignored; those that would change the answer are refused.
 - Images: images.py.
 """
 
@@ -51,7 +51,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(Schema):
-    """What a stream says beside its text."""
+    """What a stream contains besides text."""
 
     include_usage: bool = Field(default=False, description="Send one more event before the end, with the token counts.")
 
@@ -91,7 +91,7 @@ class ChatRequest(CompletionsRequest):
     tool_choice: Any = Field(default=None, description='`"auto"`, or `"none"`: calls in the answer stay text.')
 
     def plain_messages(self) -> list[Message]:
-        """The messages as they came. Raises Refusal (400) for what cannot be carried."""
+        """The messages as they came. Raises Refusal (400) for values the queue can't carry."""
         try:
             messages = [message.plain() for message in self.messages]
             check_can_travel(messages)
@@ -101,21 +101,21 @@ class ChatRequest(CompletionsRequest):
 
     @property
     def count(self) -> int:
-        """Answers wanted."""
+        """The number of answers requested."""
         return self.n or 1
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with its token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def parses_tools(self) -> bool:
-        """Whether calls are looked for in the answer."""
+        """Whether the answer is parsed for tool calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def check(self) -> None:
-        """Raises Refusal (400) for what is not honoured."""
+        """Raises Refusal (400) for unsupported options."""
         sent: JsonObject = {**(self.model_extra or {}), "tool_choice": self.tool_choice}
         for name, neutral in _NEUTRAL.items():
             value = sent.get(name)
@@ -128,12 +128,12 @@ class ChatRequest(CompletionsRequest):
             raise Refusal(400, f"rollout_id must have 1..{MAX_ID_LENGTH} characters, not all blank", "rollout_id")
 
     def sampling(self, default: SamplingParams) -> SamplingParams:
-        """These options over those of the run. Raises Refusal (400) for a value out of range."""
+        """These options over the run's. Raises Refusal (400) for a value out of range."""
         given = {
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
             "temperature": self.temperature,
             "top_k": 1 if self.top_p == 0 else self.top_k,
-            "top_p": self.top_p or None,  # 0 is the likeliest token alone
+            "top_p": self.top_p or None,  # 0 means only the likeliest token
             "repetition_penalty": self.repetition_penalty,
             "stop": _strings(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
@@ -141,7 +141,7 @@ class ChatRequest(CompletionsRequest):
         }
         try:
             found = {key: value for key, value in given.items() if value is not None}
-            # The kept tokens would not match a prompt that was cut.
+            # The kept tokens wouldn't match a truncated prompt.
             return msgspec.structs.replace(default, **found, truncate_prompt=False)
         except ValueError as error:
             raise Refusal(400, f"{error}; correct or remove it", str(error).partition(" ")[0]) from error
@@ -164,7 +164,7 @@ class FinishRequest(Schema):
 
 
 def check_can_travel(value: Any) -> None:
-    """Raises ValueError for what the queue's wire cannot carry: numbers beyond 64 bits, broken Unicode, deep nests."""
+    """Raises ValueError for what the queue can't carry: numbers beyond 64 bits, broken Unicode, deep nesting."""
     try:
         msgspec.msgpack.encode(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -50,7 +50,7 @@ _RolloutHeader = Annotated[str | None, Header(description="Instead of `rollout_i
 
 
 class _Events(StreamingResponse):
-    """A stream that gives back what it holds, however it ends."""
+    """A stream that releases its resources however it ends."""
 
     def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -78,12 +78,12 @@ def _add_chat(router: APIRouter, service: Service) -> None:
         responses=CHAT | errors(400, 401, 404, 409, 413, 422, 429, 500, 503, 504, 507),
     )
     async def chat(body: _ChatBody, request: Request, x_rollout_id: _RolloutHeader = None) -> Response:
-        """OpenAI's protocol, with the token ids of what was read and sampled.
+        """OpenAI's protocol, with the token ids of the prompt and the sampled tokens.
 
         Calls with the same `rollout_id` are the turns of one rollout: each call's messages begin with those of an
-        earlier one and its answer. Other messages fork it. The same call again is given the same answer.
+        earlier one and its answer. Other messages fork it. A repeated call gets the same answer.
 
-        What changes the answer and is not listed here, such as `response_format`, is refused with 400.
+        Unlisted fields that would change the answer, such as `response_format`, are refused with 400.
         """
         if body.rollout_id is None and x_rollout_id is not None:
             body = body.model_copy(update={"rollout_id": x_rollout_id})
@@ -101,7 +101,7 @@ def _add_infer(router: APIRouter, service: Service) -> None:
     async def infer(request: Request) -> Response:
         """One chat completion for each output, in the order of the prompts, each in an envelope.
 
-        `coordexp.repeat_terminate_triggered` is 1 where the repeat guard ended the sequence.
+        `coordexp.repeat_terminate_triggered` is 1 if the repeat guard ended the sequence.
         """
         try:
             call = read_call(await request.body(), service.limits)
@@ -117,7 +117,7 @@ def _add_infer(router: APIRouter, service: Service) -> None:
 def _add_models(router: APIRouter, names: Sequence[str]) -> None:
     @router.get("/v1/models", summary="Names of the model", response_description="All of them.", responses=errors(401))
     async def models() -> Models:
-        """Every name means the weights that are served at the time."""
+        """Every name means the weights being served at the time."""
         return Models(data=[Model(id=name) for name in names])
 
     @router.get(
@@ -129,7 +129,7 @@ def _add_models(router: APIRouter, names: Sequence[str]) -> None:
     async def model(
         name: Annotated[str, Path(description="As in `model` of a request.", examples=["default"])],
     ) -> Model:
-        """For clients that ask whether a name is served."""
+        """For clients that check whether a name is served."""
         if name not in names:
             raise Refusal(404, f"model {name!r:.80} is not served; it may be {' or '.join(names)}", "model")
         return Model(id=name)
@@ -140,7 +140,7 @@ async def _chat(service: Service, body: ChatRequest, request: Request) -> Respon
     async with AsyncExitStack() as held:
         held.enter_context(service.gate.enter())
         source = await held.enter_async_context(aclosing(service.chat.events(body, sampling)))
-        first = await unless_gone(request, anext(source))  # what is refused is refused before the first byte
+        first = await unless_gone(request, anext(source))  # refusals come before the first byte
         if isinstance(first, Answer) and not body.stream:
             _count(service, first)
             whole = first.completion(logprobs=bool(body.logprobs))
@@ -172,7 +172,7 @@ _ROLLOUT_ID = Path(description="As in the calls; may contain slashes.", examples
 
 
 class Finished(BaseModel):
-    """What became of the rollout."""
+    """What happened to the rollout."""
 
     rollout_id: str
     already: bool = Field(description="An earlier call, or the rollout's time to live, had already ended it.")
@@ -195,7 +195,7 @@ def rollout_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/rollout/completed", summary="A rollout server's callback", **said)
     async def completed(body: RolloutResponse) -> Finished:
-        """What `POST /v1/rollout/init` of a rollout server leads to; it ends the rollout as `finish` does."""
+        """The callback after `POST /v1/rollout/init` at a rollout server; ends the rollout as `finish` does."""
         return await _end(body.rollout_id, Verdict(final_status=body.status.value))
 
     async def _end(rollout_id: str, verdict: Verdict) -> Finished:

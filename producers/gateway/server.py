@@ -1,4 +1,4 @@
-"""The gateway's process: its tasks, and its ASGI application.
+"""The gateway's process: its tasks and its ASGI application.
 
     request ─▶ Measured ─▶ BearerAuth ─▶ HostGate ─▶ JsonOnly ─▶ BodyLimit ─▶ routes ─▶ Service
 
@@ -7,7 +7,7 @@
 | requests        | a caller             |
 | requests to end | workers (draining)   |
 
-- Every error has the form of OpenAI's API; none repeats what was sent, and no body or key is logged.
+- Every error has OpenAI's format; none repeats what was sent, and no body or key is logged.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ _HEALTH: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: Service, key: str | None) -> FastAPI:
-    """`key`: the bearer key that every request but /health and the page at /docs must bring; None: nobody is asked."""
+    """`key`: the bearer key of every request except /health and the page at /docs; None: no key needed."""
     app = FastAPI(
         title="Sluice gateway",
         version=__version__,
@@ -162,7 +162,7 @@ def make_app(service: Service, key: str | None) -> FastAPI:
 def _service_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["service"], summary="Whether requests are accepted", responses=_HEALTH)
     async def health(response: Response) -> Health:
-        """Free for everybody, also where a key is set."""
+        """Needs no key, even if one is set."""
         answers = await service.broker_answers()
         response.status_code = 200 if answers else 503
         return Health(
@@ -182,7 +182,7 @@ def _service_routes(app: FastAPI, service: Service) -> None:
         responses=errors(401),
     )
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """In Prometheus' text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -52,7 +52,7 @@ class Service:
     decode: Callable[[Sequence[int]], str]  # token ids to text without special tokens
 
     async def broker_answers(self) -> bool:
-        """Whether it answers right now, without waiting out the client's retries."""
+        """Whether it answers right now, without waiting for the client's retries."""
         try:
             async with asyncio.timeout(_PING_S):
                 await self.client.ping()  # type: ignore[misc]
@@ -64,7 +64,7 @@ class Service:
 def make_service(
     config: Config, client: Redis, keys: Keys, renderer: Renderer, registry: CollectorRegistry | None = None
 ) -> Service:
-    """`replies.run` and `decoding.run` are the caller's to spawn; `registry` is the process's. Raises ConfigError."""
+    """The caller must spawn `replies.run` and `decoding.run`; `registry` is the process's. Raises ConfigError."""
     gateway, metrics = config.gateway, Metrics(registry)
     partitions = config.consumer.count
     replies = Replies(client, keys)
@@ -94,7 +94,7 @@ _T = TypeVar("_T")
 
 
 class Gate:
-    """Admits `most` requests; others are told to retry."""
+    """Admits `most` requests at a time; the others are told to retry."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         self.most, self.in_hand = most, 0
@@ -102,7 +102,7 @@ class Gate:
 
     @contextlib.contextmanager
     def enter(self, count: int = 1) -> Iterator[None]:
-        """Room for `count` prompts while the block lasts. Raises Refusal (429; 400 for more than there ever is)."""
+        """Room for `count` prompts while the block lasts. Raises Refusal (429; 400 if `count` exceeds the total)."""
         if count > self.most:
             raise Refusal(400, f"{count} prompts in one request; the limit is {self.most} (gateway.max_requests)")
         if self.in_hand + count > self.most:
@@ -121,7 +121,7 @@ class Gate:
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """The work's result; it is cancelled when the caller goes away. Raises Refusal (499, which nobody reads)."""
+    """The work's result; it is cancelled if the caller disconnects. Raises Refusal (499, which nobody reads)."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

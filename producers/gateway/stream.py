@@ -2,7 +2,7 @@
 
     data: {role} ─ data: {content} … ─ data: {tool_calls} ─ data: {finish_reason, token_ids, …} ─ data: {usage} ─ [DONE]
 
-- All text sent, concatenated, is the final text.
+- The concatenated text is the final text.
 - An error after the first byte is an event with an `error`, and ends the stream without `[DONE]`.
 """
 
@@ -29,11 +29,11 @@ def event(value: Any) -> bytes:
 
 
 async def with_error(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events; an error is the last of them."""
+    """The events; an error becomes the last one."""
     try:
         async for one in events:
             yield one
-    except Exception as error:  # the status was already sent, so the stream has to report it
+    except Exception as error:  # the status has already been sent, so the stream must report it
         refusal = refusal_of(error)
         get_logger().warning("a stream ended with an error", status=refusal.status, reason=str(refusal))
         yield event(refusal.body())
@@ -56,7 +56,7 @@ class ChatStream:
         self._texts = [TextStream(decode, stop, marker) for _ in range(request.count)]
 
     async def events(self, source: AsyncIterator[TokenDelta | Answer]) -> AsyncIterator[bytes]:
-        """Bytes to send; what `source` raises passes through."""
+        """Bytes to send; exceptions of `source` pass through."""
         for index in range(len(self._texts)):
             yield event(self._chunks.delta(index, role="assistant", content=""))
         async for one in source:
@@ -88,20 +88,20 @@ def _index(delta: TokenDelta) -> int:
 
 DecodeText = Callable[[Sequence[int]], str]
 
-_MOST_HELD = 256  # tokens; a character has at most 4 bytes, so all of these are broken ones
+_MOST_HELD = 256  # tokens; a character has at most 4 bytes, so these are all broken characters
 
 
 class TextStream:
-    """The text of one sequence as its tokens come: `push` tokens, then `finish` with the text as the worker made it.
+    """The text of one sequence as its tokens arrive: `push` tokens, then `finish` with the worker's text.
 
     - The shown text is always a prefix of the final text: stripped, without special tokens, cut at a stop string.
-    - Held back: an unfinished character, white space at the end, whatever may begin a stop string or a tool call, and
-      all from a tool call's marker on.
-    - A token costs the same at any place of the sequence: only tokens since the last whole character are decoded again.
+    - Held back: an unfinished character, trailing white space, a possible start of a stop string or tool call, and
+      everything from a tool call's marker on.
+    - A token costs the same anywhere in the sequence: only tokens since the last whole character are decoded again.
     """
 
     def __init__(self, decode: DecodeText, stop: Sequence[str] = (), marker: str | None = None) -> None:
-        """`decode` leaves special tokens out. From `marker` on nothing is shown; with "" nothing before the end."""
+        """`decode` omits special tokens. Nothing is shown from `marker` on; with "", nothing before the end."""
         self._characters, self._stop, self._marker = _Characters(decode), tuple(filter(None, stop)), marker
         self._sent = ""
         self._text = ""
@@ -123,19 +123,19 @@ class TextStream:
 
 
 class _Characters:
-    """Tokens to whole characters; the tokens shown last stay as left context, as a first token may lose its space."""
+    """Tokens to whole characters; the last shown tokens stay as left context: a first token may lose its space."""
 
     def __init__(self, decode: DecodeText) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._num_known = 0  # tokens at its beginning whose text was given
-        self._num_given = 0  # characters of its text that were given
+        self._num_known = 0  # leading tokens with their text already returned
+        self._num_given = 0  # characters already returned
 
     def push(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
         broken = text.endswith("\ufffd")
-        whole = text[:-1] if broken else text  # all but the last character stay whatever comes
+        whole = text[:-1] if broken else text  # later tokens can only change the last character
         new = whole[self._num_given :]
         self._num_given = max(self._num_given, len(whole))
         if not broken or len(self._window) - self._num_known > _MOST_HELD:
@@ -146,7 +146,7 @@ class _Characters:
 
 
 def _cut(text: str, stop: Sequence[str], marker: str | None) -> str:
-    """The text before the first stop string or marker, or what may become one."""
+    """The text before the first stop string or marker, or a possible start of one."""
     ends = (*stop, marker) if marker else tuple(stop)
     whole = min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))
     return text[: min([whole, *(_maybe(text, end) for end in ends)])]

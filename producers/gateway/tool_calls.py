@@ -1,10 +1,10 @@
 """Tool calls in a model's text, as OpenAI's clients expect them.
 
-- Anything but a well-formed call stays content; nothing the model wrote is lost. A name or arguments with half of a
-  character (`\\ud800`) don't make a call either: no JSON could carry it to a client.
+- Anything but a well-formed call stays content; nothing the model wrote is lost. A name or arguments with half a
+  character (`\\ud800`) aren't a call either: JSON couldn't carry them to a client.
 - Ids are derived from the turn's key, so a repeated request gets the same ones.
-- A custom parser is a function `text -> Parsed`; its attribute `marker`, if any, is what a call begins with. A
-  streaming caller gets text up to the marker as it arrives; without a marker, all text at the end.
+- A custom parser is a function `text -> Parsed`; its optional attribute `marker` is the start of a call. A streaming
+  caller gets text up to the marker as it arrives; without a marker, all text comes at the end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Hermes:
     marker = "<tool_call>"
 
     def __call__(self, text: str, /) -> Parsed:
-        """Content is what is outside of well-formed calls, stripped."""
+        """Content is the text outside well-formed calls, stripped."""
         calls: list[Call] = []
         kept: list[str] = []
         end = 0
@@ -82,7 +82,7 @@ def load_tool_parser(name: str) -> ToolParser:
 
 
 def read_calls(parser: ToolParser, text: str) -> Parsed:
-    """What the parser finds; all of it is text where a call of it could not be sent."""
+    """What the parser finds; all of it stays text if one of its calls can't be sent."""
     found = parser(text)
     if lone_surrogate([[call.name, call.arguments] for call in found.calls], "it"):
         return Parsed(text)
@@ -90,7 +90,7 @@ def read_calls(parser: ToolParser, text: str) -> Parsed:
 
 
 def assistant_message(parsed: Parsed, key: str) -> dict[str, Any]:
-    """The message that a client is answered and sends back."""
+    """The message a client receives and sends back."""
     if not parsed.calls:
         return {"role": "assistant", "content": parsed.content}
     calls = [

@@ -1,16 +1,16 @@
-"""A rollout's turns as what the consumers train on: one sequence for each leaf of the tree of turns.
+"""A rollout's turns as training sequences: one for each leaf of the tree of turns.
 
     root prompt │ sampled │ added │ sampled │ added │ sampled      one path
     not in the   mask 1     mask 0  mask 1    mask 0  mask 1       token_ids, logprobs, versions, …
     arrays
 
-- The first part is the branch with the newest turn, which holds how the rollout ended: a task finds its reward there,
+- The first part is the branch with the newest turn, which shows how the rollout ended: a task finds its reward there,
   not in a branch the agent gave up.
 - Nothing is trained twice: turns already in an earlier part are context in later ones, mask 0.
 - Where the mask is 0 the log-probability is 0.0 and the versions are -1; a turn keeps its mask (for the end of
   sequence that the repeat guard forced).
-- Its images are those of the last turn, which was shown all of the path's; their expansions are context, mask 0.
-- The ending is that of the last turn; a turn that was cut short (deadline, cancelled, error) makes it that of the path.
+- Its images are those of the last turn, which saw all images of the path; their expansions are context, mask 0.
+- The ending is the last turn's, unless a turn was cut short (deadline, cancelled, error): then it is that one's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sluice.producers.gateway.refusals import Refusal, unknown
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What its caller says of a whole rollout."""
+    """The caller's verdict on a whole rollout."""
 
     final_status: str = "COMPLETED"
     reward: float | None = None
-    truth: Any = None  # None: that of the head
+    truth: Any = None  # None: the head's
 
 
 def path_to(turns: Sequence[Turn], place: int) -> list[Turn]:
@@ -47,7 +47,7 @@ def known_token_ids(path: Sequence[Turn]) -> list[int]:
 
 
 def sent_token_ids(path: Sequence[Turn]) -> list[int]:
-    """The same as workers are given them: each image is one placeholder."""
+    """The same as sent to workers: each image is one placeholder."""
     return [token for turn in path for part in (_sent(turn), turn.result.token_ids) for token in part]
 
 
@@ -100,7 +100,7 @@ def _sampled(path: Sequence[Turn], is_new: Sequence[bool]) -> SampledTokens:
 def _about(
     head: RolloutHead, results: Sequence[SequenceResult], verdict: Verdict, num_turns: int, parts: int
 ) -> dict[str, Any]:
-    """Everything of a trajectory that is no array."""
+    """All fields of a trajectory that aren't arrays."""
     last = results[-1]
     return {
         "rollout_id": head.rollout_id,
@@ -136,7 +136,7 @@ def _about(
 def _ending(results: Sequence[SequenceResult]) -> FinishReason:
     last = results[-1].finish_reason
     cut: list[FinishReason] = [one.finish_reason for one in results if one.finish_reason in CUT_SHORT]
-    return cut[-1] if cut and last != "repeat_terminated" else last  # that one's flag must fit it
+    return cut[-1] if cut and last != "repeat_terminated" else last  # its flag must match the ending
 
 
 _MOST_TRIES = 20
@@ -146,15 +146,15 @@ _DROPPED = {"ERROR": "rollout_error", "CANCELLED": "cancelled"}
 class Closing:
     """Ends rollouts: their trajectories are published once, or they are dropped, once.
 
-    - COMPLETED publishes; ERROR and CANCELLED drop it, and so does a rollout without a turn.
-    - Every repeat is answered with `already`, whoever was first.
+    - COMPLETED publishes; ERROR and CANCELLED drop. A rollout without turns is dropped too.
+    - Repeats are answered with `already`, whoever was first.
     """
 
     def __init__(self, rollouts: Rollouts, metrics: Metrics) -> None:
         self._rollouts, self._metrics = rollouts, metrics
 
     async def finish(self, rollout_id: str, verdict: Verdict) -> dict[str, Any]:
-        """What happened, as it is answered. Raises Refusal (404) for an unknown rollout."""
+        """The answer: what happened. Raises Refusal (404) for an unknown rollout."""
         for _ in range(_MOST_TRIES):
             rollout = await self._rollouts.load(rollout_id)
             if rollout is None:

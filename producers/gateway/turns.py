@@ -1,13 +1,13 @@
 """One call of a rollout as its next turn: which turn it follows, which tokens are new, and its key.
 
 - Sampled ids of earlier turns stay unchanged; only what the messages add is tokenised.
-- A turn follows the one with the longest prefix of the messages that ends in an assistant message of ours; none means
+- A turn follows the one with the longest prefix of the messages that ends in one of our assistant messages; none means
   a new history. Messages are compared in a normalised form (clients drop nulls, add empty lists, and reformat JSON),
   and a digest stands for the tools and all messages up to a point.
-- Images: the worker is given one placeholder for each and expands all of them again; what it reports must begin with
-  the known ids, and the rest is what the turn added. Earlier images keep the digests their turn was decoded with.
-- The key identifies the call: the same messages, tools and sampling are the same turn, whoever asks again.
-- A mask sent by a caller is a claim about the added tokens; one that doesn't fit is refused, never repaired.
+- Images: the worker gets one placeholder for each and expands all of them again. The ids it reports must begin with the
+  known ids; the turn added the rest. Earlier images keep the digests their turn was decoded with.
+- The key identifies the call: the same messages, tools and sampling are the same turn, whoever repeats it.
+- A mask sent by a caller is a claim about the added tokens; if it doesn't match, it is refused, never repaired.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Plan:
     """A turn to be decoded."""
 
     key: str
-    parent: int  # its place; -1: none
+    parent: int  # its index; -1: none
     depth: int  # turns before it on its path
     known: list[int]  # token ids up to the parent's last one, images expanded
-    sent: list[int]  # the same as the worker was given them: each image is one placeholder
+    sent: list[int]  # the same as sent to the worker: each image is one placeholder
     added: Added  # each image is one placeholder
     images: list[ImageRef]  # of all messages, in order
     before: str  # digest of the tools and the messages that were sent
-    forks: bool = False  # other turns of the rollout are not on its path
+    forks: bool = False  # the rollout has turns that aren't on its path
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """What the worker is given; it expands the images."""
+        """The prompt for the worker, which expands the images."""
         return self.sent + self.added.token_ids
 
     def turn(self, result: SequenceResult, message: Message) -> Turn:
@@ -87,7 +87,7 @@ def plan_turn(
 ) -> Plan:
     """`images` are those of the messages' parts, in order.
 
-    Raises Refusal (400) for a mask or a template that does not fit, RequestError, ModelError.
+    Raises Refusal (400) for a mask or template that doesn't match, RequestError, ModelError.
     """
     with_tools = replace(renderer, options=replace(renderer.options, tools=tools))
     before = digests(messages, tools)[-1]
@@ -116,7 +116,7 @@ def plan_turn(
 
 
 def check_mask(mask: Sequence[int] | None, num_added: int, *, first: bool) -> None:
-    """Raises Refusal (400) unless the mask is left out or has a 0 for each added token."""
+    """Raises Refusal (400) unless the mask is omitted or has a 0 for each added token."""
     if mask is None or (first and not mask):
         return
     if len(mask) != num_added:
@@ -132,7 +132,7 @@ def _mask_error(message: str) -> Refusal:
 
 
 class Known(Protocol):
-    """A turn as far as this module reads it."""
+    """The part of a turn that this module reads."""
 
     @property
     def history(self) -> str:
@@ -141,7 +141,7 @@ class Known(Protocol):
 
 
 class Found(NamedTuple):
-    """`turn`: its place among the known ones; `at`: the place of its answer among the messages."""
+    """`turn`: its index among the known ones; `at`: the index of its answer among the messages."""
 
     turn: int
     at: int
@@ -161,12 +161,12 @@ def digests(messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]
 
 
 def after(before: str, message: Message) -> str:
-    """The digest once this message follows."""
+    """The digest after appending this message."""
     return digest([before, normal(message)])
 
 
 def goes_on_from(turns: Sequence[Known], messages: Sequence[Message], tools: Sequence[Any] = ()) -> Found | None:
-    """The newest turn whose whole history is a prefix of these messages; among several, the longest history."""
+    """The turn with the longest history that is a prefix of these messages; the newest of several."""
     newest = {turn.history: place for place, turn in enumerate(turns)}
     known = digests(messages, tools)
     for at in range(len(messages) - 1, -1, -1):
@@ -176,7 +176,7 @@ def goes_on_from(turns: Sequence[Known], messages: Sequence[Message], tools: Seq
 
 
 def normal(message: Message) -> dict[str, Any]:
-    """The parts of a message that count: role, content, calls, the call it answers, and a name."""
+    """The parts of a message that count: role, content, calls, the call it answers, and name."""
     kept: dict[str, Any] = {"role": message.get("role"), "content": _content(message.get("content"))}
     if calls := message.get("tool_calls"):
         kept["tool_calls"] = [_call(call) for call in calls]

@@ -1,9 +1,9 @@
-"""`GET /docs`: the application's OpenAPI document in FastAPI's page, Swagger UI, without external resources.
+"""`GET /docs`: the application's OpenAPI document in FastAPI's Swagger UI page, without external resources.
 
-- Clusters have no internet access, so script and style are served from here: Swagger UI 5.35.0, as in npm's
+- Clusters have no internet access, so this module serves script and style: Swagger UI 5.35.0, as in npm's
   swagger-ui-dist.
-- The page and its files are public, because they reveal nothing about this server. The document, and every request the
-  page sends, needs the key if one is set; start.js asks for it, and closing the page forgets it.
+- The page and its files are public, because they reveal nothing about this server. The document and every request the
+  page sends need the key if one is set; start.js asks for it, and closing the page forgets it.
 """
 
 from __future__ import annotations

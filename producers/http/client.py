@@ -1,8 +1,8 @@
 """HTTP to hosts named in a request: only listed ones, at safe addresses.
 
-- Every URL is checked against the list before the request, every address when its socket is made.
-- No redirects, no proxies, cookies or passwords from the environment, and no compressed answers, so the bytes counted
-  are the bytes read.
+- Every URL is checked against the list before the request, and every address when its socket is opened.
+- No redirects; no proxies, cookies or passwords from the environment; no compressed answers, so the bytes counted are
+  the bytes read.
 - TLS names are always verified; no setting turns that off.
 """
 

@@ -1,12 +1,12 @@
-"""What goes over HTTP between a trainer, the gateway and the rollout server; its names are a public protocol.
+"""The messages between a trainer, the gateway and the rollout server over HTTP; their names are a public protocol.
 
 ```
 RolloutRequest ─▶ rollout server ─ CompletionsRequest ─▶ trainer (gateway) ─ CompletionsResponse ─▶ … ─▶ RolloutResponse
 ```
 
-- Messages and tools are written as in OpenAI's API.
-- `response_mask` covers the tokens that a call adds before the reply: 0 for each, null for none.
-- A reply says what it saw (`prompt_token_ids`) and what it sampled (`token_ids`, `logprobs`: natural logs, one each).
+- Messages and tools have OpenAI's format.
+- `response_mask` covers the tokens a call adds before the reply: 0 for each, null if there are none.
+- A reply reports its prompt (`prompt_token_ids`) and the sampled tokens (`token_ids`; `logprobs`, natural logs).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_METADATA_BYTES = 1024 * 1024
 
 
 class _StopAtFirst(FailFast):
-    """One that may stand in a union."""
+    """FailFast that also works in a union."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
@@ -47,13 +47,13 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Schema(BaseModel):
-    """Types as written (no "1" for 1), finite numbers only."""
+    """Strict types (no "1" for 1), finite numbers only."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class OpenSchema(Schema):
-    """Keeps the fields that it does not know."""
+    """Keeps unknown fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -98,7 +98,7 @@ class Message(OpenSchema):
     )
 
     def plain(self) -> JsonObject:
-        """The message as it came: what was not sent stays away."""
+        """The message as it came: fields that were not sent stay out."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -111,7 +111,7 @@ class FunctionDefinition(OpenSchema):
 
 
 class ToolDefinition(OpenSchema):
-    """A tool as the model is told of it."""
+    """A tool as described to the model."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
@@ -196,7 +196,7 @@ class RolloutStatus(StrEnum):
 
 
 class RolloutRequest(Schema):
-    """What a trainer requests. `max_turns` and `max_tokens_total` are advisory; this server applies them."""
+    """A trainer's request. `max_turns` and `max_tokens_total` are advisory; this server applies them."""
 
     rollout_id: str = Field(min_length=1, max_length=MAX_ID_LENGTH, description="The same id never runs twice.")
     server_url: str = Field(description="URL of the model: http or https, on a listed host.")
@@ -252,7 +252,7 @@ class RolloutRequest(Schema):
         return value
 
     def turn_limits(self) -> tuple[int, int]:
-        """Most replies, and most rounds of tool calls."""
+        """The maximum number of replies, and of rounds of tool calls."""
         hints: list[Any] = [self.metadata.get(hint) or self.max_turns for hint in TURN_HINTS]
         return min(self.max_turns, hints[0]), hints[1]
 
@@ -271,7 +271,7 @@ class RolloutMetrics(Schema):
 
 
 class RolloutResponse(Schema):
-    """The answer to every rollout, also to one that failed: then `final_messages` is empty."""
+    """The answer to every rollout; if it failed, `final_messages` is empty."""
 
     rollout_id: str
     status: Annotated[RolloutStatus, Field(strict=False)]
@@ -316,7 +316,7 @@ class CancelRequest(Schema):
 
 
 def _plain_url(text: str) -> str:
-    """Without the slash at its end."""
+    """The URL without a trailing slash."""
     try:
         url = URL(text)
     except (ValueError, IndexError) as error:
@@ -329,7 +329,7 @@ def _plain_url(text: str) -> str:
 
 
 class RolloutError(SluiceError):
-    """Ends one rollout with status ERROR; `http_status` is the trainer's, where there is one."""
+    """Ends one rollout with status ERROR; `http_status` is the trainer's, if there is one."""
 
     def __init__(self, category: ErrorCategory, message: str, http_status: int | None = None) -> None:
         super().__init__(message)
@@ -340,7 +340,7 @@ ROLLOUT_ID = "{rollout_id:any}"
 
 
 class AnyText(Convertor[str]):
-    """An id in a path: any text, slashes and line ends too (`{name:path}` takes no line ends)."""
+    """An id in a path: any text, even slashes and line ends (`{name:path}` accepts no line ends)."""
 
     regex = r"[\s\S]*"
 

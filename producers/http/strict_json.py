@@ -22,7 +22,7 @@ from sluice.pipeline.wire.codec import lone_surrogate_in_json, too_wide
 
 
 def decode(body: bytes) -> Any:
-    """The value. Raises ValueError saying what is wrong with it, RequestError if it costs too much."""
+    """The value. Raises ValueError saying what is wrong, RequestError if it costs too much."""
     try:
         admit_json(body, "the body")
         value = msgspec.json.decode(body)
@@ -61,7 +61,7 @@ class _StrictRequest(Request):
 
 
 def encode(value: Any) -> bytes:
-    """ASCII, without blanks."""
+    """ASCII, without spaces."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
