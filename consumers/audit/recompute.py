@@ -74,7 +74,7 @@ def pixels_of(config: Config, sequences: Sequence[Stored]) -> Iterator[Pixels]:
 
 async def _fetched(images: SampleImages, seen: Sequence[Stored], limit_s: float) -> dict[str, str]:
     try:
-        return await images.take([sequence.named for sequence in seen], limit_s)
+        return await images.take([sequence.named for sequence in seen], limit_s, patient=False)
     finally:
         await images.stop_fetching()
 

@@ -3,6 +3,7 @@
     sample.images ─▶ ImageStore ─▶ VisionProcessor ─▶ files below `directory` ─▶ inputs(sample), mapped into memory
 
 - Everything that can go wrong with an image goes wrong in `take`, before the step: it costs its own sequence only.
+- A disk, mount or server in trouble costs none: its images are tried again until the deadline, which is an error.
 - Digests decide: the worker stamped those of the bytes that it decoded, and other bytes are an error.
 - The pixels of equal images in equal order (a group's) are processed and written once. Files, not memory, hold them:
   a step may show thousands of images, and the kernel drops mapped pages when memory is short.
@@ -29,15 +30,18 @@ from PIL import Image
 
 from sluice.consumers.samples import image_token_of
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import DataError, RequestError, TaskError
+from sluice.pipeline.errors import DataError, DeadlineExceeded, RequestError, TaskError
+from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.pipeline.images.store import ImageStore
 from sluice.pipeline.images.writer import images_of_run
+from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import ImageRef, TrainingSample
 
 IMAGE_FAILED = "image_failed"  # the reason of a sequence whose images can't be used
 _WRITTEN = -1  # no token's id
 _AT_ONCE = 8  # samples; the store bounds fetches and decodings
+_PAUSE_S = 0.5  # before an image whose source is in trouble is tried again
 _CLOSE_S = 10.0  # for what is being written or deleted
 
 
@@ -70,6 +74,7 @@ class SampleImages:
     def __init__(self, config: Config, processor: VisionProcessor, directory: Path) -> None:
         """Files lie below `directory`, which `async with` empties: the caller is the only one that needs any there."""
         self.processor = processor
+        self.trouble = ""  # of the latest `take`: why an image is tried again
         self._images, self._shared = images_of_run(config), directory
         self._directory = directory / secrets.token_hex(8)
         self._token_id = image_token_of(config.model)
@@ -97,15 +102,17 @@ class SampleImages:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def take(self, samples: Sequence[TrainingSample], limit_s: float) -> dict[str, str]:
-        """Fetch and process the images of these samples; why it failed, by `seq_id`.
+    async def take(self, samples: Sequence[TrainingSample], limit_s: float, *, patient: bool = True) -> dict[str, str]:
+        """Fetch and process the images of these samples; why one can't be used, by `seq_id`.
 
-        What isn't there after `limit_s` has failed. A sample that was taken before is not taken again.
+        Raises DeadlineExceeded if some aren't there after `limit_s`, which says nothing about them. What was taken
+        before is not taken again. Not `patient`: an image whose source is in trouble fails at once.
         """
+        self.trouble = ""
         new = {one.seq_id: one for one in samples if one.images and one.seq_id not in self._held}
         gate = asyncio.Semaphore(_AT_ONCE)
         self._prune()  # a write may have ended since, in an error
-        tasks = {seq_id: asyncio.create_task(self._take(sample, gate)) for seq_id, sample in new.items()}
+        tasks = {seq_id: asyncio.create_task(self._take(sample, gate, patient)) for seq_id, sample in new.items()}
         if not tasks:
             return {}
         try:
@@ -116,13 +123,20 @@ class SampleImages:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
             self._prune()
         failed: dict[str, str] = {}
+        late = [seq_id for seq_id, task in tasks.items() if task.cancelled()]
         for seq_id, task in tasks.items():
             if task.cancelled():
-                failed[seq_id] = f"its images were not here after {limit_s:.0f} s; look at the disk or the image server"
-            elif isinstance(error := task.exception(), RequestError):
+                continue
+            if isinstance(error := task.exception(), RequestError):
                 failed[seq_id] = str(error)
             elif error is not None:
                 raise error
+        if late:
+            raise DeadlineExceeded(
+                f"the images of {len(late)} of {len(tasks)} sequences were not here after {limit_s:g} s, e.g. of "
+                f"{late[0]} ({self.trouble or 'still fetching or processing'}); check the disk or the image server, or "
+                "raise trainer.batch_wait_s if it is only slow"
+            )
         return failed
 
     def inputs(self, sample: TrainingSample) -> VisionInputs | None:
@@ -171,16 +185,33 @@ class SampleImages:
             raise TaskError(f"{sample.seq_id}: its images are not here: it was not taken, or is finished")
         return held
 
-    async def _take(self, sample: TrainingSample, gate: asyncio.Semaphore) -> None:
+    async def _take(self, sample: TrainingSample, gate: asyncio.Semaphore, patient: bool) -> None:
         async with gate:
-            images = await asyncio.gather(*(self._image(ref) for ref in sample.images))
+            fetches = [asyncio.create_task(self._image(ref, patient)) for ref in sample.images]
+            try:
+                images = await asyncio.gather(*fetches)
+            finally:
+                for fetch in fetches:  # the first failure is the sample's
+                    fetch.cancel()
             made = await asyncio.to_thread(self._match, sample, images)
             pixels = await self._kept(tuple(map(_key, sample.images)), made)
         # No await from here on: a sample is held completely or not at all.
         pixels.users += 1
         self._held[sample.seq_id] = _Held(replace(made, tensors={}), pixels)
 
-    async def _image(self, ref: ImageRef) -> Image.Image:
+    async def _image(self, ref: ImageRef, patient: bool) -> Image.Image:
+        while True:
+            try:
+                return await self._fetched(ref)
+            except SourceUnavailable as error:
+                if not patient:
+                    raise
+                if not self.trouble:
+                    get_logger().warning("images are not available; trying again", cause=str(error))
+                self.trouble = str(error)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _fetched(self, ref: ImageRef) -> Image.Image:
         if self._store is None:
             self._store = ImageStore(self._images)
         key = _key(ref)

@@ -6,7 +6,7 @@
 | waits for            | unblocked by                                              |
 |----------------------|-----------------------------------------------------------|
 | batches, in `take`   | consumers; the end of the run; `trainer.batch_wait_s`     |
-| images, in `take`    | the disk, image servers; the time limits under `images`   |
+| images, in `take`    | the disk, image servers; `trainer.batch_wait_s`           |
 | the broker           | the broker; `broker.retry_for_s`                          |
 
 Each sample is trained or dropped exactly once, wherever the process is killed:
@@ -19,7 +19,8 @@ Each sample is trained or dropped exactly once, wherever the process is killed:
 | before the version is registered       | registers it                                                         |
 
 The ack comes before the version: dropped samples return their credit before the version grants more.
-A sample whose images can't be used (gone, changed, undecodable) is dropped as it is taken.
+A sample whose images can't be used (gone, changed, undecodable) is dropped as it is taken. Images that can't be
+reached drop nothing: at the deadline `take` raises, and the batch comes again.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@
 - The resolved path is opened component by component without following links, so a link created in between opens
   nothing.
 - Only regular files are opened; a FIFO or a device is never touched.
+- What is wrong with a reference or its file is a RequestError; what is wrong with the host is a SourceUnavailable.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,25 @@ from sluice.pipeline.errors import RequestError
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# What these say about a path is as true on the next try; all others (EIO, ESTALE, EMFILE, …) are the host's.
+_FINAL = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.EINVAL,
+        errno.ENXIO,
+        errno.ENODEV,
+    }
+)
+
+
+class SourceUnavailable(RequestError):
+    """The disk, mount or server of an image is in trouble; the image may be there on a later try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +53,21 @@ class Found:
 class Roots:
     """The directories of `images.roots`, resolved again at each call because links and mounts change."""
 
-    def __init__(self, roots: Sequence[str]) -> None:
-        self._roots = tuple(roots)
+    def __init__(self, roots: Sequence[str], may_lack: str = "") -> None:
+        """`may_lack`: the root that is made with its first file. Another one that isn't there is the host's trouble."""
+        self._roots, self._may_lack = tuple(roots), may_lack
 
     def find(self, where: str, *names: str) -> Found:
-        """The first of `names` that exists in the first root that has one. Blocks; raises RequestError."""
+        """The first of `names` that exists in the first root that has one. Blocks.
+
+        Raises RequestError, SourceUnavailable if a root or the file can't be reached now.
+        """
         if not self._roots:
             raise RequestError(f"{where}: reading image files is off; set images.roots in the configuration")
         if not all(map(_usable, names)):
             raise RequestError(f"{where}: a path must not have NUL characters or broken Unicode; rename the file")
         roots = [os.path.realpath(root) for root in self._roots]
-        outside, reason = False, "no such file"
+        outside, reason, trouble = False, "no such file", ""
         for candidate in self._candidates(names):
             real = os.path.realpath(candidate)
             root = next((root for root in roots if os.path.commonpath((root, real)) == root), None)
@@ -55,14 +80,21 @@ class Roots:
                 continue
             except OSError as error:
                 reason = error.strerror
+                trouble = trouble or ("" if error.errno in _FINAL else f"{real}: {reason}")
         if outside:
             raise RequestError(
                 f"{where}: is outside the configured roots; move the file, or add its directory to images.roots"
             )
+        trouble = trouble or next(
+            (f"{root} is no directory" for root in self._roots if root != self._may_lack and not os.path.isdir(root)),
+            "",
+        )
+        if trouble:
+            raise SourceUnavailable(f"{where}: {trouble}; check the disk and the mounts of images.roots")
         raise RequestError(f"{where}: {reason} below images.roots; check the path and the worker's mounts")
 
     def read(self, found: Found, max_bytes: int, where: str) -> bytes:
-        """The whole file, if it is still the one found. Blocks; raises RequestError."""
+        """The whole file, if it is still the one found. Blocks; raises RequestError, SourceUnavailable."""
         try:
             data, status = _read(_open(found), max_bytes, where)
         except OSError as error:
@@ -104,6 +136,8 @@ def _usable(name: str) -> bool:
 
 def _unreadable(error: OSError | ValueError, where: str) -> RequestError:
     reason = getattr(error, "strerror", None) or error
+    if isinstance(error, OSError) and error.errno not in _FINAL:
+        return SourceUnavailable(f"{where}: cannot be read ({reason}); check the disk and the mounts of images.roots")
     return RequestError(f"{where}: cannot be read ({reason}); check the file and its permissions")
 
 

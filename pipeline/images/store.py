@@ -21,7 +21,7 @@ from PIL import Image
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.decoders import Decoders
-from sluice.pipeline.images.paths import Found, Roots
+from sluice.pipeline.images.paths import Found, Roots, SourceUnavailable
 from sluice.pipeline.images.urls import UrlFetcher
 from sluice.pipeline.wire.messages import ImageRef
 
@@ -40,7 +40,7 @@ class ImageStore:
 
     def __init__(self, config: ImagesConfig) -> None:
         self._config = config
-        self._roots = Roots(config.roots)
+        self._roots = Roots(config.roots, may_lack=config.store)
         self._urls = UrlFetcher(config)
         self._cache = ImageCache(config.cache_mb * 2**20)
         self._flights: dict[ImageRef, _Flight] = {}
@@ -63,7 +63,7 @@ class ImageStore:
         """The image, mode RGB; shared with other callers, so `copy()` it before changing it.
 
         `image.info["sha256"]` is the digest of the bytes it was decoded from.
-        Raises RequestError, and EngineError if no decoder can be started.
+        Raises RequestError (SourceUnavailable if a later try may succeed); EngineError if no decoder can be started.
         """
         ref = normal_ref(ref)
         if self._closed:
@@ -106,24 +106,26 @@ class ImageStore:
         kept = self._cache.get(ref.sha256) if ref.sha256 else None
         if kept is not None:
             return kept, False
-        found, complaint = await asyncio.to_thread(find_file, self._roots, ref, where)
+        found, refusal = await asyncio.to_thread(find_file, self._roots, ref, where)
         key: Hashable = ref.sha256 or found or ref.url
         if (kept := self._cache.get(key)) is not None:
             return kept, False
-        data = await self._bytes(ref, found, complaint, where)
+        data = await self._bytes(ref, found, refusal, where)
         async with self._decodes:
             image = await asyncio.to_thread(self._decode, data, ref.sha256, where)
         self._cache.put(key, image)
         self.fetched += 1
         return image, True
 
-    async def _bytes(self, ref: ImageRef, found: Found | None, complaint: str, where: str) -> bytes:
+    async def _bytes(self, ref: ImageRef, found: Found | None, refusal: RequestError | None, where: str) -> bytes:
         if found is not None:
             return await asyncio.to_thread(self._roots.read, found, int(self._config.max_mb * 2**20), where)
         try:
             return await self._urls.fetch(str(ref.url), where)
         except RequestError as error:
-            raise RequestError(f"{error}{complaint}") from error
+            if refusal is None:
+                raise
+            raise neither(error, refusal, where) from error
 
     def _decode(self, data: bytes, digest: str | None, where: str) -> Image.Image:
         found = check_digest(data, digest, where)
@@ -142,20 +144,27 @@ def normal_ref(ref: ImageRef) -> ImageRef:
     return ref
 
 
-def find_file(roots: Roots, ref: ImageRef, where: str) -> tuple[Found | None, str]:
+def find_file(roots: Roots, ref: ImageRef, where: str) -> tuple[Found | None, RequestError | None]:
     """The file a normal reference means, or None (and why its path doesn't apply) if its URL is to be used.
 
     Blocks; raises RequestError.
     """
     if ref.path is None and ref.url is not None:
-        return None, ""
+        return None, None
     names = (ref.path,) if ref.path is not None else (str(ref.sha256), f"sha256/{ref.sha256}")
     try:
-        return roots.find(where, *names), ""
+        return roots.find(where, *names), None
     except RequestError as error:
         if ref.url is None:
             raise
-        return None, f" (its path could not be used: {str(error).removeprefix(f'{where}: ')})"
+        return None, error
+
+
+def neither(of_url: RequestError, of_path: RequestError, where: str) -> RequestError:
+    """The error for an image that neither its URL nor its path gave; SourceUnavailable if one may on a later try."""
+    later = isinstance(of_url, SourceUnavailable) or isinstance(of_path, SourceUnavailable)
+    why = str(of_path).removeprefix(f"{where}: ")
+    return (SourceUnavailable if later else RequestError)(f"{of_url} (its path could not be used: {why})")
 
 
 def _note_error(flight: _Flight) -> None:

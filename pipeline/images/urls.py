@@ -17,7 +17,7 @@ from yarl import URL
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.http.addresses import AllowedHosts, RefusedAddress
-from sluice.pipeline.images.paths import too_large
+from sluice.pipeline.images.paths import SourceUnavailable, too_large
 
 PAUSES_S = (0.2, 0.6)
 """Before the second and the third try."""
@@ -42,13 +42,13 @@ class UrlFetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, text: str, where: str) -> bytes:
-        """The body of a 200 answer. Raises RequestError."""
+        """The body of a 200 answer. Raises RequestError, SourceUnavailable if the server can't be asked now."""
         url = self._hosts.admit(text, where)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._try(url, where)
         except TimeoutError as error:
-            raise RequestError(
+            raise SourceUnavailable(
                 f"{where}: not fetched within {self._timeout_s:g} s (images.fetch_timeout_s); check the server"
             ) from error
 
@@ -68,7 +68,9 @@ class UrlFetcher:
             except (aiohttp.ClientError, ServerTrouble, OSError) as error:  # TimeoutError is an OSError
                 if (pause_s := next(pauses, None)) is None:
                     trouble = str(error) or type(error).__name__
-                    raise RequestError(f"{where}: {trouble}, {len(PAUSES_S) + 1} times; check the server") from error
+                    raise SourceUnavailable(
+                        f"{where}: {trouble}, {len(PAUSES_S) + 1} times; check the server"
+                    ) from error
             await asyncio.sleep(pause_s)
 
     async def _once(self, url: URL, where: str) -> bytes:

@@ -37,9 +37,9 @@ def images_directory(config: Config) -> Path:
 
 
 def images_of_run(config: Config) -> ImagesConfig:
-    """The `images` section with that directory among its roots; for every role that reads pictures."""
-    roots = (*config.images.roots, str(images_directory(config)))
-    return msgspec.structs.replace(config.images, roots=roots)
+    """The `images` section with that directory as its store and among its roots; for every role that reads pictures."""
+    store = str(images_directory(config))
+    return msgspec.structs.replace(config.images, roots=(*config.images.roots, store), store=store)
 
 
 class ImageWriter:

@@ -15,7 +15,7 @@ from typing import Any
 from sluice.pipeline.config.types import Config, ImagesConfig
 from sluice.pipeline.errors import RequestError
 from sluice.pipeline.images.paths import Roots
-from sluice.pipeline.images.store import check_digest, describe, find_file, normal_ref
+from sluice.pipeline.images.store import check_digest, describe, find_file, neither, normal_ref
 from sluice.pipeline.images.urls import UrlFetcher
 from sluice.pipeline.images.writer import ImageWriter, images_of_run
 from sluice.pipeline.prompts.admission import IMAGE_KINDS, media_kind
@@ -134,8 +134,9 @@ def _url(config: Config, writer: ImageWriter, ref: ImageRef) -> str:
     ref, where = normal_ref(ref), describe(ref)
     if ref.sha256 is not None and writer.has(ref.sha256):
         return f"sha256:{ref.sha256}"
-    roots = Roots(images_of_run(config).roots)
-    found, complaint = find_file(roots, ref, where)
+    images = images_of_run(config)
+    roots = Roots(images.roots, may_lack=images.store)
+    found, refusal = find_file(roots, ref, where)
     if found is not None:
         data = roots.read(found, int(config.images.max_mb * 2**20), where)
     elif ref.sha256 is None:
@@ -144,7 +145,9 @@ def _url(config: Config, writer: ImageWriter, ref: ImageRef) -> str:
         try:
             data = asyncio.run(_fetch(config.images, str(ref.url), where))
         except RequestError as error:
-            raise RequestError(f"{error}{complaint}") from error
+            if refusal is None:
+                raise
+            raise neither(error, refusal, where) from error
     check_digest(data, ref.sha256, where)
     return f"sha256:{writer.put(data, where)}"
 

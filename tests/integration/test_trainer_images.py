@@ -23,6 +23,7 @@ from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.broker.scripts import Scripts
 from sluice.pipeline.broker.scripts.streams import Disown, RoleKey
 from sluice.pipeline.config.types import BrokerConfig, Config, ImagesConfig
+from sluice.pipeline.errors import DeadlineExceeded, first_cause
 from sluice.pipeline.images.processor import VisionProcessor
 from sluice.pipeline.queue.dead_letters import DeadLetters
 from sluice.pipeline.status.snapshot import snapshot
@@ -179,6 +180,26 @@ async def test_a_restart_neither_trains_nor_drops_twice(
     now = await snapshot(client, keys)
     assert (now.trained, now.dropped, now.complete) == (4, 1, True)
     assert trained(config) == Counter(["good-1:0", "a:0", "b:0", "good-2:0"])
+
+
+async def test_images_that_cannot_be_reached_drop_nothing(
+    broker_config: BrokerConfig, client: Any, keys: Keys, run_dir: Path, source: Path, root: Path
+) -> None:
+    config = config_of(broker_config, keys, run_dir, source, root)
+    good = seen_sample("good", config, processor_of(config), image_files(root, 1, 1), seed=1)
+    await hand_on(client, keys, [good, random_sample("text", 12)])
+    root.rename(root.with_name("away"))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await train_here(config_of(broker_config, keys, run_dir, source, root, batch_wait_s=1))
+    ended = first_cause(caught.value)
+    assert isinstance(ended, DeadlineExceeded)
+    assert "scans is no directory" in str(ended) or "still fetching" in str(ended)
+    now = await snapshot(client, keys)
+    assert (now.trained, now.dropped, now.waiting_batches) == (0, 0, 1)
+    root.with_name("away").rename(root)
+    await train_here(config)
+    assert trained(config) == Counter(["good:0", "text:0"])
+    assert (await snapshot(client, keys)).dropped == 0
 
 
 async def test_your_own_loop_gets_the_pixels(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from sluice.consumers.training.images import SampleImages, joined_tensors
 from sluice.pipeline.config.types import Config
-from sluice.pipeline.errors import DataError, TaskError
+from sluice.pipeline.errors import DataError, DeadlineExceeded, TaskError
 from sluice.pipeline.images.processor import VisionInputs, VisionProcessor
 from sluice.pipeline.wire.tokens import FloatArray, Runs, TokenArray
 from tests.roles import eventually
@@ -141,14 +141,42 @@ async def test_images_of_several_turns_are_found_between_what_the_policy_wrote(
         ]
 
 
-async def test_what_takes_too_long_has_failed_by_name(
+async def test_what_takes_too_long_is_no_fault_of_the_image(
     config: Config, processor: VisionProcessor, tmp_path: Path
 ) -> None:
     good = seen_sample("good", config, processor, image_files(tmp_path / "scans", 1))
     async with SampleImages(config, processor, tmp_path / "pixels") as images:
-        failed = await images.take([good], 0.0)
-        assert "not here after 0 s" in failed[good.seq_id]
+        with pytest.raises(DeadlineExceeded, match=r"of 1 of 1 sequences were not here after 0 s.*good"):
+            await images.take([good], 0.0)
         assert await images.take([good], 30) == {}, "a later try may succeed"
+
+
+async def test_images_on_a_mount_that_is_away_are_tried_again(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    refs, away = image_files(tmp_path / "scans", 2), tmp_path / "away"
+    good = seen_sample("good", config, processor, refs)
+    spoiled = replace(good, seq_id="spoiled:0", images=[refs[0], replace(refs[1], sha256="0")])
+    (tmp_path / "scans").rename(away)
+    async with SampleImages(config, processor, tmp_path / "pixels") as images:
+        taking = asyncio.create_task(images.take([good, spoiled], 60))
+        await eventually(lambda: asyncio.sleep(0, bool(images.trouble)), "the first try failed")
+        assert "scans is no directory" in images.trouble
+        away.rename(tmp_path / "scans")
+        failed = await taking
+        assert list(failed) == ["spoiled:0"]
+        assert "64 hexadecimal digits" in failed["spoiled:0"]
+        assert images.inputs(good) is not None
+
+
+async def test_whoever_has_no_patience_is_told_at_once(
+    config: Config, processor: VisionProcessor, tmp_path: Path
+) -> None:
+    good = seen_sample("good", config, processor, image_files(tmp_path / "scans", 1))
+    (tmp_path / "scans").rename(tmp_path / "away")
+    async with SampleImages(config, processor, tmp_path / "pixels") as images:
+        failed = await images.take([good], 60, patient=False)
+        assert "scans is no directory" in failed[good.seq_id]
 
 
 def test_images_of_several_samples_are_joined_in_order() -> None:

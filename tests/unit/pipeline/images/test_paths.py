@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.pipeline.errors import RequestError
-from sluice.pipeline.images.paths import Roots
+from sluice.pipeline.images.paths import Roots, SourceUnavailable
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,7 @@ def test_all_else_is_refused_with_the_reason(tree: Path, name: str, reason: str)
     with pytest.raises(RequestError, match=reason) as caught:
         read(tree, name.format(tree=tree))
     assert str(caught.value).startswith("image: ")
+    assert not isinstance(caught.value, SourceUnavailable)
 
 
 def test_a_device_below_a_root_is_not_opened() -> None:
@@ -107,6 +108,24 @@ def test_a_file_that_changes_is_not_taken_for_the_old_one(tmp_path: Path) -> Non
     (tmp_path / "file").write_bytes(b"newer")
     with pytest.raises(RequestError, match="changed while being read"):
         roots.read(found, 100, "image")
+
+
+def test_a_root_that_is_away_is_the_host_s_trouble(tmp_path: Path) -> None:
+    """But not one that is made with its first file."""
+    here, away = str(tmp_path), str(tmp_path / "away")
+    (tmp_path / "file").write_bytes(b"x")
+    assert Roots([away, here]).find("image", "file").size == 1
+    with pytest.raises(SourceUnavailable, match=r"^image: .*/away is no directory; check the disk"):
+        Roots([here, away]).find("image", "none")
+    with pytest.raises(RequestError, match="no such file") as caught:
+        Roots([here, away], may_lack=away).find("image", "none")
+    assert not isinstance(caught.value, SourceUnavailable)
+
+
+def test_an_error_of_the_device_is_the_host_s_trouble() -> None:
+    roots = Roots(["/proc/self"])
+    with pytest.raises(SourceUnavailable, match=r"^image: cannot be read \(Input/output error\)"):
+        roots.read(roots.find("image", "mem"), 100, "image")
 
 
 def test_a_file_over_the_limit_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from sluice.pipeline.config.types import ImagesConfig
 from sluice.pipeline.errors import RequestError
+from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.urls import PAUSES_S, UrlFetcher
 from tests.image_site import Handler, Site
 from tests.integration.http.names import Names
@@ -115,6 +116,7 @@ async def test_an_answer_that_is_final_is_not_tried_again(site: Site, status: in
         with pytest.raises(RequestError, match=f"^x: the server answered {status}.*") as caught:
             await urls.fetch(site.url("/a"), "x")
     assert reason in str(caught.value)
+    assert not isinstance(caught.value, SourceUnavailable)
     assert dict(site.asked) == {"/a": 1}
 
 
@@ -122,7 +124,7 @@ async def test_a_server_s_trouble_is_tried_again_and_then_told(site: Site) -> No
     site.routes |= {"/once": answers(503, 200), "/always": answers(500)}
     async with fetcher(site) as urls:
         assert await urls.fetch(site.url("/once"), "x") == b"body"
-        with pytest.raises(RequestError, match=f"^x: the server answered 500, {TRIES} times"):
+        with pytest.raises(SourceUnavailable, match=f"^x: the server answered 500, {TRIES} times"):
             await urls.fetch(site.url("/always"), "x")
     assert dict(site.asked) == {"/once": 2, "/always": TRIES}
 
@@ -131,7 +133,7 @@ async def test_a_refused_connection_is_told() -> None:
     nobody = Site()
     nobody.port = 1
     async with fetcher(nobody) as urls:
-        with pytest.raises(RequestError, match=f"^x: Cannot connect .*, {TRIES} times"):
+        with pytest.raises(SourceUnavailable, match=f"^x: Cannot connect .*, {TRIES} times"):
             await urls.fetch(nobody.url("/a"), "x")
 
 
