@@ -1,7 +1,7 @@
-"""`sluice bench NAME`: what the parts of Sluice cost, each beside what it is compared with.
+"""`sluice bench NAME`: what the parts of Sluice cost, each next to a baseline.
 
 cli ─▶ NAME.Plan ─▶ NAME.measure ─┬▶ broker, processes, models: what is measured  ─┬▶ harness: numbers, one JSON object
-                                  └▶ child: a function in a process of its own    ─┘
+                                  └▶ child: a function in its own process         ─┘
 
 pipeline, engine, queue, guard, proximal, rollout, images, operate, scale, truth: a benchmark each, on the harness.
 """

@@ -1,4 +1,4 @@
-"""A broker of one's own, and the calls that fill and watch it."""
+"""A private broker, and the calls that fill and watch it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sluice.pipeline.wire.messages import DecodeJob, SamplingParams
 AMPLE = Credit(max_in_flight=10**9, samples_per_version=10**9, max_staleness=1, max_bytes=1 << 50)
 CHUNK = 100  # jobs a call
 IN_FLIGHT = 4
-_PAUSED_S = 120.0  # a process that was stopped meanwhile must not take its connections for dead
+_PAUSED_S = 120.0  # a process that was stopped must not consider its connections dead
 
 
 def broker_config(url: str) -> BrokerConfig:
@@ -43,7 +43,7 @@ async def own_broker(directory: Path, *, durable: bool = True) -> AsyncGenerator
 
 
 async def in_flight(calls: Iterator[Awaitable[Any]], most: int = IN_FLIGHT) -> None:
-    """Await all, `most` at a time, in order of their start, as a producer that does not wait for each answer."""
+    """Await all calls, `most` at a time in start order, like a producer that doesn't wait for each answer."""
 
     async def pull() -> None:
         for call in calls:
@@ -59,7 +59,7 @@ def chunks(jobs: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def decode_job(run: str, number: int) -> DecodeJob:
-    """As a producer makes it: a system prompt, a question, a truth."""
+    """As producers make them: a system prompt, a question, a truth."""
     sampling = SamplingParams(temperature=0.8, max_new_tokens=512, stop=("</answer>",))
     question = f"Problem {number}: a shop sells {number} apples and buys {7 * number % 100} more. How many are there?"
     return DecodeJob(
@@ -77,7 +77,7 @@ def decode_job(run: str, number: int) -> DecodeJob:
 
 
 async def enqueue(queue: JobQueue, jobs: Sequence[DecodeJob], credit: Credit = AMPLE) -> None:
-    """In one call. Raises BrokerError unless all are admitted."""
+    """Enqueue in one call. Raises BrokerError unless all are admitted."""
     check_admitted(await queue.enqueue(jobs, credit))
 
 
@@ -91,23 +91,23 @@ def check_admitted(outcomes: Sequence[str]) -> None:
 
 
 async def broker_s(client: Any) -> float:
-    """Processor seconds that the broker has used so far (user and system)."""
+    """CPU seconds the broker has used so far (user and system)."""
     facts = await client.info("cpu")
     return float(facts["used_cpu_user"]) + float(facts["used_cpu_sys"])
 
 
 async def used_bytes(client: Any) -> int:
-    """Memory that the broker has given out."""
+    """Memory the broker has allocated."""
     return int((await client.info("memory"))["used_memory"])
 
 
 async def serving(client: Any, keys: Keys) -> list[dict[str, Any]]:
-    """The facts of each worker that has its engine."""
+    """The facts of each worker with a loaded engine."""
     return [row.facts for row in (await snapshot(client, keys)).alive("worker") if "running" in row.facts]
 
 
 async def until_serving(client: Any, keys: Keys, fleet: Fleet, count: int = 1) -> None:
-    """Until that many workers have their engines. Raises SluiceError when a process of the fleet has ended."""
+    """Wait until that many workers have their engines. Raises SluiceError if a process of the fleet has ended."""
 
     async def serve() -> bool:
         return len(await serving(client, keys)) >= count

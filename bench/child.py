@@ -1,8 +1,8 @@
-"""A function of a benchmark in a process of its own: `python -m sluice.bench.child MODULE FUNCTION ARGUMENTS`.
+"""A benchmark function in its own process: `python -m sluice.bench.child MODULE FUNCTION ARGUMENTS`.
 
-The function is `async def serve(parent, *arguments)`. Messages are one JSON object a line: the parent's come on stdin,
-answers go to the stdout that the process was started with, and whatever libraries print goes to its log. What the
-function raises is told to the parent as `Failed`.
+The function is `async def serve(parent, *arguments)`. Messages are one JSON object per line: requests on stdin, answers
+on the original stdout; everything libraries print goes to the log. Exceptions of the function reach the parent as
+`Failed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Parent:
-    """The child's end of the line."""
+    """The child's side of the connection."""
 
     def __init__(self, answers: IO[bytes]) -> None:
         self._answers = answers
@@ -39,11 +39,11 @@ class Parent:
         self._answers.flush()
 
     async def line(self) -> str:
-        """The next line; empty once the parent has closed it."""
+        """The next line; empty once the parent has closed the pipe."""
         return await asyncio.to_thread(sys.stdin.readline)
 
     async def requests(self, kind: type[T]) -> AsyncIterator[T]:
-        """All of them, until the parent closes the line."""
+        """All requests, until the parent closes the pipe."""
         while line := await self.line():
             yield msgspec.json.decode(line, type=kind)
 
@@ -51,7 +51,7 @@ class Parent:
 def main(module: str, function: str, arguments: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # whole lines, also of one that is killed
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # whole lines, even from a killed process
     parent = Parent(answers)
     try:
         asyncio.run(getattr(import_module(module), function)(parent, *json.loads(arguments)))

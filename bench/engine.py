@@ -1,18 +1,18 @@
-"""How fast the engines decode, each in a process of its own, on the same sequences, round by round.
+"""How fast the engines decode, each in its own process, on the same sequences, round by round.
 
                 ┌▶ hf                our loop over transformers ─┐
 Plan ─▶ asks ───┼▶ padded            model.generate             ─┤
                 ├▶ continuous        transformers' own batching ─┼─ Sample ─▶ fields
                 └▶ vllm, vllm_bare   our backend, vllm.LLM      ─┘
 
-- While one side decodes, the processes of the others stand still (SIGSTOP). Start-up seconds run from the start of a
-  process to its first decoded token, imports included; then it warms up.
+- While one side decodes, the others' processes are stopped (SIGSTOP). Start-up seconds run from process start to the
+  first decoded token, including imports; then it warms up.
 - Greedy float32 tokens must be the same on every side, near-ties apart; otherwise the run fails.
 - Wall seconds run from the first request to the last token; nothing is loaded or prepared within them.
-- On CUDA the settings of continuous batching are its own defaults. On a CPU the defaults fill nine tenths of the memory
-  with cache, so pages are as many as the sequences need, and at most 16 requests run together: its `sdpa` attention
-  there is one product of all running requests with all their contexts, so 128 at once are slower than 16 after each
-  other. Also tried on a CPU, once each on a busy machine, and about as fast or slower: 8 and 32 requests together, no
+- On CUDA continuous batching has its own default settings. On a CPU the defaults fill nine tenths of the memory with
+  cache, so there are only as many pages as the sequences need, and at most 16 requests run together: its `sdpa`
+  attention is one product of all running requests with all their contexts, so 128 at once are slower than 16 at a
+  time. Also tried on a CPU, once each on a busy machine, and about as fast or slower: 8 and 32 requests together, no
   limit, `paged|eager` attention, pages of 16 and 256 tokens, batches of 256 and 1024 tokens, no block sharing.
 """
 
@@ -58,7 +58,7 @@ Run = Callable[[Sequence["Ask"]], Awaitable[list[list[int]]]]
 SHORTEST, LONGEST = 8, 512  # new tokens
 PROMPT_IDS = 256  # the byte tokens
 _PROMPT = (16, 64)  # tokens
-_WARM_UP = 1_000_000  # a round number that no round has
+_WARM_UP = 1_000_000  # a round number no real round has
 _POLL_S = 1.0
 _TOGETHER, _PAGE, _BATCH_TOKENS = 16, 32, 2048  # requests, tokens, tokens; of continuous batching on a CPU
 EQUAL_FLOOR = 0.9
@@ -85,7 +85,7 @@ def num_new_tokens(count: int, longest: int = LONGEST) -> list[int]:
 
 
 def asks(number: int, count: int, *, longest: int = LONGEST) -> list[Ask]:
-    """The sequences of round `number`: random prompts, so no engine gains by a prefix cache, and exact lengths."""
+    """The sequences of round `number`: random prompts, so no engine gains from a prefix cache, and exact lengths."""
     chance = random.Random(number)
     return [
         Ask(tuple(chance.randrange(PROMPT_IDS) for _ in range(chance.randint(*_PROMPT))), length)
@@ -94,7 +94,7 @@ def asks(number: int, count: int, *, longest: int = LONGEST) -> list[Ask]:
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One side of one round: wall and processor seconds, peak MB so far, new tokens of each sequence."""
+    """One side of one round: wall and CPU seconds, peak MB so far, new tokens of each sequence."""
 
     seconds: float
     cpu_s: float
@@ -111,7 +111,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
         wrong = [index for index, ask in enumerate(asks) if got[index : index + 1] != [ask.num_new_tokens]]
         if wrong or len(got) != len(asks):
             raise SluiceError(
-                f"{side} decoded {len(got)} of {len(asks)} sequences, {len(wrong)} of them not to their length"
+                f"{side} decoded {len(got)} of {len(asks)} sequences, {len(wrong)} of them with the wrong length"
             )
 
 
@@ -138,11 +138,11 @@ class Plan:
     def of(
         cls, *, counts: tuple[int, ...], rounds: int | None, threads: int, longest: int, vllm: bool, quick: bool
     ) -> Plan:
-        """Checked; the model is made when it is not there yet. Raises ConfigError."""
+        """Checked; the model is created if missing. Raises ConfigError."""
         at_least_one(counts=counts, rounds=rounds, threads=threads)
         if not SHORTEST <= longest <= LONGEST:
             raise ConfigError(f"--longest {longest} is outside {SHORTEST}..{LONGEST}, which the context is made for")
-        # many sequences have fewer rounds: each is longer, and steadier
+        # fewer rounds for many sequences: each is longer and steadier
         by_count = {count: rounds or (3 if count <= 64 else 1) for count in sorted(set(counts))}
         if quick:
             by_count, longest = dict.fromkeys(by_count, 1), min(longest, 64)
@@ -152,9 +152,9 @@ class Plan:
 def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `hf_vs_padded`, `hf_vs_continuous`, `vllm_efficiency`: our rate over the peer's, by count of sequences, null where
-    the peer did not run. `by_cpu`: the same by processor time. `tok_s`: useful tokens a second of each side.
-    `peak_mb`: most memory of the side's processes (on CUDA: of the allocator). `startup_s`: from the start of the
+    `hf_vs_padded`, `hf_vs_continuous`, `vllm_efficiency`: our rate over the peer's, by count of sequences, null if
+    the peer didn't run. `by_cpu`: the same by CPU time. `tok_s`: useful tokens per second of each side.
+    `peak_mb`: peak memory of the side's processes (on CUDA: of the allocator). `startup_s`: from the start of the
     process to its first token.
     """
     with own_directory() as home:
@@ -188,7 +188,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 def fields(plan: Plan, rounds: Mapping[int, Sequence[Round]]) -> dict[str, Any]:
-    """What the rounds come to; raises SluiceError where the sides did not decode the same."""
+    """The results of the rounds. Raises SluiceError if the sides decoded different tokens."""
     peers = {name: pair for name, pair in RATIOS.items() if pair[1] in plan.sides}
     every = [each for of_count in rounds.values() for each in of_count]
     equal = {peer: tokens_equal(every, ours, peer) for ours, peer in peers.values()}
@@ -241,8 +241,8 @@ def check_equal(shares: Mapping[str, float], floor: float) -> None:
     if bad:
         named = ", ".join(f"{peer} {share:.2f}" for peer, share in bad.items())
         raise SluiceError(
-            f"share of sequences with equal greedy tokens below {floor}: {named}; the engines do not compute the "
-            "same, so ratios would be unfair"
+            f"share of sequences with equal greedy tokens below {floor}: {named}; the engines compute "
+            "different results, so ratios would be unfair"
         )
 
 
@@ -282,7 +282,7 @@ async def serve_side(parent: Parent, name: str, model: str, threads: int, max_ba
 def make_engine(
     name: str, model: Path, max_batch: int, repeat_terminate: RepeatTerminateConfig | None = None
 ) -> Backend:
-    """One of our backends in float32, not started. Each imports what it needs and no more."""
+    """One of our backends in float32, not started. Each imports only what it needs."""
     settings = ModelConfig(path=str(model), dtype="float32")
     if name == "hf":
         from sluice.workers.engine.hf import HfBackend
@@ -295,7 +295,7 @@ def make_engine(
 
 
 async def _ours(name: str, model: Path, max_batch: int) -> Run:
-    """One of our backends, by the one call that a worker makes for each sequence."""
+    """One of our backends, with the one call that workers make per sequence."""
     backend = make_engine(name, model, max_batch)
     await backend.start()
 
@@ -312,7 +312,7 @@ async def _ours(name: str, model: Path, max_batch: int) -> Run:
 async def _padded(model: Path, _: int) -> Run:
     """transformers' `generate`: all sequences in one left-padded batch, which runs until its longest has ended.
 
-    Its rows cannot end on their own count: each is cut to its length afterwards, so only useful tokens count.
+    Rows can't end at their own lengths, so each is cut to its length afterwards: only useful tokens count.
     """
     import torch
 
@@ -336,7 +336,7 @@ async def _padded(model: Path, _: int) -> Run:
 
 
 async def _continuous(model: Path, most: int) -> Run:
-    """transformers' continuous batching, with a length for each request; one manager lives through all rounds."""
+    """transformers' continuous batching, with a length per request; one manager for all rounds."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     module = _load_module(model)
@@ -374,7 +374,7 @@ async def _continuous(model: Path, most: int) -> Run:
 
 
 async def _bare_vllm(model: Path, max_batch: int) -> Run:
-    """`vllm.LLM.generate` alone, with the options that our backend gets, token ids in and out."""
+    """`vllm.LLM.generate` alone, with our backend's options, token ids in and out."""
     from vllm import LLM
     from vllm import SamplingParams as VllmSampling
 
@@ -414,13 +414,13 @@ def _load_module(model: Path) -> Any:
 
 
 def cpu_s() -> float:
-    """Processor seconds of this process and those it started (user and system); 0 where there is no /proc."""
+    """CPU seconds of this process and those it started (user and system); 0 without /proc."""
     fields = [stat.rpartition(")")[2].split() for stat in _proc("stat")]
     return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_mb() -> float:
-    """Most memory held: on CUDA the allocator's peak, else the sum of peak resident sizes; MB of 10^6 bytes."""
+    """Peak memory: on CUDA the allocator's peak, else the sum of peak resident sizes; MB of 10^6 bytes."""
     import torch
 
     if torch.cuda.is_available() and (used := torch.cuda.max_memory_allocated()):
@@ -430,11 +430,11 @@ def _peak_mb() -> float:
 
 
 def _proc(name: str) -> Iterator[str]:
-    """The file of this name of this process and of each that it started."""
+    """This /proc file of this process and of each process it started."""
     waiting = ["self"]
     while waiting:
         process = Path("/proc", waiting.pop())
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # it has just ended
             yield (process / name).read_text()
             for children in process.glob("task/*/children"):
                 waiting += children.read_text().split()

@@ -1,11 +1,11 @@
-"""What every benchmark stands on: a directory of its own, rounds in turns, a few numbers, one JSON object.
+"""What all benchmarks share: a private directory, alternating rounds, some statistics, one JSON object.
 
     Plan.of(options) ─▶ measure(plan) ─┬▶ own_directory, run_interruptible      ─┐
                                        ├▶ play: every side, round by round       ├─▶ finish: stdout
                                        └▶ ratios, spread, median, percentile    ─┘   say: stderr
 
-The sides of a round decode the same work, and each round begins with another side, so a drift of the machine hits all
-alike. A ratio is the median of the rounds' ratios, never the ratio of the medians.
+The sides of a round do the same work, and each round begins with a different side, so drift of the machine affects
+them equally. A ratio is the median of the rounds' ratios, never the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 
 def at_least_one(**options: int | tuple[int, ...] | None) -> None:
-    """Raise ConfigError unless every option is 1 or more, where it is given: a number, or some."""
+    """Raise ConfigError unless every given option (a number or several) is 1 or more."""
     given = {name: (value,) if isinstance(value, int) else value for name, value in options.items()}
     if all(numbers is None or (numbers and min(numbers) >= 1) for numbers in given.values()):
         return
@@ -53,7 +53,7 @@ def why_no_vllm(wanted: bool) -> str | None:
 
 @contextlib.contextmanager
 def own_directory() -> Iterator[Path]:
-    """For logs, brokers and runs; it is removed at the end, also on Ctrl-C."""
+    """For logs, brokers and runs; removed at the end, even on Ctrl-C."""
     HOME.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="run-", dir=HOME)).resolve()
     try:
@@ -63,7 +63,7 @@ def own_directory() -> Iterator[Path]:
 
 
 def run_interruptible(bench: Coroutine[Any, Any, T]) -> T:
-    """What the benchmark returns. On Ctrl-C and SIGTERM its scopes close, and then KeyboardInterrupt is raised."""
+    """The benchmark's result. On Ctrl-C and SIGTERM its scopes close, then KeyboardInterrupt is raised."""
 
     async def ended_by_signals() -> T | None:
         task = asyncio.create_task(bench)
@@ -88,7 +88,7 @@ async def until(
     every_s: float = 0.1,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Return once it holds. `check` raises when it never will. Raises DeadlineExceeded."""
+    """Return once it holds. `check` raises if it never will. Raises DeadlineExceeded."""
     end = time.monotonic() + deadline_s
     while not await holds():
         check()
@@ -110,7 +110,7 @@ async def play(
     *,
     first: int = 0,
 ) -> list[dict[str, T]]:
-    """`one(side, number)` of every side in every round; `ended` is told of each round and may refuse it."""
+    """Call `one(side, number)` for every side in every round; `ended` gets each round and may refuse it."""
     played: list[dict[str, T]] = []
     for number in range(first, rounds):
         found = {side: await one(side, number) for side in in_turns(number, sides)}
@@ -120,30 +120,30 @@ async def play(
 
 
 def ratios(rounds: Sequence[Mapping[str, T]], ours: str, theirs: str, of: Callable[[T], float]) -> list[float]:
-    """Ours over theirs, round by round; 0 where theirs is 0."""
+    """Ours over theirs, round by round; 0 if theirs is 0."""
     return [of(each[ours]) / of(each[theirs]) if of(each[theirs]) else 0.0 for each in rounds]
 
 
 def spread(values: Iterable[float]) -> list[float]:
-    """Least and most."""
+    """Minimum and maximum."""
     found = list(values)
     return [min(found), max(found)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest rank; `share` in (0, 1]. Raises ValueError for no values."""
+    """By nearest rank; `share` in (0, 1]. Raises ValueError if there are no values."""
     if not values or not 0 < share <= 1:
         raise ValueError(f"a percentile needs values and a share in (0, 1], got {len(values)} and {share}")
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def say(line: str) -> None:
-    """One readable line on stderr, at once."""
+    """One readable line on stderr, immediately."""
     print(line, file=sys.stderr, flush=True)
 
 
 def finish(result: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print the result: a line per value, or one JSON object; `schema_version` and the machine's load are added."""
+    """Print the result: one line per value, or one JSON object; adds `schema_version` and the machine's load."""
     machine = {"cpus": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
     full = {"schema_version": SCHEMA_VERSION, **_rounded(result), **machine}
     if as_json:
@@ -154,7 +154,7 @@ def finish(result: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with 5 significant digits, everywhere inside."""
+    """Round all nested floats to 5 significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):

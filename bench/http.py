@@ -1,4 +1,4 @@
-"""Calls of the servers, as their callers make them."""
+"""HTTP calls of the servers, as real callers make them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _DATA = b"data: "
 
 
 def open_session() -> aiohttp.ClientSession:
-    """As many connections as calls. The caller closes it."""
+    """A session with unlimited connections. The caller closes it."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_CALL_S), trust_env=False
     )
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on."""
+    """Unused ports of this host."""
     with contextlib.ExitStack() as scope:
         taken = [scope.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in taken]
 
 
 async def until_healthy(session: aiohttp.ClientSession, url: str, fleet: Fleet) -> None:
-    """Return once /health answers 200. Raises DeadlineExceeded, or SluiceError when a process has ended."""
+    """Return once /health answers 200. Raises DeadlineExceeded, or SluiceError if a process has ended."""
 
     async def is_healthy() -> bool:
         try:
@@ -48,7 +48,7 @@ async def until_healthy(session: aiohttp.ClientSession, url: str, fleet: Fleet) 
 
 
 async def get_s(session: aiohttp.ClientSession, url: str) -> float:
-    """Seconds until all of a page was read. Raises SluiceError unless it is a 200."""
+    """Seconds to read a whole page. Raises SluiceError unless it is a 200."""
     started = time.monotonic()
     async with session.get(url) as answer:
         _check(url, answer.status, await answer.read())
@@ -64,7 +64,7 @@ async def post(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
 
 
 async def first_text_s(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> float:
-    """Seconds to the first text of a streamed chat completion; it is read to its end. Raises SluiceError."""
+    """Seconds to the first text of a streamed chat completion, which is read to its end. Raises SluiceError."""
     began, first = time.perf_counter(), None
     async with _posted(session, url, {**body, "stream": True}) as answer:
         _check(url, answer.status, b"" if answer.status == 200 else await answer.read())

@@ -1,13 +1,13 @@
-"""What pictures cost: where the time of 64 scenes goes, how often each is processed, and the memory of many at once.
+"""What pictures cost: where the time of 64 scenes goes, how often each is processed, and peak memory with many at once.
 
     stages      a process     fetch ─ decode ─ processor ─ vision tower ─ prefill ─ decoding ─ training
-    in flight   a worker    10 pictures, and 1,000, each in a prompt of its own; the peak of its memory
+    in flight   a worker    10 pictures, then 1,000, each in its own prompt; peak memory
 
 - The model is the demo's tiny Qwen3-VL with random weights. A scene is a PNG of 640 × 384 pixels, which the processor
   shrinks to 240 tokens.
 - Each stage is timed alone, on one thread: the first four for every scene, the others for every sequence of its group.
-  Seconds are of the processor, which other load does not stretch; those of fetch and decode, which work elsewhere, are
-  of the clock. The prefill is what the engine needs for one token of each sequence, less the vision tower's time.
+  Times are CPU seconds, which other load doesn't affect; fetch and decode run elsewhere, so theirs are wall seconds.
+  Prefill is the engine's time for one token of each sequence, minus the vision tower's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STAGES = ("fetch", "decode", "processor", "vision_tower", "prefill", "decoding",
 SCALE = 32
 """Pixels of a picture per pixel of a scene, which has 20 × 12."""
 PIXELS = 320 * 192
-"""To which the processor shrinks a picture."""
+"""The processor shrinks pictures to this many."""
 NEW_TOKENS = 32
 FEW, MANY = 10, 1000
 
@@ -68,14 +68,14 @@ class Plan:
 
     @classmethod
     def of(cls, *, scenes: int, group: int, rounds: int | None, quick: bool) -> Plan:
-        """Checked; the model is made when it is not there yet. Raises ConfigError."""
+        """Checked; the model is created if missing. Raises ConfigError."""
         rounds = (1 if quick else 3) if rounds is None else rounds
         at_least_one(scenes=scenes, group=group, rounds=rounds)
         many = 4 * FEW if quick else MANY
         return cls(min(scenes, 8) if quick else scenes, group, rounds, many, pictures_model(HOME))
 
     def settings(self, pictures: Path) -> list[str]:
-        """Of every process, the same."""
+        """The same for every process."""
         return [
             f"run={RUN}",
             f"model.path={self.model}",
@@ -93,8 +93,8 @@ class Plan:
 def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `share`: of the time of all stages. `peak_mb`: most resident memory of the worker and its decoding processes, the
-    sum of their peaks, by the number of pictures in flight.
+    `share`: of the total time of all stages. `peak_mb`: resident memory of the worker and its decoding processes, the
+    sum of their peaks, by number of pictures in flight.
     """
     with own_directory() as home:
         return run_interruptible(_run(plan, home))
@@ -129,7 +129,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 def draw_scenes(folder: Path, count: int) -> list[str]:
-    """Their names below the folder, one picture each."""
+    """Draw one picture per scene; returns their names below the folder."""
     from sluice.demo.digits.pictures import save_picture
     from sluice.demo.pictures.data import pictured_scenes
 
@@ -157,7 +157,7 @@ def jobs(name: str, pictures: Sequence[str], group: int, new_tokens: int) -> lis
 async def _stages(
     plan: Plan, home: Path, settings: list[str], names: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Median seconds of each stage, and how many pictures each part processed for all sequences of one round."""
+    """Median seconds of each stage, and how many pictures each part processed in one round."""
     async with Fleet("stages", home) as child:
         await child.start_child(serve_stages, [settings, names, plan.group, str(home)], engine_environment())
         await child.receive(str, START_S)
@@ -167,14 +167,14 @@ async def _stages(
 
 
 class Round(msgspec.Struct):
-    """`seconds` by stage, and `processed`: how many pictures were fetched and processed, by whom."""
+    """`seconds` by stage, and `processed`: how many pictures each part fetched and processed."""
 
     seconds: dict[str, float]
     processed: dict[str, int]
 
 
 async def serve_stages(parent: Parent, settings: list[str], names: list[str], group: int, home: str) -> None:
-    """A process that runs the stages after each other; each request is answered with a Round."""
+    """A process that runs the stages one after another; each request is answered with a Round."""
     import torch
 
     torch.set_num_threads(1)
@@ -242,7 +242,7 @@ class Stages:
                     model.model.get_image_features(**each)
 
     async def _worker(self) -> list[SequenceOutput]:
-        """What a worker does with the jobs, without the queue: a prompt for each, `group` sequences of each prompt."""
+        """What a worker does with the jobs, without the queue: one prompt per job, `group` sequences per prompt."""
         from sluice.workers.engine.hf import HfBackend
         from sluice.workers.job_prompts import JobPrompts
 
@@ -252,10 +252,10 @@ class Stages:
         )
         await backend.start()
         try:
-            before = backend.images_processed  # the start-up proof has pictures of its own
+            before = backend.images_processed  # the start-up proof uses its own pictures
             work = jobs("stages", self._names, self._group, NEW_TOKENS)
             made = [await prompts.make(job, backend.facts) for job in work]
-            await self._decode(backend, made, 1)  # the processor keeps its work, and the next round finds it done
+            await self._decode(backend, made, 1)  # fills the processor's cache for the next round
             with self._timed("prefill"):
                 await self._decode(backend, made, 1)
             with self._timed("decoding"):
@@ -308,7 +308,7 @@ class Stages:
         async with images:
             before = images.processor.processed
             if failed := await images.take(samples, START_S):
-                raise SluiceError(f"the trainer took {len(failed)} samples not: {failed}")
+                raise SluiceError(f"the trainer refused {len(failed)} samples: {failed}")
             with self._timed("training"):
                 await asyncio.to_thread(step.run, samples, 1)
             self._processed["trainer"] = images.processor.processed - before
@@ -340,7 +340,7 @@ class Worker:
         self._keys = Keys(RUN)
 
     async def peak_mb(self, name: str, pictures: Sequence[str]) -> float:
-        """With all jobs in the queue before the first is taken."""
+        """Peak memory with all jobs in the queue before the first is claimed."""
         home = self._home / name
         home.mkdir()
         async with Fleet("worker", home) as fleet:
@@ -357,12 +357,12 @@ class Worker:
 
 
 def _children() -> dict[int, list[int]]:
-    """Of every process; empty where there is no /proc."""
+    """Child process ids by parent; empty without /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has just ended
             continue
         children.setdefault(parent, []).append(int(entry.name))
     return children

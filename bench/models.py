@@ -1,9 +1,9 @@
-"""The models that benchmarks decode with, made once: of the demo's shape, random and endless, or with written loops.
+"""The models benchmarks decode with, created once: in the demo's shape, random and endless, or with written loops.
 
 | model           | what it is for                                                                                   |
 |-----------------|--------------------------------------------------------------------------------------------------|
-| `demo_model`    | random weights in the demo's shape: its sequences end where they are cut                         |
-| `pictures_model` | the same of the demo's Qwen3-VL                                                                 |
+| `demo_model`    | random weights in the demo's shape: sequences end only at their token limit                      |
+| `pictures_model` | the same for the demo's Qwen3-VL                                                                |
 | `endless_model` | 3 million random parameters whose greedy tokens are the same on every engine and never end       |
 | `looping_model` | every token has one successor, see `Chains`: a third of the loops repeat one token, the periods  |
 |                 | of the others are spread evenly over 2 to 64                                                     |
@@ -45,7 +45,7 @@ NUM_TURNS, TURN_TOKENS = 3, 32  # of the agent
 _AGENT = {
     "hidden_size": 256, "intermediate_size": 768, "num_heads": 8, "num_kv_heads": 4, "max_positions": ENDLESS_CONTEXT,
 }  # fmt: skip
-_AGAIN = 256  # tokens until it begins again
+_AGAIN = 256  # tokens until it repeats
 _TOOL, _A, _B = "multiply", "37", "46"
 _FREE = "<|free|>"
 _MARKS = tuple(f"<|turn{turn}|>" for turn in range(NUM_TURNS))
@@ -71,7 +71,7 @@ CHAT_TEMPLATE = """\
 
 
 def cached(home: Path, name: str, parameters: Any, modules: Sequence[ModuleType], save: Callable[[Path], Any]) -> Path:
-    """Directory of what `save` writes; written now unless an equal one is there."""
+    """The directory `save` writes; written now unless an equal one exists."""
     from sluice.demo.tiny import cache
 
     libraries = {library: version(library) for library in ("torch", "transformers", "tokenizers")}
@@ -112,7 +112,7 @@ def pictures_model(home: Path) -> Path:
 
 
 def endless_model(home: Path) -> Path:
-    """Weights are wide, so that the best two logits are apart. Head size 32, which vLLM's CPU attention supports.
+    """Weights are wide, so the two best logits are far apart. Head size 32, which vLLM's CPU attention supports.
 
     Special tokens have a zero row in the (tied) embedding, so their logit is 0 and never the best.
     """
@@ -166,7 +166,7 @@ class Chains:
 
     @classmethod
     def make(cls) -> Chains:
-        """Always the same; ids count the words of the vocabulary from 0."""
+        """Always the same chains; ids number the words of the vocabulary from 0."""
         at, loops, successor = 0, list[tuple[range, range]](), dict[int, int]()
         for period in PERIODS:
             lead, loop = range(at, at + LEAD), range(at + LEAD, at + LEAD + period)
@@ -191,7 +191,7 @@ def word(token: int) -> str:
 
 
 def follow(successor: Mapping[int, int], end: int, token: int, count: int) -> list[int]:
-    """At most `count` tokens after `token`, up to and with the end of sequence."""
+    """At most `count` tokens after `token`, up to and including the end of sequence."""
     tokens: list[int] = []
     while len(tokens) < count and token != end:
         token = successor[token]
@@ -200,7 +200,7 @@ def follow(successor: Mapping[int, int], end: int, token: int, count: int) -> li
 
 
 def write_successors(model: Any, vectors: Any, successor: Mapping[int, int], sharpness: float = SHARPNESS) -> None:
-    """Make the logits of each token's successor `sharpness`, in a Qwen3, whatever stands before.
+    """Make the logits of each token's successor `sharpness`, in a Qwen3, whatever comes before it.
 
     `vectors` float (vocab, hidden): embeddings of length 1, near to orthogonal. Under `torch.no_grad`.
     """
@@ -257,7 +257,7 @@ def _save_qwen3(
 
 
 def agent_model(home: Path) -> Path:
-    """Directory of the model and its tokenizer; made now unless an equal one is there."""
+    """Directory of the model and its tokenizer; created now unless an equal one exists."""
     from transformers.utils import logging
 
     from sluice.demo.tiny import model, tokenizer
@@ -274,12 +274,12 @@ def agent_model(home: Path) -> Path:
 
 
 def prompt_text(number: int, num_words: int) -> str:
-    """What a user says; the same number gives the same text, of one token a word."""
+    """A user message; the same number gives the same text, one token per word."""
     return "".join(_word("q", (number * 31 + place * 7) % _AGAIN) for place in range(num_words))
 
 
 def conversation(text: str, num_turns: int) -> list[dict[str, Any]]:
-    """What the model is asked after so many turns of a rollout about `text`, all of them calls with their results."""
+    """The messages after that many turns of a rollout about `text`, each turn a call with its result."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
     for turn, words in enumerate(chains()[:num_turns]):
         called = {"name": _TOOL, "arguments": {"a": int(_A), "b": int(_B)}}
@@ -291,7 +291,7 @@ def conversation(text: str, num_turns: int) -> list[dict[str, Any]]:
 
 
 def chains() -> list[list[str]]:
-    """Each in words, from its mark to its end; the endless one ends with its first word."""
+    """All chains in words, from mark to end; the endless one ends with its first word."""
     from sluice.demo.tiny.tokenizer import TURN_END
     from sluice.demo.tools.tokenizer import CALL
 
@@ -306,7 +306,7 @@ def chains() -> list[list[str]]:
 
 
 def _word(kind: str, number: int) -> str:
-    """One token; its end is no blank, so that text of words survives being stripped."""
+    """One token; it doesn't end in a blank, so text of words survives stripping."""
     return f"{kind}_{number};"
 
 

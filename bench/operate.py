@@ -1,12 +1,12 @@
-"""What it costs to watch a run: the dashboard's pages with a long past, `sluice --help`, and metrics.
+"""What it costs to watch a run: the dashboard's pages with a long history, `sluice --help`, and metrics.
 
-- Pages take turns, so that none of them is asked twice in a row; a browser beside them keeps the live stream open.
-- The past: finished sequences in the history; jobs, dead letters and processes in the broker. Prompts and truths are
-  the demo's scenes, an answer is the truth with a digit read wrongly, logprobs are random; the consumer's own steps
-  make the samples, and its recorder writes them. Nothing is decoded.
-- Help is a new interpreter each time, as a person's shell starts it; the first start warms the file cache.
-- Either side of the throughput has a broker and workers of its own; those that are not measured are stopped (SIGSTOP).
-  The workers' processor time is compared as well: it is steadier on a busy machine.
+- Pages alternate, so none is requested twice in a row; meanwhile a browser keeps the live stream open.
+- The history: finished sequences on disk; jobs, dead letters and processes in the broker. Prompts and truths are
+  the demo's scenes, an answer is the truth with one wrong digit, logprobs are random; the consumer's own steps make
+  the samples, and its recorder writes them. Nothing is decoded.
+- Help starts a new interpreter each time, as a shell does; the first start warms the file cache.
+- Both sides of the throughput comparison have their own broker and workers; the side not being measured is stopped
+  (SIGSTOP). The workers' CPU time is compared as well: it is steadier on a busy machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _AIMS = {"dashboard_p95_ms_max": 150.0, "help_s": 0.3, "metrics_overhead": 0.01}
 _WARM_PAGES, _WARM_SEQUENCES = 2, 64
 _HELP_S = 60
 _SCRAPE_EVERY_S = 1.0
-_SCENES = 256  # different ones
+_SCENES = 256  # distinct ones
 _FLUSH_EVERY = 500
 _PROCESSES = 16
 
@@ -95,8 +95,8 @@ def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
     `dashboard_p95_ms`: milliseconds by page, with `finished` sequences in the history (`dashboard_p95_ms_max`: of the
-    slowest page). `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens a second with metrics
-    that are scraped every second, over those without, the median of the rounds.
+    slowest page). `help_s`: seconds of `sluice --help`, median. `metrics_overhead`: 1 - tokens per second with metrics
+    scraped every second over tokens per second without, median of the rounds.
     """
     with own_directory() as home:
         found: dict[str, Any] = {"help_s": median([_help_s() for _ in range(plan.helps + 1)][1:])}
@@ -126,7 +126,7 @@ def _help_s() -> float:
 
 
 async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any]:
-    """Milliseconds by page, with a long past."""
+    """Milliseconds by page, with a long history."""
     settings = [f"run={_RUN}", f"run_dir={home}", f"broker.url={url}", f"model.path={demo_model(HOME)}"]
     config = load_config(None, settings, environ={})
     started = time.monotonic()
@@ -162,7 +162,7 @@ async def _pages(plan: Plan, home: Path, client: Any, url: str) -> dict[str, Any
 
 
 async def _paths(config: Config, client: Any) -> dict[str, str]:
-    """Of every page, by its name."""
+    """Path of every page, by name."""
     with contextlib.closing(HistoryReader(history_directory(config))) as reader:
         newest = reader.sequences(SequenceFilter(), limit=50)
     middle = newest.rows[len(newest.rows) // 2]
@@ -194,7 +194,7 @@ async def _look(session: aiohttp.ClientSession, site: str) -> None:
 
 
 async def _scrape(session: aiohttp.ClientSession, addresses: list[str]) -> None:
-    """Every worker's metrics, once a second."""
+    """Scrape every worker's metrics once a second."""
     while True:
         await asyncio.sleep(_SCRAPE_EVERY_S)
         for address in addresses:
@@ -203,7 +203,7 @@ async def _scrape(session: aiohttp.ClientSession, addresses: list[str]) -> None:
 
 @contextlib.asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """It runs for the length of the block; raises what ended it before."""
+    """Run the work during the block; raises its error if it ends early."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -276,7 +276,7 @@ async def fill_history(config: Config, count: int) -> None:
 
 
 async def fill_broker(client: Redis, config: Config, count: int) -> None:
-    """Dead letters, then as many jobs that wait, and heartbeats of processes."""
+    """Dead letters, then as many waiting jobs, and heartbeats of processes."""
     keys = Keys(config.run)
     queue = JobQueue(client, keys, worker="worker-0")
     await _enqueue(queue, config.run, range(count))

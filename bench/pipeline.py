@@ -3,9 +3,9 @@
     jobs ─┬▶ BareEngines     W processes, each the engine on its share of the jobs; no Redis    ─┬▶ fields
           └▶ QueuedEngines   broker ─▶ W `sluice worker` ─▶ result stream ─▶ Sink               ─┘
 
-- The side that is not measured costs nothing: bare engines block on stdin, workers stand still (SIGSTOP).
-- Rendering the prompts lies outside the clock of the bare engines, and inside that of the queue.
-- Afterwards comes the latency of the pipeline under half of its load.
+- The side not being measured costs nothing: bare engines block on stdin, workers are stopped (SIGSTOP).
+- The bare engines' clock excludes rendering the prompts; the queue's includes it.
+- Afterwards, the latency of the pipeline is measured under half of its load.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import DecodeJob, SamplingParams, SequenceResult, decode
 
 RUN = "bench"
-SHORTEST, LONGEST = 32, 128  # new tokens; random weights seldom sample an end of their own
-_STRIDE = 37  # coprime to the span of lengths, so neighbours differ much
+SHORTEST, LONGEST = 32, 128  # new tokens; random weights seldom end earlier
+_STRIDE = 37  # coprime to the span of lengths, so neighbours differ a lot
 _LATENCY_LOAD = 0.5  # share of the saturated rate
 _WARM_TOKENS, _WARM_ROUNDS = 32, 5
 _BARE_S, _IDLE_S = 600.0, 120.0
@@ -43,7 +43,7 @@ _BARE_S, _IDLE_S = 600.0, 120.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts are per round; `digits` says that the prompts are the demo's scenes."""
+    """Counts are per round; `digits`: the prompts are the demo's scenes."""
 
     sequences: int
     workers: int
@@ -54,7 +54,7 @@ class Plan:
 
     @classmethod
     def of(cls, *, sequences: int, workers: int, rounds: int, max_batch: int, model: Path | None) -> Plan:
-        """Checked; the default model is made when it is not there yet. Raises ConfigError."""
+        """Checked; the default model is created if missing. Raises ConfigError."""
         at_least_one(sequences=sequences, workers=workers, rounds=rounds, max_batch=max_batch)
         if sequences < workers:
             raise ConfigError(f"--sequences {sequences} is less than --workers {workers}; give each at least one")
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One side of one round: wall seconds, processor seconds of its engines' processes, tokens by sequence id."""
+    """One side of one round: wall seconds, CPU seconds of its engines' processes, tokens by sequence id."""
 
     seconds: float
     cpu_s: float
@@ -96,8 +96,8 @@ Round = Mapping[str, Sample]
 def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `bytes_per_token`: bytes that the broker received during the pipeline's rounds, by its own count, over the
-    tokens decoded in them. `result_bytes_per_token`: the share of it that result entries are.
+    `bytes_per_token`: bytes the broker received during the pipeline's rounds, by its own count, per token
+    decoded. `result_bytes_per_token`: the part of it due to result entries.
     `latency_*_s`: from the queue's `enqueued_at` to the arrival in the sink, decoding included.
     """
     with own_directory() as home:
@@ -156,7 +156,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 async def _warm_up(plan: Plan, bare: BareEngines, queued: QueuedEngines) -> None:
-    """A short round on both sides; on the queue's until every worker took part."""
+    """A short round on both sides; the queue's continues until every worker took part."""
     count = 2 * plan.workers * plan.max_batch
     await bare.round("warm", count, _WARM_TOKENS)
     for attempt in range(_WARM_ROUNDS):
@@ -168,7 +168,7 @@ async def _warm_up(plan: Plan, bare: BareEngines, queued: QueuedEngines) -> None
 
 
 async def _latency(plan: Plan, queued: QueuedEngines, rate: float) -> dict[str, Any]:
-    """Under an open load of `rate` jobs a second: whole latencies, and what of them was not decoding."""
+    """Under an open load of `rate` jobs per second: total latencies, and their parts that weren't decoding."""
     count = max(1, plan.sequences // 2)
     arrivals = await queued.open_load(jobs("latency", count, digits=plan.digits), rate)
     timings = [(arrival.at, arrival.result().timings) for arrival in arrivals]
@@ -185,7 +185,7 @@ async def _latency(plan: Plan, queued: QueuedEngines, rate: float) -> dict[str, 
 
 
 def cpu_efficiency(rounds: Sequence[Round]) -> list[float]:
-    """Processor time of the bare engines over that of the workers: steadier than wall time on a busy machine."""
+    """CPU time of the bare engines over that of the workers: steadier than wall time on a busy machine."""
     return ratios(rounds, "bare", "queued", lambda sample: sample.cpu_s)
 
 
@@ -204,7 +204,7 @@ def check(found: Round) -> None:
     if bare != queued:
         differ = [key for key in bare.keys() | queued.keys() if bare.get(key) != queued.get(key)]
         raise SluiceError(
-            f"the two sides did not decode the same: {len(differ)} sequences differ, e.g. {differ[0]} "
+            f"the two sides decoded different tokens: {len(differ)} sequences differ, e.g. {differ[0]} "
             f"({bare.get(differ[0])} tokens bare, {queued.get(differ[0])} through the queue); ratios would be unfair"
         )
 
@@ -216,7 +216,7 @@ def num_new_tokens(index: int) -> int:
 def jobs(name: str, count: int, *, digits: bool, longest: int = LONGEST) -> list[DecodeJob]:
     """`count` jobs of the round with this name; every round has the same prompts and lengths.
 
-    Ids name the round, so that no round meets the tombstones of another; seeds follow from the ids.
+    Ids contain the round, so no round meets another's tombstones; seeds follow from the ids.
     """
     text = "Problem {0}: a shop sells {0} apples and buys {1} more. How many are there? Explain step by step."
     prompts: list[Any] = [[{"role": "user", "content": text.format(i, 7 * i % 100)}] for i in range(count)]
@@ -240,7 +240,7 @@ class BareEngines:
         self._plan, self._fleet = plan, fleet
 
     async def start(self) -> None:
-        """They load while other things happen."""
+        """Start loading; doesn't wait."""
         for worker in range(self._plan.workers):
             await self._fleet.start_child(
                 serve_bare, [self._plan.settings(), worker, self._plan.workers, self._plan.digits]
@@ -256,7 +256,7 @@ class BareEngines:
 
 
 async def serve_bare(parent: Parent, settings: list[str], worker: int, workers: int, digits: bool) -> None:
-    """A bare engine's process: it prepares its share of a round and says `ready`, and decodes it at the next line."""
+    """A bare engine's process: it prepares its share of a round, says `ready`, and decodes it on the next line."""
     from sluice.workers.engine.backends import make_backend
     from sluice.workers.engine.contracts import SequenceRequest
     from sluice.workers.job_prompts import JobPrompts
@@ -306,7 +306,7 @@ class QueuedEngines:
         self._sink = Sink(client, self.keys, fleet)
 
     async def start(self) -> None:
-        """Start the workers and wait until each has its engine; they stand still outside of rounds."""
+        """Start the workers and wait until each has its engine; they are stopped outside rounds."""
         for _ in range(self._plan.workers):
             await self._fleet.start(sluice_command("worker", *set_options(self._settings)), {"REDIS_URL": self._url})
         await self._sink.open()
@@ -323,7 +323,7 @@ class QueuedEngines:
         return Sample(seconds, cpu_s, {result.seq_id: list(result.token_ids) for result in results}), arrivals
 
     async def open_load(self, jobs: Sequence[DecodeJob], per_second: float) -> list[Arrival]:
-        """Jobs that arrive at random (exponential gaps), whatever is still running."""
+        """Jobs arrive at random (exponential gaps), regardless of what is still running."""
         gaps, due = random.Random(0), time.monotonic()
         collected = asyncio.create_task(self._sink.collect(len(jobs)))
         with self._fleet.running():
@@ -337,7 +337,7 @@ class QueuedEngines:
                 collected.cancel()
 
     async def bytes_received(self) -> int:
-        """All that the broker's sockets took in since its start: jobs, claims, commits, heartbeats, reads and acks."""
+        """Bytes the broker's sockets received since its start: jobs, claims, commits, heartbeats, reads and acks."""
         return int((await self._client.info("stats"))["total_net_input_bytes"])
 
     async def _enqueue(self, jobs: Sequence[DecodeJob]) -> None:
@@ -348,7 +348,7 @@ class QueuedEngines:
 class Sink:
     """The only reader of the run's one partition: reads results, acks and deletes them as a consumer does.
 
-    Results are decoded after the clock has stopped.
+    Results are deserialised after the clock has stopped.
     """
 
     def __init__(self, client: Any, keys: Keys, fleet: Fleet) -> None:
@@ -360,7 +360,7 @@ class Sink:
         await self._reader.open()
 
     async def collect(self, count: int) -> list[Arrival]:
-        """The next `count` results; DeadlineExceeded when none comes for a while."""
+        """The next `count` results. Raises DeadlineExceeded if none arrives for a while."""
         found: list[Arrival] = []
         last = time.monotonic()
         while len(found) < count:

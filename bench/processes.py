@@ -1,7 +1,7 @@
-"""The child processes of a benchmark: started, asked, paused while the other side is measured, and always ended.
+"""The child processes of a benchmark: started, queried, paused while the other side is measured, and always ended.
 
-They are process groups of this session: should this process be killed while they are paused, the kernel wakes and
-ends them (an orphaned group with a stopped member gets SIGHUP and SIGCONT).
+They are process groups of this session: if this process is killed while they are paused, the kernel wakes and ends
+them (an orphaned group with a stopped member gets SIGHUP and SIGCONT).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ WORK_S = 1800.0
 
 _GRACE_S = 5.0
 _EXIT_S = 0.5  # from the end of a process's output to its exit code
-_LINE_LIMIT = 1 << 26  # an answer of the bare engine is one line
+_LINE_LIMIT = 1 << 26  # a bare engine's answer is one line
 _FAILED = b'{"type":"failed"'
 
 
 class Fleet:
-    """Processes of one kind, for the length of an `async with` block."""
+    """Processes of one kind, as an `async with` block."""
 
     def __init__(self, kind: str, logs: Path) -> None:
         self._kind, self._logs = kind, logs
         self.processes: list[Process] = []
 
     async def start(self, command: list[str], env: dict[str, str] | None = None, *, piped: bool = False) -> None:
-        """Start one more; it writes its log to `<kind>-<number>.log`, and its answers there too unless piped."""
+        """Start one more; its log goes to `<kind>-<number>.log`, and its answers too unless piped."""
         name = f"{self._kind}-{len(self.processes)}"
         with self._log(len(self.processes)).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -59,7 +59,7 @@ class Fleet:
     async def start_child(
         self, serve: Callable[..., Any], arguments: Sequence[Any] = (), env: dict[str, str] | None = None
     ) -> None:
-        """Start one more that runs this function of a module, see `sluice.bench.child`."""
+        """Start one more that runs this function, see `sluice.bench.child`."""
         await self.start(child_command(serve, arguments), env, piped=True)
 
     def send(self, what: Any) -> None:
@@ -68,7 +68,7 @@ class Fleet:
             process.stdin.write(msgspec.json.encode(what) + b"\n")
 
     async def receive(self, kind: type[T], deadline_s: float) -> list[T]:
-        """The next answer of each child. Raises DeadlineExceeded, and SluiceError with what a child raised."""
+        """The next answer of each child. Raises DeadlineExceeded, and SluiceError with a child's exception."""
         lines = await self.answers(deadline_s)
         for index, line in enumerate(lines):
             if line.startswith(_FAILED):
@@ -81,7 +81,7 @@ class Fleet:
         return await self.receive(kind, deadline_s)
 
     async def answers(self, deadline_s: float) -> list[bytes]:
-        """One line of each piped process; raises DeadlineExceeded, or SluiceError when one has ended instead."""
+        """One line of each piped process; raises DeadlineExceeded, or SluiceError if one has ended."""
         reads = [process.stdout.readline() for process in self.processes if process.stdout is not None]
         try:
             found = await asyncio.wait_for(asyncio.gather(*reads), deadline_s)
@@ -95,7 +95,7 @@ class Fleet:
         return found
 
     def pause(self) -> None:
-        """Stop them in their tracks: an idle worker polls, and that is time of the other side."""
+        """Stop them: an idle worker polls, which would cost the other side time."""
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -103,7 +103,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """They run for the length of the block, and stand still otherwise."""
+        """They run during the block, and are stopped otherwise."""
         self.resume()
         try:
             yield
@@ -111,7 +111,7 @@ class Fleet:
             self.pause()
 
     def cpu_s(self) -> float:
-        """Processor seconds that they have used so far (user and system); 0 where there is no /proc."""
+        """CPU seconds they have used so far (user and system); 0 without /proc."""
         ticks = 0
         for process in self.processes:
             with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class Fleet:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def check(self) -> None:
-        """Raise SluiceError when one has ended."""
+        """Raise SluiceError if one has ended."""
         for index, process in enumerate(self.processes):
             if process.returncode is not None:
                 why = last_line(self._log(index))
@@ -133,7 +133,7 @@ class Fleet:
         await self.end()
 
     async def end(self) -> None:
-        """SIGTERM, and SIGKILL for what has not ended soon after."""
+        """Send SIGTERM, and SIGKILL to those that haven't ended soon after."""
         self._send(signal.SIGTERM)
         self._send(signal.SIGCONT)
         ends = asyncio.gather(*(process.wait() for process in self.processes))
@@ -153,12 +153,12 @@ class Fleet:
 
 
 def child_command(serve: Callable[..., Any], arguments: Sequence[Any] = ()) -> list[str]:
-    """What starts a process that runs this function of a module, see `sluice.bench.child`."""
+    """The command of a process that runs this function, see `sluice.bench.child`."""
     return [sys.executable, "-P", "-m", child.__name__, serve.__module__, serve.__name__, json.dumps(arguments)]
 
 
 def engine_environment(threads: int = 1) -> dict[str, str]:
-    """The same for every process with an engine; only vLLM reads its own."""
+    """The same for every process with an engine; only vLLM reads the vLLM variables."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
@@ -169,7 +169,7 @@ def engine_environment(threads: int = 1) -> dict[str, str]:
 
 
 def enforce_eager() -> bool:
-    """Of vLLM: on a CPU, compiling takes longer than the run."""
+    """For vLLM: on a CPU, compiling takes longer than the run."""
     import torch
 
     return not torch.cuda.is_available()

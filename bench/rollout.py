@@ -1,21 +1,21 @@
-"""What agent rollouts cost over the engine alone, and the gateway beside vLLM's own server.
+"""What agent rollouts cost over the engine alone, and the gateway compared with vLLM's own server.
 
         ┌▶ added      one call at a time: gateway ─▶ worker            │ the engine in this process ─┐
 Plan ───┼▶ rollouts   many at once: rollout server ⇄ gateway ─▶ worker │ their turns on that engine ─┼─▶ fields
         └▶ served     many calls at once: gateway ─▶ worker (vLLM)     │ vLLM's own OpenAI server   ─┘
 
-The two sides of a part take turns, with the same prompts, on the same model; both stay loaded.
+The two sides of a part alternate, with the same prompts, on the same model; both stay loaded.
 
-- added: pairs of the same prompt and options. The engine alone is given the prompt's tokens; rendering and parsing are
-  part of what is added. Streamed: to the first text, which comes with the first `gateway.stream_tokens` tokens, against
-  the engine's report of as many.
+- added: pairs of the same prompt and options. The engine alone gets the prompt's tokens, so the added time includes
+  rendering and parsing. Streamed: time to the first text, which comes with the first `gateway.stream_tokens` tokens,
+  against the engine's report of as many.
 - rollouts: several turns with a tool between them, all at once. Through the servers each is one `POST /rollout`, as a
-  producer asks for it; its clock ends when it is closed at the gateway, and its trajectory is in the result stream. The
-  engine alone is given each turn's tokens, which were rendered before the clock starts; between two turns it waits as
-  long as the tool would. What it lacks is the queue, the servers, text, masks and state that outlives it.
-- served: a round is `requests` chat completions, `concurrency` at a time, greedy, all of the same length. The rollout
-  server is not there. Plain requests, and then requests that want logprobs: a worker computes those of every token,
-  whoever asks.
+  producer sends it; its clock stops when it is closed at the gateway and its trajectory is in the result stream. The
+  engine alone gets each turn's tokens, rendered before the clock starts; between turns it waits as long as the tool
+  would. It has no queue, servers, text, masks or durable state.
+- served: a round is `requests` chat completions, `concurrency` at a time, greedy, all of the same length,
+  without the rollout server. First plain requests, then requests with logprobs: a worker computes those of every token
+  in both cases.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ Pair = Mapping[str, float]
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Counts, and lengths in tokens."""
 
-    prompt_words: int = 60  # of each prompt; the chat template adds a few tokens
-    pairs: int = 200  # of `added`: a call on either side
+    prompt_words: int = 60  # per prompt; the chat template adds a few tokens
+    pairs: int = 200  # of `added`: one call on each side
     streamed_pairs: int = 40
     call_tokens: int = 32
     rollouts: int = 200  # at once, and in a round
@@ -103,11 +103,11 @@ _QUICK = Sizes(
 @dataclass(frozen=True)
 class Plan:
     sizes: Sizes
-    why_no_vllm: str | None  # None: the gateway is measured beside vLLM's own server
+    why_no_vllm: str | None  # None: the gateway is compared with vLLM's own server
 
     @classmethod
     def of(cls, *, rounds: int | None, vllm: bool, quick: bool) -> Plan:
-        """`rounds` of either part that has rounds. Checked. Raises ConfigError."""
+        """Checked; `rounds` applies to both parts with rounds. Raises ConfigError."""
         at_least_one(rounds=rounds)
         sizes = _QUICK if quick else Sizes()
         if rounds is not None:
@@ -127,10 +127,10 @@ class Bench:
 def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `rollouts_s`: rollouts a second through rollout server, gateway and a worker (`rollouts_s_direct`: their turns on
+    `rollouts_s`: rollouts per second through rollout server, gateway and a worker (`rollouts_s_direct`: their turns on
     the engine alone). `added_ms_p50`, `added_ms_p99`: milliseconds that gateway, queue and worker add to one call, over
-    pairs. `gateway_vs_vllm_serve`: completion tokens a second, over those of vLLM's own server (None: see
-    `why_no_vllm`); `with_logprobs`: the same, of requests that want them.
+    pairs. `gateway_vs_vllm_serve`: completion tokens per second, over vLLM's own server (None: see
+    `why_no_vllm`); `with_logprobs`: the same for requests with logprobs.
     """
     with own_directory() as home:
         model = agent_model(HOME)
@@ -150,7 +150,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the parts come to; `parts` by name: `added`, `rollouts` and, where there is vLLM, `plain` and `logprobs`."""
+    """The results of the parts; `parts` by name: `added`, `rollouts` and, with vLLM, `plain` and `logprobs`."""
     ratio = parts["plain"]["gateway_vs_vllm_serve"] if "plain" in parts else None
     return {
         "rollouts_s": parts["rollouts"]["rollouts_s"],
@@ -182,11 +182,11 @@ async def _on_hf(sizes: Sizes, bench: Bench) -> dict[str, dict[str, Any]]:
 
 
 async def _on_vllm(sizes: Sizes, bench: Bench) -> dict[str, dict[str, Any]]:
-    """The gateway with a vLLM worker beside vLLM's own server, with the options that a worker gives its engine."""
+    """The gateway with a vLLM worker against vLLM's own server, with the options a worker gives its engine."""
     chosen = settings(bench.home, bench.model, "vllm", sizes.concurrency, sizes)
     (port,) = free_ports(1)
     stock_url = f"http://127.0.0.1:{port}"
-    # `vllm serve` of the CPU build asks for the metadata of a package that is named otherwise; this is its server.
+    # `vllm serve` of the CPU build reads the metadata of a package with another name; this is its server.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bench.model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_NAME, "--dtype", "float32"]
     command += ["--enforce-eager", "--max-num-seqs", str(sizes.concurrency), "--generation-config", "vllm"]
@@ -201,7 +201,7 @@ async def _on_vllm(sizes: Sizes, bench: Bench) -> dict[str, dict[str, Any]]:
 
 
 def settings(home: Path, model: Path, backend: str, max_batch: int, sizes: Sizes) -> list[str]:
-    """Of a run's configuration, for its processes and for the engine that is called directly."""
+    """Settings of a run, for its processes and for the engine called directly."""
     low, high = sizes.tool_latency_ms
     return run_settings(
         f"bench-{backend}",
@@ -224,7 +224,7 @@ async def _running(bench: Bench, chosen: Sequence[str], *more: str) -> AsyncIter
     run = chosen[0].partition("=")[2]
     ports = free_ports(2)
     options = set_options([*chosen, f"gateway.port={ports[0]}", f"rollout_server.port={ports[1]}"])
-    env = {**engine_environment(), "REDIS_URL": bench.url, **dict.fromkeys(KEY_NAMES, "")}  # no key is asked for
+    env = {**engine_environment(), "REDIS_URL": bench.url, **dict.fromkeys(KEY_NAMES, "")}  # no key needed
     async with Fleet(run, bench.home) as fleet:
         for role in ("worker", "gateway", *more):
             await fleet.start(sluice_command(role, *options), env)
@@ -242,7 +242,7 @@ class Direct:
         self._backend, self._calls = backend, 0
 
     async def decode(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Exactly `num_tokens` new tokens. Raises SluiceError where the model ends it earlier."""
+        """Exactly `num_tokens` new tokens. Raises SluiceError if the model ends earlier."""
         found = (await self._backend.decode(self._request(prompt, num_tokens))).token_ids
         if len(found) != num_tokens:
             raise SluiceError(f"the engine returned {len(found)} tokens, but {num_tokens} were requested")
@@ -267,7 +267,7 @@ class Direct:
 
 @contextlib.asynccontextmanager
 async def direct_engine(settings: Sequence[str]) -> AsyncIterator[Direct]:
-    """Loaded with the settings of a run; it ends with the block."""
+    """Loaded with the settings of a run; closed after the block."""
     config = load_config(None, list(settings), {})
     backend = make_backend(config.model, config.worker)
     await backend.start()
@@ -280,7 +280,7 @@ async def direct_engine(settings: Sequence[str]) -> AsyncIterator[Direct]:
 async def added(
     session: aiohttp.ClientSession, gateway: str, direct: Direct, renderer: Renderer, sizes: Sizes
 ) -> dict[str, Any]:
-    """What gateway, queue and a worker add to one call of the engine. Raises SluiceError where tokens differ."""
+    """What gateway, queue and worker add to one engine call. Raises SluiceError if tokens differ."""
     url, count = f"{gateway}/v1/chat/completions", sizes.call_tokens
 
     def ask(number: int) -> tuple[dict[str, Any], list[int]]:
@@ -298,7 +298,7 @@ async def added(
                 tokens[side] = (await post(session, url, body))["token_ids"]
             seconds[side] = time.perf_counter() - began
         if tokens["gateway"] != tokens["direct"]:
-            raise SluiceError("the gateway returned other tokens than the engine alone; a comparison would be unfair")
+            raise SluiceError("gateway and bare engine returned different tokens; a comparison would be unfair")
         return seconds
 
     async def streamed(number: int) -> Pair:
@@ -312,7 +312,7 @@ async def added(
 
 
 def added_fields(pairs: Sequence[Pair]) -> dict[str, float]:
-    """What the pairs come to; milliseconds."""
+    """The results of the pairs, in milliseconds."""
     differences = [1000 * (each["gateway"] - each["direct"]) for each in pairs]
     return {
         "added_ms_p50": percentile(differences, 0.5),
@@ -326,7 +326,7 @@ def added_fields(pairs: Sequence[Pair]) -> dict[str, float]:
 async def rollouts(
     session: aiohttp.ClientSession, server: str, gateway: str, direct: Direct, renderer: Renderer, sizes: Sizes
 ) -> dict[str, Any]:
-    """Rollouts a second through the servers at `server` and `gateway`, and on the engine alone."""
+    """Rollouts per second through the servers at `server` and `gateway`, and on the engine alone."""
     shown = replace(renderer, options=ChatTemplateOptions(tools=_TOOLS))
     latencies: list[float] = []
 
@@ -375,7 +375,7 @@ async def rollouts(
 
 
 def rollout_fields(rounds: Sequence[Mapping[str, float]], latencies_s: Sequence[float]) -> dict[str, Any]:
-    """What the rounds come to: rollouts a second by side, and the seconds of each through the servers."""
+    """The results of the rounds: rollouts per second by side, and each one's seconds through the servers."""
     found = ratios(rounds, "servers", "direct", float)
     return {
         "rollouts_s": median(each["servers"] for each in rounds),
@@ -388,7 +388,7 @@ def rollout_fields(rounds: Sequence[Mapping[str, float]], latencies_s: Sequence[
 
 
 def check(answer: Mapping[str, Any]) -> None:
-    """Raise SluiceError unless the rollout had all its turns and tokens, and told its end to the gateway."""
+    """Raise SluiceError unless the rollout has all its turns and tokens, and reported its end to the gateway."""
     metrics, extra = answer["metrics"], answer["extra_fields"]
     counts = (metrics["num_llm_calls"], metrics["num_tool_calls"], metrics["response_tokens"])
     wanted = (NUM_TURNS, NUM_TURNS - 1, NUM_TURNS * TURN_TOKENS)
@@ -399,12 +399,12 @@ def check(answer: Mapping[str, Any]) -> None:
 async def served(
     session: aiohttp.ClientSession, gateway: str, stock: str, sizes: Sizes, *, logprobs: bool
 ) -> dict[str, Any]:
-    """Completion tokens a second through the gateway, and of vLLM's own server, with one kind of request."""
+    """Completion tokens per second through the gateway and on vLLM's own server, for one kind of request."""
     urls = {"stock": stock, "gateway": gateway}
     texts: dict[str, list[str]] = {}
 
     async def one(side: str, number: int) -> float:
-        """Raises SluiceError where a completion is shorter than asked for."""
+        """Raises SluiceError if a completion is shorter than requested."""
         url, texts[side] = urls[side], [""] * sizes.requests
 
         async def ask(at: int) -> None:
@@ -441,7 +441,7 @@ async def served(
 
 
 def served_fields(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """What the rounds come to; the ratio is the median of the rounds' ratios."""
+    """The results of the rounds; the ratio is the median of the rounds' ratios."""
     found = ratios(rounds, "gateway", "stock", float)
     return {
         "gateway_vs_vllm_serve": median(found),

@@ -1,10 +1,10 @@
-"""What a run costs when it is large, or when it does nothing; each part has a broker of its own.
+"""What a run costs when it is large, or idle; each part has its own broker.
 
     queued: a million jobs in the queue, a hundred workers that lease some of them ──────────────┐
     idle:   a hundred workers and no job ────────────────────────────────────────────────────────┼─▶ measure
     flow:   producer ─▶ engine that only answers ─▶ consumer ─▶ trainer that only acks, in one run ┘
 
-- flow: rows, producer, consumer, history and the trainer's session are those of any run.
+- flow: rows, producer, consumer, history and the trainer's session are the real ones.
 - `us_per_sequence`: mean over the sequences that end at a mark, from trained count to trained count.
 """
 
@@ -44,14 +44,14 @@ from sluice.workers.engine.contracts import EngineFacts, GuardTrial, SequenceOut
 
 ANSWER = "7"
 _LEAST = 1000
-_QUEUED, _IDLE, _FLOW = "queued", "idle", "scale"  # names of runs
+_QUEUED, _IDLE, _FLOW = "queued", "idle", "scale"  # run names
 _LEASE_S, _EACH, _MOST_DEATHS = 3600.0, 32, 3
 _RENEW_S = 5.0  # of worker.renew_s
 _START_S, _SETTLE_S = 60.0, 3.0
-_SAMPLES, _FEWEST_SAMPLES = 500, 50  # of one batch; the last one is whole
+_SAMPLES, _FEWEST_SAMPLES = 500, 50  # of one batch; the last batch is full too
 _TOMBSTONE_S = 2.0
 _LOOK_S, _STUCK_S, _EXPIRY_S = 0.05, 120.0, 30.0
-_OTHER_KEYS = 10  # that expire: claims of roles
+_OTHER_KEYS = 10  # expiring keys: claims of roles
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Plan:
 
     @classmethod
     def of(cls, *, count: int, workers: int, idle_s: float) -> Plan:
-        """Checked; the model is made when it is not there yet. Raises ConfigError."""
+        """Checked; the model is created if missing. Raises ConfigError."""
         if count < _LEAST or workers < 1 or idle_s <= 0:
             raise ConfigError(f"--count must be at least {_LEAST}, --workers 1, and --idle-s more than 0")
         return cls(count, workers, idle_s, demo_model(HOME))
@@ -74,9 +74,9 @@ class Plan:
 def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark; the fields of its JSON object.
 
-    `redis_bytes_per_queued_job`: with credit lifted. `claim_us`, `renewal_share`: of many workers that lease 32 jobs
-    each of that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one run.
-    `cpu_us_per_sequence`: processor time of each role between the last two marks; `cpu_us_at_marks`: over the same
+    `redis_bytes_per_queued_job`: with credit lifted. `claim_us`, `renewal_share`: with many workers that lease 32 jobs
+    each from that queue. `us_per_sequence`: mean time of the last hundredth of the sequences at each mark, in one run.
+    `cpu_us_per_sequence`: CPU time of each role between the last two marks; `cpu_us_at_marks`: over the same
     sequences as `us_per_sequence`.
     `rss_growth_share`: of each role, from the second mark to the last. `redis_bytes_end`: once the run is over.
     `idle_broker_share_100_workers`: of one core, by `idle_workers` workers without a job.
@@ -95,7 +95,7 @@ async def _run(plan: Plan, home: Path) -> dict[str, Any]:
 
 
 async def _queued(plan: Plan, client: Any) -> dict[str, float]:
-    """Bytes of a job in the queue; what claims of `workers` workers take then, and the renewal of what they hold."""
+    """Bytes per queued job; then the cost of claims by `workers` workers, and of renewing their leases."""
     queue = JobQueue(client, Keys(_QUEUED))
     before, started = await used_bytes(client), time.perf_counter()
 
@@ -140,7 +140,7 @@ async def _idle(plan: Plan, client: Any, url: str, home: Path) -> dict[str, floa
 async def serve_idle(parent: Parent, url: str, workers: int) -> None:
     """A process of workers that wait, until SIGTERM.
 
-    Each has connections, a lease keeper and a heartbeat of its own, as a worker process has.
+    Each has its own connections, lease keeper and heartbeat, like a worker process.
     """
     logs.configure("bench")
     stop = asyncio.Event()
@@ -162,24 +162,24 @@ async def _wait(config: Config, name: str, stop: asyncio.Event) -> None:
 
 
 async def _nothing(_ctx: Any) -> None:
-    """What nobody asks for."""
+    """A function that is never called."""
 
 
 class Marks:
-    """Where the time of a sequence is taken in a run of `count`, and when how many were trained."""
+    """The marks of a run of `count` at which time per sequence is measured, and the progress over time."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.span = count // 100  # sequences of which the time is taken at each mark: 10,000 of a million
+        self.span = count // 100  # sequences timed at each mark: 10,000 of a million
         self.marks = (self.span, 10 * self.span, 100 * self.span)  # each is the end of its span
         self.batch = min(_SAMPLES, max(_FEWEST_SAMPLES, self.span // 10))  # each costs the trainer an fsync
-        self.rows = count + 8 * self.batch  # more than are measured: the last mark must not see the run drain
+        self.rows = count + 8 * self.batch  # more than measured: the run must not drain before the last mark
         self._trained: list[int] = []
         self._at: list[float] = []
 
     @property
     def trained(self) -> int:
-        """At the last look; -1 before the first."""
+        """Trained at the last look; -1 before the first."""
         return self._trained[-1] if self._trained else -1
 
     @property
@@ -187,7 +187,7 @@ class Marks:
         return self._at[-1] - self._at[0]
 
     def saw(self, trained: int, at: float) -> None:
-        """One look; each finds more trained than the one before."""
+        """Record one look; each finds more trained than the one before."""
         self._trained.append(trained)
         self._at.append(at)
 
@@ -242,11 +242,11 @@ class _Watch:
         self._rss: dict[int, dict[str, int]] = {}  # mark → role → bytes
         self._redis: dict[int, int] = {}
         self._cpu_s: dict[int, dict[str, float]] = {}
-        self._begun: dict[int, tuple[int, dict[str, float]]] = {}  # mark → trained and CPU seconds where its span began
+        self._begun: dict[int, tuple[int, dict[str, float]]] = {}  # mark → trained, CPU seconds at its span's start
         self._cpu_us: dict[int, dict[str, float]] = {}
 
     async def run(self) -> None:
-        """Raises SluiceError when a role fails, DeadlineExceeded when nothing moves."""
+        """Raises SluiceError if a role fails, DeadlineExceeded if there is no progress."""
         last = time.monotonic()
         while self._marks.trained < self._marks.rows:
             counts = {name: int(value) for name, value in (await self._client.hgetall(self._keys.counts)).items()
@@ -255,7 +255,7 @@ class _Watch:
                 raise SluiceError(f"not every sequence was trained: {counts}")
             trained, now = counts.get(b"trained", 0), time.monotonic()
             if self._marks.trained < 0 and counts.get(b"committed"):
-                self._marks.saw(0, now)  # every role is up, but for the first step
+                self._marks.saw(0, now)  # every role is up, except for the first step
                 await self._note(0)
             if -1 < self._marks.trained < trained:
                 last = now
@@ -267,7 +267,7 @@ class _Watch:
             await asyncio.sleep(_LOOK_S)
 
     async def _note(self, trained: int) -> None:
-        """What the marks that were reached, and the beginnings of their spans, need from this look."""
+        """Record what reached marks and the starts of their spans need from this look."""
         for mark in self._marks.marks:
             if mark in self._cpu_s or trained < mark - self._marks.span:
                 continue
@@ -316,7 +316,7 @@ def _resident(fleet: Fleet) -> int:
 
 
 async def _until_expired(client: Any) -> None:
-    """Until the tombstones are gone, which last for worker.keep_result_s, or for long enough."""
+    """Wait until the tombstones have expired (worker.keep_result_s), or for long enough."""
 
     async def expired() -> bool:
         return (await client.info("keyspace")).get("db0", {}).get("expires", 0) <= _OTHER_KEYS
@@ -375,7 +375,7 @@ class AnsweringBackend:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """There is nothing to load."""
+        """Nothing to load."""
 
     async def decode(self, request: SequenceRequest) -> SequenceOutput:
         count = len(self._token_ids)
@@ -389,7 +389,7 @@ class AnsweringBackend:
         )
 
     def abort(self, seq_key: str) -> None:
-        """Nothing runs."""
+        """Nothing to abort."""
 
     async def load_weights(self, directory: Path, version: int, probe: WeightsProbe | None = None) -> None:
         raise EngineError(f"an engine without weights was given {directory}")
@@ -401,7 +401,7 @@ class AnsweringBackend:
         raise EngineError("an engine without a guard")
 
     async def close(self) -> None:
-        """Nothing is left."""
+        """Nothing to close."""
 
     def progress(self) -> float:
         """It never hangs."""

@@ -136,13 +136,13 @@ data = App(name="data", help="Make prompt files from other formats.")
 def coco(
     annotations: Annotated[Path, Parameter(help="The set's JSON file, such as instances_val2017.json.")],
     *,
-    images: Annotated[Path, Parameter(help="Directory that the set's file names are below; for images.roots.")],
-    out: Annotated[Path, Parameter(help="JSONL file to write; replaced if it is there.")],
+    images: Annotated[Path, Parameter(help="Directory the set's file names are relative to; use it in images.roots.")],
+    out: Annotated[Path, Parameter(help="JSONL file to write; overwritten if it exists.")],
     prompt: Annotated[
-        str | None, Parameter(help="What is asked of every picture; {categories} stands for the names.")
+        str | None, Parameter(help="The question for every picture; {categories} is replaced by the names.")
     ] = None,
     keep_empty: Annotated[
-        bool, Parameter(negative="", help="Keep pictures without any annotation, with an empty truth.")
+        bool, Parameter(negative="", help="Keep pictures without annotations, with an empty truth.")
     ] = False,
 ) -> None:
     """Convert a COCO-style detection set to rows of the detection task.

@@ -4,11 +4,11 @@
 
 - A COCO box is [x, y, width, height] in pixels from the top left corner. A truth's is xyxy in integers from 0 to 999:
   round(999 * x / picture width) and round(999 * y / picture height). So 999 is the right or lower edge.
-- Sizes are those of the upright picture. The file's header must agree with the set, because coordinates would
-  otherwise mean another place.
-- What isn't used is counted by the name of its rule (`RULES`). A picture that ends without a box has no row: an empty
-  truth would say that nothing is there. `keep_empty` keeps pictures that have no annotation at all.
-- Truths keep the order of the annotations, rows that of the images.
+- Sizes are those of the upright picture. The file's header must agree with the set; otherwise coordinates would point
+  elsewhere.
+- Everything left out is counted under its rule (`RULES`). A picture without remaining boxes gets no row: an empty truth
+  would say that nothing is there. `keep_empty` keeps pictures that have no annotations at all.
+- Truths keep the order of the annotations, rows the order of the images.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sluice.pipeline.images.paths import Roots
 
 RULES = {
     "crowd": "a region of many objects (iscrowd), not the box of one",
-    "degenerate": "a box without width or height, or thinner than a step of the grid 0-999 within the picture",
-    "outside": "a box that lies outside the picture",
-    "clipped": "a box that leaves the picture; its part inside is kept",
-    "unknown": "an annotation whose image or category is not listed",
-    "no_file": "a picture that is not below the directory, or is no image",
-    "other_size": "a picture whose file has another size than the set says",
-    "no_box": "a picture that is left without a box",
+    "degenerate": "a box without width or height, or thinner than one step of the 0-999 grid inside the picture",
+    "outside": "a box outside the picture",
+    "clipped": "a box that extends beyond the picture; the part inside is kept",
+    "unknown": "an annotation with an unlisted image or category",
+    "no_file": "a picture that isn't below the directory, or isn't an image",
+    "other_size": "a picture file with a different size than in the set",
+    "no_box": "a picture with no boxes left",
 }
-"""Why a box or a picture is left out; of `clipped`, what was changed."""
+"""Why a box or picture is left out; for `clipped`, what was changed."""
 
 PROMPT = (
     "Find every object of these kinds in the picture: {categories}. Answer with JSON, "
@@ -93,7 +93,7 @@ class Converted:
     rows: int = 0
     boxes: int = 0
     left_out: Counter[str] = field(default_factory=Counter[str])  # by rule
-    first: dict[str, str] = field(default_factory=dict[str, str])  # the first of each rule, named
+    first: dict[str, str] = field(default_factory=dict[str, str])  # rule → its first case
 
     def leave(self, rule: str, what: str) -> None:
         """Count one."""
@@ -119,14 +119,14 @@ def read_coco(path: Path) -> CocoSet:
 
 
 def convert(annotations: Path, images: Path, out: Path, *, prompt: str = PROMPT, keep_empty: bool = False) -> Converted:
-    """Write the rows as JSONL. Raises DataError, also if there are none."""
+    """Write the rows as JSONL. Raises DataError, even if there are none."""
     if not images.is_dir():
-        raise DataError(f"{images}: no such directory; --images names the one that the set's file names are below")
+        raise DataError(f"{images}: no such directory; set --images to the one the set's file names are relative to")
     said = Converted()
     lines = [msgspec.json.encode(row) for row in rows_of(read_coco(annotations), images, said, prompt, keep_empty)]
     if not lines:
         why = "; ".join(f"{rule}: {said.first[rule]}" for rule in said.left_out)
-        raise DataError(f"{annotations}: no row came of it ({why or 'it has no images'})")
+        raise DataError(f"{annotations}: no rows ({why or 'the set has no images'})")
     try:
         write_atomic(out, b"\n".join([*lines, b""]))
     except OSError as error:
@@ -137,7 +137,7 @@ def convert(annotations: Path, images: Path, out: Path, *, prompt: str = PROMPT,
 def rows_of(
     found: CocoSet, images: Path, said: Converted, prompt: str = PROMPT, keep_empty: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The rows in the order of the images; what is left out is counted in `said`."""
+    """The rows in the order of the images; omissions are counted in `said`."""
     names = {one.id: one.name for one in found.categories}
     listed = {one.id for one in found.images}
     of_image: defaultdict[int | str, list[_Annotation]] = defaultdict(list)
@@ -212,14 +212,12 @@ def _is_there(image: _Image, images: Path, roots: Roots, said: Converted) -> boo
 def _upright_size(path: str) -> tuple[int, int]:
     with Image.open(path, formats=_FORMATS) as picture:
         width, height = picture.size
-        exif = Image.Image.getexif(picture)  # a PNG's own method decodes all pixels to look behind them
+        exif = Image.Image.getexif(picture)  # a PNG's own method decodes all pixels to read what follows them
         return (height, width) if exif.get(_ORIENTATION) in _SIDEWAYS else (width, height)
 
 
 def summary(said: Converted, out: Path, images: Path) -> Sequence[str]:
-    """For the terminal."""
+    """Lines for the terminal."""
     lines = [f"{out}: {said.rows} rows, {said.boxes} boxes (xyxy, integers 0-999 of width and height)"]
-    lines += [
-        f"  {rule}: {count}, {RULES[rule]}; the first: {said.first[rule]}" for rule, count in said.left_out.items()
-    ]
+    lines += [f"  {rule}: {count}, {RULES[rule]}; first: {said.first[rule]}" for rule, count in said.left_out.items()]
     return [*lines, f"train with images.roots: [{images}]"]

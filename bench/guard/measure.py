@@ -1,17 +1,17 @@
-"""The share of a step that the guard takes, what it saves, and two whole runs, without the guard and with it.
+"""The guard's share of a step, what it saves, and two whole runs, without the guard and with it.
 
-- The guard's cost is taken by the engine itself, inside its process, and read every quarter of a second. What counts
-  are the intervals in which every step had all sequences: no prefill, no sequence that has ended. The sequences never
-  end by themselves, and are asked for fewer tokens than `min_new_tokens`: the guard watches all and ends none.
-- Savings: half of the workload loops. Loops begin after 0 to 256 generated tokens, every period as often as the others
-  of `sluice.bench.models.PERIODS`. What the guard does in the engine must be what the rule says of the known
+- The engine itself measures the guard's cost, inside its process; it is read every quarter of a second. Only intervals
+  count in which every step had all sequences: no prefill, no ended sequence. The sequences never end by themselves, and
+  have fewer tokens than `min_new_tokens`: the guard watches all and ends none.
+- Savings: half of the workload loops. Loops begin after 0 to 256 generated tokens, with every period of
+  `sluice.bench.models.PERIODS` equally often. The guard in the engine must do what the rule says for the known
   continuation, or nothing is reported.
 - The oracle ends a looping sequence at the first token from which the rest is periodic for good, with a period of at
-  most `ngram_size`; it does nothing else. A sequence that ends by itself is none of its business.
-- A whole run is one that `sluice run` starts: producer, one worker, consumer and trainer on a broker of its own. Every
-  rollout is right, so the trainer trains on all of its tokens; the learning rate is too small to change what the model
-  says. Its clock runs from the first look at which its worker had its engine (four looks a second) to the trainer's
-  last step. The counters are the run's own metrics.
+  most `ngram_size`; it does nothing else. It ignores sequences that end by themselves.
+- A whole run is started by `sluice run`: producer, one worker, consumer and trainer on their own broker. Every rollout
+  is right, so the trainer trains on all of its tokens; the learning rate is too small to change the model's output. Its
+  clock runs from the first look that finds the worker's engine loaded (four looks per second) to the trainer's last
+  step. The counters are the run's own metrics.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _INTERVAL_S = 0.25
 _PROMPT, _PROMPT_IDS = 16, 256  # tokens; the byte tokens
 _ROUNDS = 20  # at most
 _MAX_BATCH = 64
-_OTHER_SIZES = (48, 60, 120)  # for comparison: every period that divides the size is seen
-_LEAD_STRIDE, _HEALTHY_STRIDE = 97, 131  # coprime to the spans, so that neighbours differ much
+_OTHER_SIZES = (48, 60, 120)  # for comparison: every period that divides the size is detected
+_LEAD_STRIDE, _HEALTHY_STRIDE = 97, 131  # coprime to the spans, so neighbours differ a lot
 _SIZE = DEFAULTS.ngram_size or 0
 _STREAM = 2048  # tokens
 _SHORTEST = 320  # new tokens; DEFAULTS cannot end anything much earlier
@@ -73,7 +73,7 @@ class Plan:
     """`counts` of sequences for the step share; `sequences` of the loop-prone workload, of `longest` new tokens."""
 
     counts: tuple[int, ...]
-    steps: int  # at least so many for each count
+    steps: int  # at least this many for each count
     rounds: int  # of the rule alone
     sequences: int
     longest: int
@@ -106,11 +106,11 @@ def measure(plan: Plan) -> dict[str, Any]:
     `step_share`: guard time over step time inside the engine's process, by backend and number of sequences.
     `ns_per_token`, `naive_ns_per_token`, `upstream_ns_per_token`: of the rule alone, see `guard.rule_cost`;
     `any_period_ns_per_token` and `object_keys_ns_per_token` with that one key more.
-    `saved_share`: tail tokens that the guard saves over those of an oracle;
-    `saved_share_any_period`: the same with that key; `saved_share_ceiling`: what any rule could that is armed after
+    `saved_share`: tail tokens saved by the guard, over an oracle's;
+    `saved_share_any_period`: the same with that key; `saved_share_ceiling`: the maximum for any rule armed after
     `min_new_tokens`.
-    `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved` of the
-    second by its own metrics. Null where a part did not run.
+    `trained_per_s`, `tokens`: of whole runs without the guard and with it; `triggered` and `tokens_saved`: the
+    second run's own metrics. Null if a part didn't run.
     """
     with own_directory() as home:
         alone = ns_per_token(plan.rounds, _STREAM, vllm="vllm" in plan.backends)
@@ -137,7 +137,7 @@ async def _in_engines(plan: Plan, home: Path) -> dict[str, Any]:
 
 def _whole_runs(plan: Plan, home: Path) -> dict[str, Any]:
     starting = enumerate(starts(Chains.make(), plan.run_sequences))
-    truth = {"answer": "w", "pattern": "w"}  # it is found in whatever is written
+    truth = {"answer": "w", "pattern": "w"}  # any output contains it
     rows = [
         {"id": at, "messages": [{"role": "user", "content": word(one.token)}], "truth": truth} for at, one in starting
     ]
@@ -201,14 +201,14 @@ def _config(plan: Plan, home: Path, guard: str) -> Config:
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Greedy sequences, all at once, each of `num_new_tokens` unless it ends before."""
+    """Greedy sequences, all at once, each of `num_new_tokens` unless it ends earlier."""
 
     prompts: list[list[int]]
     num_new_tokens: int
 
 
 class Done(msgspec.Struct, frozen=True):
-    """By sequence: its tokens, and how many came before the one that the guard forced (None: it ended otherwise).
+    """By sequence: its tokens, and how many precede the one the guard forced (None: it ended otherwise).
 
     The guard's cost over the steps in which every sequence ran: its own time, and that of whole steps.
     """
@@ -224,7 +224,7 @@ class Done(msgspec.Struct, frozen=True):
 async def engine(
     backend: str, model: Path, max_batch: int, logs: Path, thresholds: RepeatTerminateConfig = DEFAULTS
 ) -> AsyncIterator[Fleet]:
-    """One process that answers each Work with a Done, started and warm; it ends with the block."""
+    """One process that answers each Work with a Done, started and warm; closed after the block."""
     arguments = [backend, str(model), max_batch, msgspec.to_builtins(thresholds)]
     async with Fleet(f"{backend}-{model.name}", logs) as fleet:
         await fleet.start_child(serve, arguments, engine_environment(THREADS))
@@ -267,7 +267,7 @@ async def _decode(backend: Any, work: Work) -> Done:
 
 
 async def step_share(backends: Sequence[str], counts: Sequence[int], steps: int, home: Path) -> dict[str, Any]:
-    """Of at least so many steps of each backend, by number of sequences."""
+    """Over at least this many steps of each backend, by number of sequences."""
     model = endless_model(HOME)
     fields: dict[str, dict[str, dict[str, float]]] = {"step_share": {}, "guard_us_per_step": {}, "step_ms": {}}
     for backend in backends:
@@ -284,7 +284,7 @@ async def step_share(backends: Sequence[str], counts: Sequence[int], steps: int,
 
 
 async def _measured(running: Fleet, count: int, wanted: int) -> tuple[int, float, float]:
-    """Steps, nanoseconds in the guard, nanoseconds in all."""
+    """Steps, nanoseconds in the guard, nanoseconds in total."""
     steps, spent, elapsed = 0, 0.0, 0.0
     for number in range(_ROUNDS):
         chance = random.Random(number)
@@ -307,14 +307,14 @@ class Start:
 
     @property
     def kind(self) -> str:
-        """By what the guard sees of it: a run of one token, a block that is a whole number of periods, or neither."""
+        """By what the guard detects: a run of one token, a block that is a whole number of periods, or neither."""
         if self.period < 2:
             return "one_token" if self.period else "none"
         return "other" if _SIZE % self.period else f"divides_{_SIZE}"
 
 
 def starts(chains: Chains, count: int) -> list[Start]:
-    """Looping and healthy ones in turns."""
+    """Looping and healthy ones, alternating."""
     found: list[Start] = []
     for index in range(count):
         at = index // 2
@@ -327,9 +327,9 @@ def starts(chains: Chains, count: int) -> list[Start]:
 
 
 def oracle_keeps(tokens: Sequence[int], longest_period: int) -> int:
-    """Tokens before the first one from which all that follows is periodic, at least twice the period long.
+    """Tokens before the first one from which the rest is periodic, at least twice the period long.
 
-    `tokens` are all that the sequence would have; len(tokens) where there is no such place.
+    `tokens` are all the sequence would have; len(tokens) if there is no such place.
     """
     keeps = len(tokens)
     for period in range(1, longest_period + 1):
@@ -342,7 +342,7 @@ def oracle_keeps(tokens: Sequence[int], longest_period: int) -> int:
 
 
 def guard_keeps(tokens: Sequence[int], config: RepeatTerminateConfig) -> int:
-    """Tokens before the one that the guard forces; len(tokens) where it does not, or not before the last."""
+    """Tokens before the one the guard forces; len(tokens) if it forces none, or only the last."""
     guard = RepeatGuard(config)
     for token in tokens[:-1]:
         if guard.push(token) is not None:
@@ -382,7 +382,7 @@ async def saved(sequences: int, longest: int, home: Path) -> dict[str, Any]:
 def fields(
     work: Sequence[Start], full: Sequence[Sequence[int]], kept: Sequence[int], oracle: Sequence[int]
 ) -> dict[str, Any]:
-    """`full`: tokens without a guard; `kept`, `oracle`: how many of them are left by the guard and by the oracle."""
+    """`full`: tokens without a guard; `kept`, `oracle`: how many of them the guard and the oracle keep."""
     by_kind: dict[str, tuple[int, int]] = {}
     ended = {True: 0, False: 0}
     for start, whole, mine, best in zip(work, full, kept, oracle, strict=True):
@@ -408,7 +408,7 @@ def _share(guard: int, most: int) -> float:
 
 
 def _by_size(full: Sequence[Sequence[int]], oracle: Sequence[int]) -> Mapping[str, float]:
-    """The saved share that the rule alone would have with other block lengths, against the same oracle."""
+    """The rule's saved share with other block lengths, against the same oracle."""
     found: dict[str, float] = {}
     most = sum(len(whole) - best for whole, best in zip(full, oracle, strict=True))
     for size in sorted({_SIZE, *_OTHER_SIZES}):
@@ -418,7 +418,7 @@ def _by_size(full: Sequence[Sequence[int]], oracle: Sequence[int]) -> Mapping[st
 
 
 def _check(done: Done, full: Sequence[Sequence[int]], end: int, thresholds: RepeatTerminateConfig) -> None:
-    """Raises SluiceError unless the engine did what is written in the model and in the rule."""
+    """Raises SluiceError unless the engine did what the model and the rule determine."""
     for tokens, at, whole in zip(done.tokens, done.at_token, full, strict=True):
         keeps = guard_keeps(whole, thresholds)
         wanted = [*whole[:keeps], end] if at is not None else list(whole)

@@ -1,11 +1,11 @@
-"""Nanoseconds a token of the rule alone, beside the naive re-scan and vLLM's `repetition_detection`.
+"""Nanoseconds per token of the rule alone, against a naive re-scan and vLLM's `repetition_detection`.
 
-- All see the same tokens one by one, in turns within a round, with the default thresholds; a figure is the median of
-  the rounds. `any_period` and `object_keys` are our rule with that key more, off in the others.
-- All are silent below `min_new_tokens`, and none may trigger: the whole stream is looked at.
+- All see the same tokens one by one, alternating within a round, with the default thresholds; figures are medians of
+  the rounds. `any_period` and `object_keys` are our rule with that key added, off in the others.
+- All are silent below `min_new_tokens`, and none may trigger: each reads the whole stream.
 - vLLM's check has one pattern range and one count, so our two rules are two calls: (min 1, max 1, count 64) and
   (min 64, max 64, count 2). `upstream_any_period` is what its users would set: (min 1, max 64, count 3), which also
-  sees periods that do not divide 64, and ends "a a a". It is given plain lists; vLLM gives it a wrapper of one.
+  detects periods that don't divide 64, and ends "a a a". It gets plain lists; vLLM passes a wrapper of one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rule = Callable[[], Callable[[int], Any]]
 
 
 def ns_per_token(rounds: int, length: int, vllm: bool) -> dict[str, Any]:
-    """The fields of this part; upstream's are None where vLLM is not measured."""
+    """The fields of this part; upstream's are None if vLLM isn't measured."""
     streams = {"random": _random_stream(length, 0), "text": _text_stream(length, 0)}
     ours = {"": _ours(DEFAULTS), "any_period_": _ours(ANY_PERIOD), "object_keys_": _ours(_KEYS, _key_table())}
     rules = {**ours, "naive_": _naive, **(_upstream() if vllm else {})}
@@ -91,10 +91,10 @@ def _naive() -> Callable[[int], Any]:
 
 
 def naive_rule(tokens: Sequence[int], config: RepeatTerminateConfig) -> str | None:
-    """`consecutive` or `ngram` if these generated tokens are to end here, else None.
+    """`consecutive` or `ngram` if these generated tokens should end here, else None.
 
-    The guard's rules without state: the tail is looked at again at every token. The object-key rule is left out; a
-    re-scan for it would be linear in the sequence.
+    The guard's rules without state: the tail is scanned again at every token. The object-key rule is left out; its
+    re-scan would be linear in the sequence.
     """
     end = len(tokens)
     if not tokens or end < config.min_new_tokens:
@@ -111,7 +111,7 @@ def naive_rule(tokens: Sequence[int], config: RepeatTerminateConfig) -> str | No
 
 
 def _trailing_run(tokens: Sequence[int]) -> int:
-    """How often the last token stands at the end."""
+    """How often the last token is repeated at the end."""
     last, length = tokens[-1], 1
     while length < len(tokens) and tokens[-1 - length] == last:
         length += 1
@@ -146,13 +146,13 @@ def _upstream() -> dict[str, Rule]:
 
 
 def _random_stream(length: int, seed: int) -> list[int]:
-    """Any ids, each as likely as the others."""
+    """Uniformly random ids."""
     chance = random.Random(seed)
     return [chance.randrange(_VOCABULARY) for _ in range(length)]
 
 
 def _text_stream(length: int, seed: int) -> list[int]:
-    """Ids as frequent as words are (1/rank), with runs of one id (spaces, dashes) and phrases said twice."""
+    """Ids with the frequencies of words (1/rank), with runs of one id (spaces, dashes) and repeated phrases."""
     chance, tokens = random.Random(seed), list[int]()
     ranks = range(1, _WORDS)
     weights = [1 / rank for rank in ranks]

@@ -1,10 +1,10 @@
-"""What one run does: each engine in a process of its own, one at a time, every part of it, and the JSON object.
+"""One benchmark run: each engine in its own process, one at a time, all its parts, and the JSON object.
 
 - An engine loads and answers the version of its weights; then each line is a Work, answered with the part's fields.
-  While it serves a queue it says what it saw, until the next line, which it answers with `{}`.
+  While it serves a queue it reports what it sees, until the next line, which it answers with `{}`.
 - From a version's publication to the first token under it: this process publishes, the engine's worker serves a queue.
-  The broker is real, and so are the version directories; the worker is in the middle of its sequences each time, and
-  the gaps between versions are random, so that every phase of its loop is met.
+  The broker is real, and so are the version directories; the worker is always in the middle of its sequences, and the
+  gaps between versions are random, so every phase of its loop occurs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sluice.workers.job_prompts import JobPrompts
 THREADS = 1
 _SEEN_S = 120.0
 _GAP_S = (0.3, 1.0)
-_JOBS_A_ROW = 16  # far more than are decoded meanwhile
+_JOBS_A_ROW = 16  # far more than are decoded in that time
 BACKENDS = ("hf", "vllm")
 COST = {"hf": 1.15, "vllm": 1.5}
 """Most that an update which scores may cost, over one which only re-prefills."""
@@ -55,7 +55,7 @@ COST = {"hf": 1.15, "vllm": 1.5}
 VALID = 1.0
 """Share of the older tokens, however many versions the queue holds."""
 
-_SCORE_WAIT_S = 600  # a busy machine must not decide what is valid
+_SCORE_WAIT_S = 600  # a busy machine must not affect what is valid
 _QUICK = Sizes(
     rows=4, prompt=16, generated=32, rounds=2, step_count=4, longest=64, intervals=(5, 20, 40), segment=20,
     publishes=1, wave=4, wave_longest=24,
@@ -68,11 +68,11 @@ class Plan:
 
     backends: tuple[str, ...]
     sizes: Sizes
-    why_no_vllm: str | None  # None: it is measured
+    why_no_vllm: str | None  # None: vLLM is measured
 
     @classmethod
     def of(cls, *, backends: str, rounds: int | None, quick: bool) -> Plan:
-        """`backends`: names with commas between them. Checked. Raises ConfigError."""
+        """`backends`: comma-separated names. Checked. Raises ConfigError."""
         names = tuple(dict.fromkeys(name.strip() for name in backends.split(",") if name.strip()))
         if not names or not set(names) <= set(BACKENDS):
             raise ConfigError(f"--backends {backends!r}: give some of {','.join(BACKENDS)}")
@@ -104,8 +104,8 @@ def measure(plan: Plan) -> dict[str, Any]:
 
     `publish_to_first_token_s`: see above. `score_cost_ratio`: an update that re-prefills and
     scores, over one that only re-prefills (`vs_kv_recompute`) and over one decode step (`vs_no_update`).
-    `tok_s_by_interval`: tokens a second by steps between updates. `valid_share`: by versions that the queue holds.
-    `aims`: what each is held against, and whether it was met; `measured`: over what, in words.
+    `tok_s_by_interval`: tokens per second by steps between updates. `valid_share`: by versions in the queue.
+    `aims`: each target, and whether it was met; `measured`: the conditions, in words.
     """
     with own_directory() as home:
         model = endless_model(HOME)
@@ -122,7 +122,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the parts come to; `parts` by part, then by backend (`share` has no backend)."""
+    """The results of the parts; `parts` by part, then by backend (`share` has no backend)."""
     rates, share = parts["throughput"], parts["share"]
     found: dict[str, Any] = {
         "publish_to_first_token_s": parts["published"],
@@ -140,7 +140,7 @@ def fields(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def aims(found: Mapping[str, Any]) -> dict[str, Any]:
-    """By field: the aim, what is held against it, and whether it was met; an aim of None: measured, held to nothing."""
+    """By field: the target, the value compared with it, and whether it was met; a target of None: only measured."""
     cost = {name: each["vs_kv_recompute"] for name, each in found["score_cost_ratio"].items()}
     least = min(found["valid_share"].values())
     return {
@@ -155,7 +155,7 @@ def aims(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measured(sizes: Sizes) -> dict[str, str]:
-    """By field, in words: rows, lengths in tokens, and what a ratio is of."""
+    """By field, in words: rows, lengths in tokens, and what a ratio compares."""
     rows, prompt = f"{sizes.rows} rows", f"prompts of {sizes.prompt} tokens"
     return {
         "publish_to_first_token_s": f"{rows} and a queue, {prompt}, up to {ENDLESS_CONTEXT - sizes.prompt} generated: "
@@ -182,9 +182,9 @@ async def _run(plan: Plan, home: Path, model: Path, variants: Path) -> dict[str,
             "scorer.claim_gpu=false",
             f"weights.retention={plan.sizes.retention}",
         )
-        for name in dict.fromkeys((*plan.backends, "hf")):  # the share is measured with hf, whatever else is
+        for name in dict.fromkeys((*plan.backends, "hf")):  # the share is always measured with hf
             async with Fleet("scorer", home) as scorer:
-                if name == "hf":  # it loads while the engine does
+                if name == "hf":  # it loads at the same time as the engine
                     command = sluice_command("score", *set_options(share))
                     await scorer.start(command, {**engine_environment(THREADS), "REDIS_URL": url})
                 async with engine(name, bench) as running:
@@ -252,7 +252,7 @@ async def _published(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
         (seen,) = await running.receive(Seen, _SEEN_S)
         if seen.version != version:
             raise SluiceError(f"the worker decodes under v{seen.version} after v{version} was published")
-        if number:  # the first one met a worker that had just begun
+        if number:  # at the first one the worker has only just started
             whole.append(seen.at - now.published_at)
             registered.append(seen.at - now.registered_at)
             sequences.append(seen.sequences)
@@ -271,7 +271,7 @@ async def _published(running: Fleet, name: str, bench: Bench) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def engine(name: str, bench: Bench) -> AsyncIterator[Fleet]:
-    """Loaded, in its process; it ends with the block."""
+    """A loaded engine in its own process; closed after the block."""
     arguments = [name, str(bench.model), str(bench.variants), bench.sizes.rows]
     async with Fleet(f"engine-{name}", bench.home) as fleet:
         await fleet.start_child(serve, arguments, engine_environment(THREADS))
@@ -280,7 +280,7 @@ async def engine(name: str, bench: Bench) -> AsyncIterator[Fleet]:
 
 
 def _long_jobs(run: str, sizes: Sizes) -> list[DecodeJob]:
-    """Greedy sequences of a third to all of the context."""
+    """Greedy sequences with a third to all of the context."""
     chance = random.Random(1)
     longest = ENDLESS_CONTEXT - sizes.prompt
     return [
@@ -325,7 +325,7 @@ async def _do(backend: Backend, variants: Variants, work: Work, parent: Parent) 
 
 
 async def _serve_queue(backend: Backend, config: Config, parent: Parent, stop: asyncio.Event) -> None:
-    """As a decode worker, until `stop` is set; what is running then goes back to the queue."""
+    """Serve as a decode worker until `stop` is set; running jobs then go back to the queue."""
     async with role_process(config, "worker", "bench-worker", stop) as role:
         prompts = await asyncio.to_thread(JobPrompts, config.model)
         try:

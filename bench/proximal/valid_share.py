@@ -1,14 +1,14 @@
-"""How many tokens that are older than the trainer's weights have a valid proximal logprob when they are trained.
+"""How many tokens older than the trainer's weights have a valid proximal logprob when they are trained.
 
     rollouts (versions 0 .. v, published and retired) ─▶ exact_answer's steps ─▶ Filler at v ─▶ valid ÷ older
 
 - v is the retention. A queue of k versions holds the results that ended under v - k .. v; its trainer has the weights
   of v, a scorer process answers its jobs from the versions that are still on disk.
-- A number that is marked as valid and is not that of a plain pass of its version ends the run.
+- A number marked as valid that differs from a plain pass of its version fails the run.
 - Of the rollouts, a wave of sequences of evenly spread lengths begins under each version; the next version comes when
-  the longest of them has half of its tokens. So each version leaves sequences that ended under it, and others that went
-  on. The engine is held in that sequence's report until the load has been asked for: how fast it is decides nothing.
-  Requests and results are those that a decode worker makes of jobs.
+  the longest of them has half of its tokens. So each version leaves sequences that ended under it, and others that
+  continued. The engine is blocked in that sequence's report until the load has been requested, so its speed doesn't
+  matter. Requests and results are those a decode worker makes from jobs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Trainer:
         self._plain: dict[tuple[str, int], list[float]] = {}  # (seq_id, version) -> logprobs of a plain pass
 
     def score_plainly(self, samples: Sequence[TrainingSample]) -> None:
-        """Under every version that a proximal logprob may be of."""
+        """Score under every version a proximal logprob may belong to."""
         for version in range(1, self._version + 1):
             for sample, row in zip(samples, self._step(version).score(samples), strict=True):
                 self._plain[sample.seq_id, version] = row
@@ -129,7 +129,7 @@ class _Trainer:
         }
 
     def _worst_error(self, samples: Sequence[TrainingSample]) -> float:
-        """Greatest distance (nats) of what was filled in from a plain pass of the version that it names."""
+        """Greatest distance (nats) of the filled-in values from a plain pass of their version."""
         worst = 0.0
         for sample in samples:
             for at, mark in enumerate(sample.proximal_versions):
@@ -164,7 +164,7 @@ async def rollouts(backend: Backend, publish: Publish, versions: int, sizes: Siz
 
 
 class _Turn:
-    """Loads a version once the sequence that leads has so many tokens."""
+    """Loads a version once the leading sequence has that many tokens."""
 
     def __init__(self, backend: Backend, publish: Publish, version: int, at: int) -> None:
         self._backend, self._publish, self._version, self._at = backend, publish, version, at
@@ -177,7 +177,7 @@ class _Turn:
             asyncio.run_coroutine_threadsafe(self._ask(), self._loop).result(WAIT_S)
 
     async def loaded(self, leader: asyncio.Task[SequenceResult]) -> None:
-        """Return when the version serves; raises what went wrong on the way."""
+        """Return once the version serves; raises any error before that."""
         done, _ = await asyncio.wait({self._load, leader}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise DeadlineExceeded(f"waited {WAIT_S:.0f} s for a sequence to have {self._at} tokens")
@@ -189,7 +189,7 @@ class _Turn:
     async def _ask(self) -> None:
         directory = await self._publish(self._version)
         self._load.set_result(asyncio.create_task(self._backend.load_weights(directory, self._version)))
-        await asyncio.sleep(0)  # it is in the engine's hands then
+        await asyncio.sleep(0)  # the engine has it after this
 
 
 def _lengths(count: int, longest: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The weights that are published: the endless model, and copies of it that differ a little, made once.
 
-- Version v has those of variant v modulo their number, so neighbours always differ.
-- What is zero stays zero: nothing ends early under any of them.
+- Version v has the weights of variant v modulo their number, so neighbours always differ.
+- Zeros stay zero, so nothing ends early under any of them.
 - The probe scores are measured as a trainer does it.
 """
 
@@ -27,7 +27,7 @@ from sluice.pipeline.wire.messages import WeightVersion
 from sluice.pipeline.wire.tokens import TokenArray
 
 COUNT = 3
-_RELATIVE = 1e-2  # of every weight: a token's logprob changes by far more than passes differ by rounding
+_RELATIVE = 1e-2  # of every weight: logprobs change by far more than rounding differences between passes
 _PROBE_TOKENS = 16
 _PROBE = "probe.json"
 
@@ -52,7 +52,7 @@ class Variants:
         return self.root / str(version % COUNT)
 
     def manifest(self, version: int, published_at: float = 0.0) -> WeightVersion:
-        """What a trainer knows before it writes the version."""
+        """The manifest as a trainer has it before it writes the version."""
         return WeightVersion(
             version=version,
             path="",
@@ -64,7 +64,7 @@ class Variants:
 
 
 def ensure_variants(home: Path, model: Path) -> Path:
-    """Directory of the variants of `model`; made now unless equal ones are there."""
+    """Directory of the variants of `model`; created now unless equal ones exist."""
     settings = [model.name, COUNT, _RELATIVE, _PROBE_TOKENS]
     return cached(home, "proximal", settings, [sys.modules[__name__]], lambda root: _save(model, root))
 

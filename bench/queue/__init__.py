@@ -1,4 +1,4 @@
-"""What the queue does in a second, beside stock arq and SAQ.
+"""The queue's throughput, compared with stock arq and SAQ.
 
         ┌▶ durable broker (AOF everysec) ◀── W × worker (ArqWorker) ──────┐
 fill ───┤                                                                 ├─▶ race ─┐

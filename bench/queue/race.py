@@ -1,7 +1,7 @@
 """No-op jobs per second of each system, by number of worker processes.
 
 - A round: the workers are paused, the queue is filled; the clock runs from their release to the last job's end.
-- arq's best setting is looked for at each number of workers, by one short round each; the winner then races.
+- For each number of workers, one short round per setting finds arq's best; the winner then races.
 
 | system | worker processes                            | ended when                                        |
 |--------|---------------------------------------------|---------------------------------------------------|
@@ -51,16 +51,16 @@ ARQ_GRID: tuple[Settings, ...] = (
 )
 """Of arq's worker; its defaults are max_jobs 10, poll_delay 0.5, queue_read_limit 5 × max_jobs and at least 100."""
 
-MAX_JOBS = 100  # of our worker: as many as one claim brings
+MAX_JOBS = 100  # of our worker: as many as one claim returns
 SAQ_MISSING = "SAQ is not installed, saq_jobs_s is null; to include it: pip install 'sluice[bench]'"
 _START_S = 60.0
 _DEADLINE_S = 120.0
 _LOOK_S = 0.003
-_WARM_SHARE = 4  # of a probe, to warm up for it
+_WARM_SHARE = 4  # of a probe, as its warm-up
 _OURS_WARM = 10  # times as many jobs as the others to warm up with
 _ARQ_QUEUE = "arq:queue"
 _PAGE = 2000
-_ENQUEUES = 20  # of a foreign client, at a time
+_ENQUEUES = 20  # of a foreign client, at the same time
 
 
 def saq_is_installed() -> bool:
@@ -85,7 +85,7 @@ async def mark(ctx: dict[Any, Any], sent_at: float) -> None:
 
 
 async def serve_ours(parent: Parent, url: str, run: str) -> None:
-    """One of our workers: it says `ready`, serves until SIGTERM, and tells its totals."""
+    """One of our workers: it says `ready`, serves until SIGTERM, and reports its totals."""
     configure("bench")
     config, totals = Config(run=run, broker=broker_config(url)), Totals()
 
@@ -131,7 +131,7 @@ async def serve_saq(parent: Parent, url: str) -> None:
 
 @dataclass(frozen=True)
 class Lap:
-    """Jobs per second, and microseconds of processor time a job."""
+    """Jobs per second, and microseconds of CPU time per job."""
 
     rate: float
     worker_us: float
@@ -139,7 +139,7 @@ class Lap:
 
 
 class System:
-    """One system on its broker, with worker processes of its own kind that stand still outside of rounds."""
+    """One system on its broker, with its own kind of worker processes, which are stopped outside rounds."""
 
     leftovers: ClassVar[str]  # keys that ended jobs leave behind
 
@@ -171,7 +171,7 @@ class System:
             yield self
 
     async def run(self, jobs: int) -> Lap:
-        """Fill, release, wait for the end. What ended jobs left behind goes first."""
+        """Fill, release, wait for the end; first delete what ended jobs left behind."""
         cursor: int = 0
         while True:
             cursor, found = await self.client.scan(cursor, match=self.leftovers, count=_PAGE)
@@ -190,7 +190,7 @@ class System:
 
 
 class Ours(System):
-    """The leased queue, as a run of its own: nothing of another one is in its way."""
+    """The leased queue, as a separate run, so others don't interfere."""
 
     leftovers = "arq:result:*"
 
@@ -210,7 +210,7 @@ class Ours(System):
         return not left and int(called or 0) == self.filled
 
     async def totals(self) -> list[Totals]:
-        """End the workers; what each did."""
+        """End the workers; returns what each did."""
         await self.fleet.end()
         return await self.fleet.receive(Totals, _START_S)
 
@@ -326,7 +326,7 @@ class Race:
             self.outcome.claim_calls_per_job[workers] = sum(each.claims for each in totals) / ours.filled
 
     async def _line_up(self, workers: int, scope: contextlib.AsyncExitStack) -> dict[str, System]:
-        """All warm, and each other than ours with as many jobs as it ends in the time of a round."""
+        """All systems, warm; the others get as many jobs as they finish in the time of a round."""
         ours = Ours(f"ours-{workers}", self._durable, self._home, f"race-{workers}")
         await scope.enter_async_context(ours.started(workers))
         await ours.run(self._plan.probe_jobs * _OURS_WARM)

@@ -1,7 +1,7 @@
-"""Every architecture of the matrix: what decodes it, what trains it, and every token that is wrong.
+"""Every architecture of the matrix: what decodes it, what trains it, and every wrong token.
 
-The oracles are what transformers makes of a prompt by itself (its own `generate`, its own cache, one sequence alone)
-and what a plain forward pass gives (no cache, no mask, one sequence alone).
+The oracles are transformers' own results (its own `generate`, its own cache, one sequence alone) and a plain forward
+pass (no cache, no mask, one sequence alone).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Finding:
 
 
 def measure(names: Iterable[str], *, quick: bool) -> dict[str, Any]:
-    """Check these architectures, or all; raises ConfigError for one that the matrix does not have."""
+    """Check these architectures, or all; raises ConfigError for one that isn't in the matrix."""
     chosen = list(dict.fromkeys(names)) or list(ARCHITECTURES)
     for name in chosen:
         if name not in ARCHITECTURES:
@@ -125,7 +125,7 @@ def _fields(finding: Finding) -> dict[str, Any]:
 
 
 def table(architectures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The matrix as docs/engine.md has it."""
+    """The matrix as in docs/engine.md."""
     lines = ["| architecture | decoding on `hf` | training |", "|---|---|---|"]
     for name, found in architectures.items():
         lines.append(f"| {name} | {found['decoding']} | {_ROWS[found['trained_in']]} |")
@@ -140,7 +140,7 @@ def hf_backend(directory: Path, max_batch: int) -> Backend:
 def check(
     name: str, home: Path, sizes: Sizes, make_backend: MakeBackend = hf_backend, *, train: bool = True
 ) -> Finding:
-    """Build the model in `home`, decode with it, and score what was decoded in training rows."""
+    """Build the model in `home`, decode with it, and score the result in training rows."""
     directory = save(name, home)
     finding = Finding(name)
     policy: Any = load_policy(directory, ModelConfig(path=str(directory), device="cpu"))

@@ -1,4 +1,4 @@
-"""From a prompt and its images to what a model takes; the same on engines, scorers and the trainer.
+"""From a prompt and its images to model inputs; the same on engines, scorers and the trainer.
 
     token ids with placeholders, images ─▶ prepare ─▶ VisionInputs   every placeholder expanded for its image
     token ids as an engine saw them     ─▶ match   ─▶ VisionInputs   every expansion found again
@@ -27,7 +27,7 @@ from sluice.pipeline.errors import ModelError, RequestError
 from sluice.pipeline.prompts.chat_template import normalise_tokenizer
 
 CACHE_BYTES = 64 << 20
-"""Of processed images that a `VisionProcessor` keeps."""
+"""Bytes of processed images that a `VisionProcessor` keeps."""
 
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 _REFUSALS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, OSError)
@@ -45,7 +45,7 @@ def load_processor(path: str, transformers: Any, *, trust_remote_code: bool = Fa
             f"{path}: no usable processor for images ({error}); save it beside the weights, or set variant: text"
         ) from error
     if not getattr(processor, "image_token", None) or getattr(processor, "image_processor", None) is None:
-        raise ModelError(f"{path}: {type(processor).__name__} names no image token; set variant: text for text only")
+        raise ModelError(f"{path}: {type(processor).__name__} has no image token; set variant: text for text only")
     normalise_tokenizer(processor.tokenizer)
     return processor
 
@@ -185,7 +185,7 @@ class VisionProcessor:
         return self._inputs(built, spans, made)
 
     def collapse(self, prompt_token_ids: Sequence[int], images: Sequence[Any]) -> list[int]:
-        """The prompt with one placeholder for each image, also where it was expanded. Raises RequestError."""
+        """The prompt with one placeholder per image, even where one was expanded. Raises RequestError."""
         if prompt_token_ids.count(self.image_token_id) == len(images):
             return list(prompt_token_ids)
         made = self.prepare(prompt_token_ids, images)
@@ -231,11 +231,11 @@ class VisionProcessor:
 
     @property
     def hits(self) -> int:
-        """How many images were kept from before, or joined another caller's."""
+        """How many images came from the cache, or shared another caller's work."""
         return self._kept.hits
 
     def image(self, image: Any, which: str = "the image") -> ProcessedImage:
-        """One image (PIL, RGB), processed or kept from before. Raises RequestError."""
+        """One image (PIL, RGB), processed now or cached. Raises RequestError."""
         key = _key(image)
         mine, made = self._kept.claim(key)
         if not mine:
@@ -303,7 +303,7 @@ class VisionProcessor:
         return joined
 
     def _axes(self) -> dict[str, int]:
-        """Along which axis the arrays of several images are one array; asked of the processor itself, once.
+        """The axis along which each array joins several images; determined once, by calling the processor.
 
         LLaVA and Qwen put images side by side on the first axis, Idefics3 on the second (the first is the prompt).
         """
@@ -332,9 +332,9 @@ class VisionProcessor:
             return None
 
     def _add(self, built: _Assembly, token_ids: Sequence[int], token_types: Sequence[int] | None = None) -> None:
-        """Append; line breaks on both sides of the seam become the tokens that the tokenizer has for all of them.
+        """Append; line breaks on both sides of the seam become the tokens the tokenizer uses for all of them.
 
-        Gemma3 wraps an image in blank lines, which its tokenizer merges with the line breaks of the text around.
+        Gemma3 wraps an image in blank lines, which its tokenizer merges with the line breaks of the surrounding text.
         """
         left = _run(reversed(built.token_ids), self._is_line_break)
         right = _run(token_ids, self._is_line_break) if left else 0
@@ -355,20 +355,20 @@ class VisionProcessor:
 
 
 class _Kept:
-    """Processed images, each made by the first who asks; bounded by the bytes of their arrays, least recent first."""
+    """Processed images, each made by its first caller; bounded by the bytes of their arrays, evicted by last use."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = threading.Lock()
-        # With the image itself where its identity is the key: it must not be another's meanwhile.
+        # If an image's identity is the key, its entry keeps the image, so the id can't be reused.
         self._made: OrderedDict[object, tuple[ProcessedImage, Any]] = OrderedDict()
         self._making: dict[object, Future[ProcessedImage]] = {}
         self.processed = 0
         self.hits = 0
 
     def claim(self, key: object) -> tuple[bool, Future[ProcessedImage]]:
-        """(Whether the caller has to make it, its future)."""
+        """(Whether the caller must make it, its future)."""
         with self._lock:
             self.hits += 1
             if (kept := self._made.get(key)) is not None:
@@ -401,7 +401,7 @@ class _Kept:
 
 
 def image_token_id(processor: Any) -> int:
-    """Id of the placeholder. Raises ModelError if it is not one token."""
+    """Id of the placeholder. Raises ModelError if it isn't one token."""
     token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     if token_id is None or token_id == processor.tokenizer.unk_token_id:
         raise ModelError(f"the tokenizer does not know the image token {processor.image_token!r}; add it to its files")
@@ -419,7 +419,7 @@ def check_placeholders(count: int, num_images: int, image_token: str) -> None:
 
 
 def _key(image: Any) -> object:
-    """The digest of the bytes an image was decoded from, where the store has noted it; else the object itself."""
+    """The digest of the bytes an image was decoded from, if the store noted it; else the object itself."""
     digest: str | None = image.info.get("sha256")
     return digest or id(image)
 
@@ -429,7 +429,7 @@ def _which(number: int, count: int) -> str:
 
 
 def _run(tokens: Any, holds: Any) -> int:
-    """How many tokens from the first on hold."""
+    """How many leading tokens satisfy `holds`."""
     count = 0
     for token in tokens:
         if not holds(token):
@@ -458,7 +458,7 @@ def _processor(path: str, transformers: Any, trust_remote_code: bool) -> Any:
 
 
 def _without_video(known: Any) -> Any:
-    """The class without its video part, which needs torchvision; the base class reads its parts off `__init__`."""
+    """The class without its video part, which needs torchvision; the base class reads its parts from `__init__`."""
 
     class ImageTextProcessor(known):
         def __init__(
