@@ -1,12 +1,12 @@
-"""The images of the samples in hand: fetched and processed when a sample is taken, read again at its forward pass.
+"""The images of the current samples: fetched and processed when a sample is taken, read back for its forward pass.
 
     sample.images ─▶ ImageStore ─▶ VisionProcessor ─▶ files below `directory` ─▶ inputs(sample), mapped into memory
 
-- Everything that can go wrong with an image goes wrong in `take`, before the step: it costs its own sequence only.
+- Anything that can go wrong with an image goes wrong in `take`, before the step, and costs only its own sequence.
 - A disk, mount or server in trouble costs none: its images are tried again until the deadline, which is an error.
-- Digests decide: the worker stamped those of the bytes that it decoded, and other bytes are an error.
-- The pixels of equal images in equal order (a group's) are processed and written once. Files, not memory, hold them:
-  a step may show thousands of images, and the kernel drops mapped pages when memory is short.
+- The worker stamped digests of the bytes it decoded; different bytes are an error.
+- Equal images in the same order (as in a group) are processed and written once. Pixels are in files, not in memory: a
+  step may have thousands of images, and the kernel drops mapped pages when memory is short.
 - Each process writes below a directory of its own: one that was replaced harms no file of its successor.
 - `take`, `forget` and `close` belong to one event loop; `inputs` may be called from any thread.
 """
@@ -39,8 +39,8 @@ from sluice.pipeline.logs import get_logger
 from sluice.pipeline.wire.messages import ImageRef, TrainingSample
 
 IMAGE_FAILED = "image_failed"  # the reason of a sequence whose images can't be used
-_WRITTEN = -1  # no token's id
-_AT_ONCE = 8  # samples; the store bounds fetches and decodings
+_WRITTEN = -1  # not a token id
+_AT_ONCE = 8  # samples; the store bounds fetches and decodes
 _PAUSE_S = 0.5  # before an image whose source is in trouble is tried again
 _CLOSE_S = 10.0  # for what is being written or deleted
 
@@ -140,7 +140,7 @@ class SampleImages:
         return failed
 
     def inputs(self, sample: TrainingSample) -> VisionInputs | None:
-        """What the model's forward pass takes for the sample's images; None for a sample without images."""
+        """The forward pass's inputs for the sample's images; None for a sample without images."""
         if not sample.images:
             return None
         held = self._of(sample)
@@ -151,7 +151,7 @@ class SampleImages:
         return self._of(sample).pixels.cost if sample.images else 0
 
     def written(self, sample: TrainingSample) -> int:
-        """How many placeholders outside its images the sample has: tokens that the policy wrote."""
+        """The sample's placeholders outside its images: tokens the policy wrote."""
         types = self._of(sample).inputs.token_types[0]
         return int(((np.array(sample.token_ids) == self._token_id) & (types == 0)).sum())
 
@@ -165,7 +165,7 @@ class SampleImages:
         self._prune()
 
     async def stop_fetching(self) -> None:
-        """Free the image store; what was taken stays."""
+        """Close the image store; taken images stay."""
         store, self._store = self._store, None
         if store is not None:
             await store.close()
@@ -195,7 +195,7 @@ class SampleImages:
                     fetch.cancel()
             made = await asyncio.to_thread(self._match, sample, images)
             pixels = await self._kept(tuple(map(_key, sample.images)), made)
-        # No await from here on: a sample is held completely or not at all.
+        # No await from here on: a sample is kept completely or not at all.
         pixels.users += 1
         self._held[sample.seq_id] = _Held(replace(made, tensors={}), pixels)
 
@@ -222,16 +222,16 @@ class SampleImages:
         return image
 
     def _match(self, sample: TrainingSample, images: Sequence[Image.Image]) -> VisionInputs:
-        # Tokens that the policy wrote are no placeholders, whatever they are.
+        # Tokens the policy wrote are never placeholders, whatever their ids.
         versions = sample.versions.expand() or [-1] * len(sample.token_ids)
         ids = [_WRITTEN if by >= 0 else token for token, by in zip(sample.token_ids, versions, strict=True)]
         try:
             return self.processor.match(ids, images)
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # of a model's own code
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a model's own code
             raise RequestError(f"its images cannot be processed: {type(error).__name__}: {error}") from error
 
     async def _kept(self, key: _Key, made: VisionInputs) -> _Pixels:
-        """The pixels on disk; written by the first sample that has them."""
+        """The pixels on disk, written by the first sample that has them."""
         task = self._pixels.get(key)
         if task is None:
             self._written += 1
@@ -240,7 +240,7 @@ class SampleImages:
         return await asyncio.shield(task)
 
     def _prune(self) -> None:
-        """Delete the pixels that no sample needs; nothing is being taken now."""
+        """Delete pixels no sample needs; no `take` may be running."""
         unused: list[Path] = []
         for key, task in [(key, task) for key, task in self._pixels.items() if task.done()]:
             pixels = None if task.cancelled() or task.exception() else task.result()
@@ -266,7 +266,7 @@ class SampleImages:
         return _Pixels(directory, tuple(made.tensors), vision_tokens(made, self._patch))
 
     def _empty(self) -> None:
-        """A killed trainer leaves its files behind."""
+        """Delete files that a killed trainer left behind."""
         shutil.rmtree(self._shared, ignore_errors=True)
 
     def _remove(self) -> None:
@@ -286,12 +286,12 @@ def pixels_of(config: Config) -> Path:
 
 
 def _key(ref: ImageRef) -> bytes:
-    """Equal for references to the same bytes, as far as digests tell."""
+    """Equal for references to the same bytes, judging by digests."""
     return ref.sha256.encode() if ref.sha256 else msgspec.msgpack.encode(ref)
 
 
 def vision_tokens(inputs: VisionInputs, patch: int) -> int:
-    """Tokens of the vision tower: one a patch."""
+    """Tokens of the vision tower: one per patch."""
     grid, pixels = inputs.tensors.get("image_grid_thw"), inputs.tensors.get("pixel_values")
     if grid is not None:
         return int(grid.prod(-1).sum())
@@ -322,7 +322,7 @@ def _joined(parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
 
 
 def token_type_names(model: Any) -> list[str]:
-    """Under which names this model, or model class, takes the type of each token."""
+    """The argument names under which this model, or model class, takes token types."""
     known = inspect.signature(model.forward).parameters
     return [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
 
