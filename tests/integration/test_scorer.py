@@ -262,6 +262,35 @@ async def test_prompts_with_images_are_scored_like_text(
     assert model.features.computed - 1 == 2, "one for the proof at the start, one for each prompt with its images"
 
 
+async def test_a_slow_picture_holds_up_no_score_of_text(run: Run, config: Config, model: VersionedModel) -> None:
+    """The site is silent until the text's scores are there."""
+    await run.publish(1)
+    ends = asyncio.Event()
+
+    async def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await ends.wait()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    config = replace(config, images=ImagesConfig(hosts=(f"127.0.0.1:{port}",)))
+    seen = job("seen:0", 1, images=[ImageRef(url=f"http://127.0.0.1:{port}/a.png")])
+
+    async with server:
+        asking = asyncio.create_task(run.ask(seen, job("text:0", 1)))
+        await eventually(lambda: _is_long(run, 2), "both are asked")
+        async with scoring(config, model):
+            await eventually(lambda: _is_long(run, 1), "the text is answered")
+            ends.set()
+            answers = await asking
+    run.assert_right(answers["text:0", 1], job("text:0", 1))
+    assert answers["seen:0", 1].error
+
+
+async def _is_long(run: Run, length: int) -> bool:
+    return await run.client.xlen(run.keys.score_jobs) == length
+
+
 async def test_versions_that_cannot_be_had_end_no_scorer_and_are_never_mixed_up(
     run: Run, config: Config, model: VersionedModel, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@
 |----------------|-------------------------------------------------|
 | score jobs     | the trainer's request; a stop                   |
 | weights, a pass| the model's thread; leases are renewed meanwhile|
+| images         | their store; jobs without images go first       |
 
 - Images are fetched before the pass, each once; a job whose images are gone or changed is refused with the reason.
 - Every job is answered: with scores under exactly the version it names, or with the reason why there are none.
@@ -102,7 +103,10 @@ class Scorer:
             results = [refusal(taken.job.seq_id, version, error) for taken in wanted]
         else:
             jobs = [taken.job for taken in wanted]
+            if seen := sum(bool(job.images) for job in jobs):
+                self._role.status.waiting(WaitKind.IMAGES, count=seen)
             images = await asyncio.gather(*map(self._fetch, jobs))
+            self._role.status.waiting(None)
             results = await asyncio.to_thread(self._model.score, jobs, images)
         in_time = {taken.entry_id for taken in wanted}
         late = [(taken, None) for taken in group if taken.entry_id not in in_time]
@@ -136,7 +140,10 @@ class Scorer:
 
 
 def _by_version(taken: Sequence[TakenJob], loaded: int | None) -> Iterator[tuple[int, list[TakenJob]]]:
-    """Jobs grouped by version, the loaded version first."""
+    """Jobs grouped by version, the loaded version first; of each, those that wait for no image come first."""
     versions = {one.job.version for one in taken}
     for version in sorted(versions, key=lambda version: (version != loaded, version)):
-        yield version, [one for one in taken if one.job.version == version]
+        group = [one for one in taken if one.job.version == version]
+        for has_images in (False, True):
+            if part := [one for one in group if bool(one.job.images) == has_images]:
+                yield version, part
