@@ -25,13 +25,14 @@ from sluice.consumers.audit.report import listed
 from sluice.consumers.audit.stored import Stored
 from sluice.consumers.training.images import SampleImages, joined_tensors, token_type_names
 from sluice.pipeline.config.types import Config, ModelConfig
-from sluice.pipeline.errors import DataError, ModelError, WeightsError
+from sluice.pipeline.errors import DataError, DeadlineExceeded, ModelError, WeightsError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.terminal import Console
 from sluice.pipeline.weights.versions import read_manifest, verify
 
 _ROWS = 256  # positions per softmax: (rows, vocab) in fp32
 _PLAIN_EVERY_S = 10.0
+_AT_ONCE = 8  # sequences whose images are fetched together
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +74,16 @@ def pixels_of(config: Config, sequences: Sequence[Stored]) -> Iterator[Pixels]:
 
 
 async def _fetched(images: SampleImages, seen: Sequence[Stored], limit_s: float) -> dict[str, str]:
+    """Why it failed, by name; `limit_s` for a few sequences at a time, so that a long audit has as long as it takes."""
+    failed: dict[str, str] = {}
     try:
-        return await images.take([sequence.named for sequence in seen], limit_s, patient=False)
+        for start in range(0, len(seen), _AT_ONCE):
+            few = seen[start : start + _AT_ONCE]
+            try:
+                failed |= await images.take([sequence.named for sequence in few], limit_s, patient=False)
+            except DeadlineExceeded as error:
+                failed |= {sequence.name: str(error) for sequence in few}
+        return failed
     finally:
         await images.stop_fetching()
 
