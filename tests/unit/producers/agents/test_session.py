@@ -269,6 +269,7 @@ async def test_a_turn_of_text_after_an_image_is_compared_in_whole() -> None:
         await rollout.turn({"role": "assistant", "content": "a"}, sampled, expanded(renderer, call.token_ids))
         rollout.session.messages.append({"role": "user", "content": "c"})
         call = await rollout.session.prepare()
+        assert call.response_mask is not None
         prompt = [*rollout.known, *call.token_ids[-len(call.response_mask) :]]
         with pytest.raises(RolloutError, match=f"prompt has {len(prompt)} tokens, ours {len(prompt)}, .* token"):
             await rollout.turn({"role": "assistant", "content": "a"}, sampled, [*prompt[:-1], 1])
