@@ -86,15 +86,15 @@ def read_picture(config: Config, result: SequenceResult, number: int = 0) -> Pic
         return None
     roots = [str(Path(config.data.path).parent)] if config.data.path else []
     images = images_of_run(config)
-    data = read_below([*roots, *images.roots], sources[number], images.max_mb)
+    data = read_below([*roots, *images.roots], sources[number], images.max_mb, images.store)
     return check_picture(data, images)
 
 
-def read_below(roots: Sequence[str], source: Source, max_mb: float) -> bytes:
-    """The bytes of a picture below one of these directories. Raises RequestError."""
+def read_below(roots: Sequence[str], source: Source, max_mb: float, store: str = "") -> bytes:
+    """The bytes of a picture below one of these directories; `store` may be absent. Raises RequestError."""
     if not roots:
         raise RequestError("no such picture: neither data.path nor images.roots says where pictures are")
-    allowed = Roots(roots)
+    allowed = Roots(roots, may_lack=store)
     data = allowed.read(allowed.find("the picture", *source.names), int(max_mb * 2**20), "the picture")
     check_digest(data, source.digest, "the picture")
     return data
