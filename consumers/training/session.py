@@ -330,19 +330,11 @@ class Session:
         if self._images is None or not seen:
             return {one.seq_id: letter(one.seq_id, HAS_IMAGES, blind(len(one.images))) for one in seen}
         self._role.status.waiting(WaitKind.IMAGES, count=len(seen))
-        taking = asyncio.create_task(self._images.take(seen, self._config.trainer.batch_wait_s))
-        stopping = asyncio.create_task(self._role.stop.wait())
-        try:
-            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            if not taking.done():
-                taking.cancel()
-                await asyncio.wait({taking})
+        found = await self._role.unless_stopped(self._images.take(seen, self._config.trainer.batch_wait_s))
         self._role.status.waiting(None)
-        if taking.cancelled():
+        if found is None:
             return None
-        failed = {seq_id: letter(seq_id, IMAGE_FAILED, why) for seq_id, why in taking.result().items()}
+        failed = {seq_id: letter(seq_id, IMAGE_FAILED, why) for seq_id, why in found.items()}
         for each in failed.values():
             get_logger().warning("dropped", sequence=each.seq_id, reason=each.reason, detail=each.detail)
         return failed

@@ -210,16 +210,10 @@ class Filler:
             return []
         samples = len({job.seq_id for job in jobs})
         self._role.status.waiting(WaitKind.SCORES, f"{samples} samples", len(jobs))
-        async with asyncio.TaskGroup() as tasks:
-            asking = tasks.create_task(self._asked.ask(jobs, self._options.score_wait_s))
-            stopping = tasks.create_task(self._role.stop.wait())
-            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            asking.cancel()
+        results = await self._role.unless_stopped(self._asked.ask(jobs, self._options.score_wait_s))
         self._role.status.waiting(None)
-        if asking.cancelled():
+        if results is None:
             return None
-        results = asking.result()
         for error, count in Counter(result.error for result in results if result.error).items():
             get_logger().warning("no scores", cause=error, jobs=count)
         return results

@@ -28,7 +28,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from redis.asyncio import Redis
@@ -155,6 +155,7 @@ async def _refuse_old_names(client: Redis, keys: Keys) -> None:
 
 
 _CANCEL_AGAIN_S = 0.5
+T = TypeVar("T")
 _POLL_S = 0.1
 
 
@@ -190,6 +191,18 @@ class Role:
             async with asyncio.timeout(seconds):
                 await self.stop.wait()
         return not self.stop.is_set()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The work's result; None when asked to stop first: the work is then cancelled, and waited for."""
+        doing, stopping = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not doing.done():
+                doing.cancel()
+                await asyncio.wait({doing})
+        return None if doing.cancelled() else doing.result()
 
     async def wait_until(self, holds: Callable[[], Coroutine[Any, Any, bool]], wait: Wait, deadline_s: float) -> bool:
         """Poll until `holds()`; False when asked to stop, DeadlineExceeded names what was waited for.

@@ -262,22 +262,29 @@ async def test_prompts_with_images_are_scored_like_text(
     assert model.features.computed - 1 == 2, "one for the proof at the start, one for each prompt with its images"
 
 
-async def test_a_slow_picture_holds_up_no_score_of_text(run: Run, config: Config, model: VersionedModel) -> None:
-    """The site is silent until the text's scores are there."""
-    await run.publish(1)
-    ends = asyncio.Event()
+@contextlib.asynccontextmanager
+async def silent_site(config: Config, ends: asyncio.Event) -> AsyncIterator[tuple[Config, ImageRef]]:
+    """A picture of a site that says nothing before `ends`, longer than anybody here waits for it."""
 
     async def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await ends.wait()
         writer.close()
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    config = replace(config, images=ImagesConfig(hosts=(f"127.0.0.1:{port}",)))
-    seen = job("seen:0", 1, images=[ImageRef(url=f"http://127.0.0.1:{port}/a.png")])
-
+    host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server:
-        asking = asyncio.create_task(run.ask(seen, job("text:0", 1)))
+        images = ImagesConfig(hosts=(host,), fetch_timeout_s=10 * WAIT_S)
+        try:
+            yield replace(config, images=images), ImageRef(url=f"http://{host}/a.png")
+        finally:
+            ends.set()
+
+
+async def test_a_slow_picture_holds_up_no_score_of_text(run: Run, config: Config, model: VersionedModel) -> None:
+    await run.publish(1)
+    ends = asyncio.Event()
+    async with silent_site(config, ends) as (config, picture):
+        asking = asyncio.create_task(run.ask(job("seen:0", 1, images=[picture]), job("text:0", 1)))
         await eventually(lambda: _is_long(run, 2), "both are asked")
         async with scoring(config, model):
             await eventually(lambda: _is_long(run, 1), "the text is answered")
@@ -285,6 +292,31 @@ async def test_a_slow_picture_holds_up_no_score_of_text(run: Run, config: Config
             answers = await asking
     run.assert_right(answers["text:0", 1], job("text:0", 1))
     assert answers["seen:0", 1].error
+
+
+async def test_a_picture_that_does_not_come_is_waited_for_as_long_as_its_asker_waits(
+    run: Run, config: Config, model: VersionedModel
+) -> None:
+    await run.publish(1)
+    async with silent_site(config, asyncio.Event()) as (config, picture), scoring(config, model):
+        asker = Scores(run.client, run.keys, "t")
+        assert await asker.ask([job("seen:0", 1, images=[picture])], 1.0) == []
+        answers = await run.ask(job("text:0", 1))
+    run.assert_right(answers["text:0", 1], job("text:0", 1))
+
+
+async def test_a_scorer_that_waits_for_a_picture_hears_a_stop(run: Run, config: Config, model: VersionedModel) -> None:
+    await run.publish(1)
+    async with silent_site(config, asyncio.Event()) as (config, picture):
+        async with scoring(config, model) as role:
+            asking = asyncio.create_task(Scores(run.client, run.keys, "t").ask([job("a:0", 1, images=[picture])], 600))
+
+            async def waits() -> bool:
+                return role.status.row.waiting_for is not None and "image" in role.status.row.waiting_for
+
+            await eventually(waits, "the scorer to wait for the picture")
+        assert await _is_long(run, 1), "the job is left to another scorer"
+        asking.cancel()
 
 
 async def _is_long(run: Run, length: int) -> bool:

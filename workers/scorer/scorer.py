@@ -4,7 +4,8 @@
 |----------------|-------------------------------------------------|
 | score jobs     | the trainer's request; a stop                   |
 | weights, a pass| the model's thread; leases are renewed meanwhile|
-| images         | their store; jobs without images go first       |
+| images         | their store, `policy.score_wait_s`, or a stop;  |
+|                | jobs without images go first                    |
 
 - Images are fetched before the pass, each once; a job whose images are gone or changed is refused with the reason.
 - Every job is answered: with scores under exactly the version it names, or with the reason why there are none.
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -102,23 +104,36 @@ class Scorer:
         if error:
             results = [refusal(taken.job.seq_id, version, error) for taken in wanted]
         else:
-            jobs = [taken.job for taken in wanted]
-            if seen := sum(bool(job.images) for job in jobs):
-                self._role.status.waiting(WaitKind.IMAGES, count=seen)
-            images = await asyncio.gather(*map(self._fetch, jobs))
-            self._role.status.waiting(None)
-            results = await asyncio.to_thread(self._model.score, jobs, images)
+            if (images := await self._images_of(wanted)) is None:
+                return  # whoever takes the jobs next answers them
+            results = await asyncio.to_thread(self._model.score, [taken.job for taken in wanted], images)
         in_time = {taken.entry_id for taken in wanted}
         late = [(taken, None) for taken in group if taken.entry_id not in in_time]
         await self._jobs.answer([*zip(wanted, results, strict=True), *late])
         self._scored += sum(not result.error for result in results)
         self._role.status.fact(version=self._model.version, scored=self._scored)
 
-    async def _fetch(self, job: ScoreJob) -> Sequence[Any] | str:
+    async def _images_of(self, wanted: Sequence[TakenJob]) -> list[Sequence[Any] | str] | None:
+        """The images of each job, or why they can't be fetched; None when asked to stop."""
+        if seen := sum(bool(taken.job.images) for taken in wanted):
+            self._role.status.waiting(WaitKind.IMAGES, count=seen)
+
+        async def fetched() -> list[Sequence[Any] | str]:
+            return await asyncio.gather(*map(self._fetch, wanted))
+
+        images = await self._role.unless_stopped(fetched())
+        self._role.status.waiting(None)
+        return images
+
+    async def _fetch(self, taken: TakenJob) -> Sequence[Any] | str:
         """The job's images, or why they can't be fetched."""
+        job, patience_s = taken.job, self._role.config.policy.score_wait_s
         try:
             admit_images(job.images, self._role.config.images, job.seq_id)
-            return await asyncio.gather(*map(self._images.get, job.images))
+            async with asyncio.timeout(min(patience_s, max(0.0, taken.until - time.monotonic()))):
+                return await asyncio.gather(*map(self._images.get, job.images))
+        except TimeoutError:
+            return f"{job.seq_id}: its images were not here in time (policy.score_wait_s); check the server or disk"
         except (RequestError, OSError) as error:
             return str(error)
 
