@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from sluice.pipeline.broker.ownership import Ownership
 from sluice.pipeline.config.types import Config
 from sluice.pipeline.errors import DataError, RequestError
+from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.writer import ImageWriter
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.queue import Credit, JobQueue, Outcome, SourceRewound, job_id_for
@@ -179,6 +180,8 @@ def _rows(config: Config, cursor: str, progress: SourceProgress, intake: Intake)
             elif (epoch, number) > (done_epoch, done_row):
                 try:
                     items = intake.items(stored(row, writer), epoch)
+                except SourceUnavailable as error:  # says nothing about the row: a restart reads it again
+                    raise SourceUnavailable(f"{config.data.path}: row {number + 1}: {error}") from error
                 except RequestError as error:
                     progress.skip(Malformed(f"{config.data.path}: row {number + 1}", str(error)))
                 else:
@@ -194,7 +197,9 @@ class Intake(Protocol):
     chunk: int  # items enqueued in one call
 
     def items(self, row: Row, epoch: int) -> list[Any]:
-        """At least one; each has `metadata["row"]`. Blocks; raises RequestError for what makes the row malformed."""
+        """At least one; each has `metadata["row"]`. Blocks; raises RequestError for what makes the row malformed,
+        SourceUnavailable for what a later try may read.
+        """
         ...
 
     def sequences(self, item: Any) -> list[str]:

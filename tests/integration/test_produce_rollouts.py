@@ -18,6 +18,7 @@ from aiohttp import web
 
 from sluice.pipeline.config.types import BrokerConfig, Config, DataConfig, ImagesConfig, RolloutConfig
 from sluice.pipeline.errors import ConfigError, DataError, DeadlineExceeded, SluiceError, first_cause
+from sluice.pipeline.images.paths import SourceUnavailable
 from sluice.pipeline.images.writer import StoreError, images_directory
 from sluice.pipeline.status.snapshot import Snapshot, snapshot
 from sluice.pipeline.wire.keys import Keys
@@ -138,6 +139,22 @@ async def test_a_row_whose_image_cannot_be_read_stops_a_run_that_skips_none_and_
     assert isinstance(cause, DataError)
     assert str(cause).startswith(f"{config.data.path}: row 2: image 'gone.png': no such file")
     assert (await state()).enqueued == 1
+
+
+async def test_an_image_that_cannot_be_reached_now_skips_no_row(
+    make_config: MakeConfig, far: FarSide, state: Look, tmp_path: Path
+) -> None:
+    away = tmp_path / "away"
+    config = show(await make_config(), away, "a.png")
+    cause = await cause_of(config)
+    assert isinstance(cause, SourceUnavailable)
+    assert str(cause).startswith(f"{config.data.path}: row 1: image 'a.png': {away} is no directory")
+    assert (await state()).malformed_rows == 0
+    away.mkdir()
+    (away / "a.png").write_bytes(png())
+    await asyncio.wait_for(produce(config), 20)
+    now = await state()
+    assert (now.committed, now.malformed_rows, now.exhausted) == (1, 0, True)
 
 
 async def test_a_full_image_store_stops_a_run_though_it_skips_malformed_rows(
