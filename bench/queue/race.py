@@ -17,6 +17,7 @@ import contextlib
 import importlib
 import logging.config
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ class Lap:
     broker_us: float
 
 
-class System:
+class System(ABC):
     """One system on its broker, with its own kind of worker processes, which are stopped outside rounds."""
 
     leftovers: ClassVar[str]  # keys that ended jobs leave behind
@@ -149,12 +150,12 @@ class System:
         self.filled, self.jobs = 0, 0  # so far, and in each round
         self._serve, self._arguments = serve, arguments
 
-    async def enqueue(self, count: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def enqueue(self, count: int) -> None: ...
 
+    @abstractmethod
     async def is_empty(self) -> bool:
         """Whether every job has ended."""
-        raise NotImplementedError
 
     async def close(self) -> None:
         await self.client.aclose()

@@ -370,15 +370,15 @@ class _Kept:
     def claim(self, key: object) -> tuple[bool, Future[ProcessedImage]]:
         """(Whether the caller must make it, its future)."""
         with self._lock:
-            self.hits += 1
             if (kept := self._made.get(key)) is not None:
                 self._made.move_to_end(key)
+                self.hits += 1
                 done: Future[ProcessedImage] = Future()
                 done.set_result(kept[0])
                 return False, done
             if (making := self._making.get(key)) is not None:
+                self.hits += 1
                 return False, making
-            self.hits -= 1
             self._making[key] = mine = Future[ProcessedImage]()
             return True, mine
 

@@ -19,9 +19,8 @@ from sluice.pipeline.wire.keys import Keys
 from sluice.workers.engine.hf import HfBackend
 from tests.clients.environments import python_with
 from tests.contract.engine_fixtures import started
-from tests.integration.gateway.agents import CALLING, assert_trajectory
+from tests.integration.gateway.agents import CALLING, agents_config, assert_trajectory
 from tests.integration.gateway.harness import published, serving
-from tests.roles import run_config
 from tests.tool_models import tool_model
 
 TALKS = Path(__file__).parent / "talks"
@@ -47,9 +46,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
-    sampling = {"temperature": 0.0, "max_new_tokens": 40}
-    return run_config(broker_config, keys, run_dir, worker=worker, model={"path": str(source)}, sampling=sampling)
+    return agents_config(broker_config, keys, run_dir, source)
 
 
 @pytest.mark.parametrize("talk", CLIENTS)

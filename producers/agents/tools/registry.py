@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sluice.pipeline.config.types import ImagesConfig, RolloutServerConfig
+from sluice.pipeline.config.types import GatewayConfig, ImagesConfig, RolloutServerConfig
 from sluice.pipeline.errors import ConfigError, DeadlineExceeded, RequestError
 from sluice.pipeline.logs import get_logger
 from sluice.pipeline.prompts.admission import MAX_PARTS, image_parts, image_url
@@ -29,7 +29,7 @@ from sluice.producers.agents.tools.image import ToolImage
 MAX_RESULT_CHARS = 262_144
 MAX_CALLS = 32
 _MAX_REASON_CHARS = 2_000
-_BODY_MB = 16.0  # of a trainer that says nothing else
+_BODY_MB = GatewayConfig().max_body_mb  # of a trainer that says nothing else
 _IMAGE_SHARE = 7 / 8  # of a body; the rest is for texts and tools
 
 

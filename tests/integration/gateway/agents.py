@@ -6,19 +6,29 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from sluice.demo.tools import demonstrations
-from sluice.pipeline.config.types import Config
+from sluice.pipeline.config.types import BrokerConfig, Config
+from sluice.pipeline.wire.keys import Keys
 from sluice.pipeline.wire.messages import SequenceResult
 from sluice.producers.agents.server import serve_until
+from tests.roles import run_config
 from tests.tool_models import CONVERSATIONS, Conversation
 
 CALLING = [one for one in CONVERSATIONS if one.calls]
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
+
+
+def agents_config(broker: BrokerConfig, keys: Keys, run_dir: Path, model: Path, **sections: Any) -> Config:
+    """A run whose worker decodes greedily with the small tool-calling model."""
+    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
+    sampling = {"temperature": 0.0, "max_new_tokens": 40}
+    return run_config(broker, keys, run_dir, worker=worker, model={"path": str(model)}, sampling=sampling, **sections)
 
 
 @dataclass(frozen=True)

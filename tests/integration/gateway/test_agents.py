@@ -26,6 +26,7 @@ from tests.contract.engine_fixtures import reference, reference_logprobs, starte
 from tests.integration.gateway.agents import (
     CALLING,
     GREEDY,
+    agents_config,
     assert_completed,
     assert_trajectory,
     called,
@@ -33,7 +34,7 @@ from tests.integration.gateway.agents import (
     rollout_server,
 )
 from tests.integration.gateway.harness import Gateway, published, serving, user
-from tests.roles import eventually, run_config
+from tests.roles import eventually
 from tests.tool_models import tool_model
 
 TWO_CALLS = CALLING[0]
@@ -59,12 +60,7 @@ def backend(source: Path) -> Iterator[HfBackend]:
 
 @pytest.fixture
 def config(broker_config: BrokerConfig, keys: Keys, run_dir: Path, source: Path) -> Config:
-    worker = {"lease_s": 2.0, "renew_s": 0.1, "poll_s": 0.01, "max_batch": 4, "drain_s": 10.0}
-    sampling = {"temperature": 0.0, "max_new_tokens": 40}
-    model = {"path": str(source)}
-    return run_config(
-        broker_config, keys, run_dir, worker=worker, model=model, sampling=sampling, rollout_server=SETTINGS
-    )
+    return agents_config(broker_config, keys, run_dir, source, rollout_server=SETTINGS)
 
 
 async def asked(client: AsyncOpenAI, stream: bool, **options: Any) -> ChatCompletion:
