@@ -255,18 +255,20 @@ class Stages:
             before = backend.images_processed  # the start-up proof uses its own pictures
             work = jobs("stages", self._names, self._group, NEW_TOKENS)
             made = [await prompts.make(job, backend.facts) for job in work]
-            await self._decode(backend, made, 1)  # fills the processor's cache for the next round
+            await self._decode(backend, made, 1)
+            processed = backend.images_processed - before
             with self._timed("prefill"):
                 await self._decode(backend, made, 1)
             with self._timed("decoding"):
                 outputs = await self._decode(backend, made, NEW_TOKENS)
-            processed = backend.images_processed - before
             self._processed |= {"worker_fetched": prompts.images_fetched, "worker": processed}
         finally:
             await prompts.close()
             await backend.close()
+        # The scenes exceed the processor's cache, so each of these passes has processed them again.
         self._seconds["decoding"] -= self._seconds["prefill"]
-        self._seconds["prefill"] = max(0.0, self._seconds["prefill"] - self._seconds["vision_tower"])
+        vision_s = self._seconds["processor"] + self._seconds["vision_tower"]
+        self._seconds["prefill"] = max(0.0, self._seconds["prefill"] - vision_s)
         return outputs
 
     async def _decode(self, backend: Backend, prompts: Sequence[JobPrompt], new_tokens: int) -> list[SequenceOutput]:
